@@ -14,7 +14,7 @@ Prints a table; `--json` prints a JSON object last:
 
 - `warm_over_cold`: time to first token in `warm`, divided by that in `miss`.
 - `warm_over_apc`: time to first token in `warm`, divided by that in `apc`.
-- `hook_share`: time in the connector's hooks (the methods that vLLM calls), divided by the time of
+- `hook_share`: time in the connector's callbacks (the methods that vLLM calls), divided by the time of
   engine steps, in `miss`.
 - `miss_overhead`: time of a whole request in `miss`, divided by that of the neighbouring request in
   `plain`; the median of these ratios.
@@ -58,13 +58,13 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Returns the share of engine steps' time that was spent in the connector's hooks (the methods
+    """Returns the share of engine steps' time that was spent in the connector's callbacks (the methods
     that vLLM calls), those of the scheduler and of the worker together. Reads the file `path`,
     which the connector wrote when its engine ended."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
-    return float(timing["hook_s"]) / float(timing["step_s"])
+    return float(timing["callback_s"]) / float(timing["step_s"])
 
 
 def alone(engine: Engine, tokens: list[int]) -> Answer:
@@ -80,9 +80,9 @@ def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(ARENA_BYTES))
         folder = server.log.parent
-        timing = folder / "hooks.json"
+        timing = folder / "callbacks.json"
         miss_settings = EngineSettings(
-            str(model), server.target, {"hotkv.hook_timing_file": str(timing)}
+            str(model), server.target, {"hotkv.callback_timing_file": str(timing)}
         )
         miss = stack.enter_context(Engine("miss", miss_settings, folder))
         plain = stack.enter_context(Engine("plain", EngineSettings(str(model)), folder))

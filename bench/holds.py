@@ -194,7 +194,7 @@ def _background(holds: Holds) -> None:
             batch = verifier.next_batch()
             if batch is not None:
                 cases = verifier.cases(batch)
-                verifier.settle(cases, [np.ones(len(case.generations), np.bool_) for case in cases])
+                verifier.settle(cases, [np.ones(len(case.reuses), np.bool_) for case in cases])
             yield
 
     holds.parts("verifier, next batches", scrub())

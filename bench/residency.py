@@ -5,7 +5,7 @@ Models: SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), with blocks
 step attends to up to `sparse_topk` tokens in every layer, with the scorer `rot2u`. The pool is the
 device's memory for blocks; a context beyond device memory is larger than its pool. Each engine has
 one thread. Times are processor times of engine and server together; names with `_wall` have wall
-times. Representations are compact forms of blocks' keys.
+times. Sketches are compact forms of blocks' keys.
 
 `--json` prints an object last:
 
@@ -22,13 +22,13 @@ times. Representations are compact forms of blocks' keys.
 - `prefill_overhead`: time of a prefill, divided by that of a dense prefill with everything on the
   device, at four times the pool.
 - For a prefix hit of 32k tokens: `hit_bytes_share`: loaded bytes divided by the bytes of the hit's
-  KV. `hit_representations_share`: bytes of a block's representations, divided by the bytes of its
+  KV. `hit_representations_share`: bytes of a block's sketches, divided by the bytes of its
   KV. `hit_staged_share`: share of the hit's pages that were copied to a buffer on the device, so
   that the rest of the prompt can attend to them.
 - `hit_first_token_share`: time to the first token of a hit, divided by that of computing the
   prompt.
-- `representations_overhead`: time to build representations, divided by the time of the prefill.
-  `..._hit`: share of a hit's representations that were built again.
+- `representations_overhead`: time to build sketches, divided by the time of the prefill.
+  `..._hit`: share of a hit's sketches that were built again.
 - `auto_over_host`, `auto_over_dense`: throughput of mixed traffic if contexts move to host memory
   only when the pool runs short (`auto`), divided by the throughput if all contexts are in host
   memory (`host`), and by that of vLLM with dense attention (`dense`). Suffixes: `_wall` by wall
@@ -70,7 +70,7 @@ from bench.resident_cases import (
     llama,
     memory,
     mixed,
-    representation_bytes,
+    sketch_bytes,
     smollm,
     times,
     together,
@@ -357,7 +357,7 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
     model, first = shape.model, rounds[0]
     whole = first.hit_tokens * model.kv_token_bytes
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
-    per_block = representation_bytes(model, *heads)
+    per_block = sketch_bytes(model, *heads)
     named = {
         f"{name}{suffix}": ratios(rounds, over, under, clock)
         for clock, suffix in ((PROCESSOR, ""), (WALL, "_wall"))
@@ -383,10 +383,10 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def built_of_hit(one: Round, num_layers: int) -> float:
-    """Returns how many representations (compact forms of blocks' keys) an engine built for the
+    """Returns how many sketches (compact forms of blocks' keys) an engine built for the
     blocks of a hit. It should be 0, because engines load them with the blocks.
 
-    The round counts all representations that the engine built for the request. Subtracts those of
+    The round counts all sketches that the engine built for the request. Subtracts those of
     the blocks that became complete after the hit, by the rest of the prompt and by the answer. (The
     last token has no KV.)
     """

@@ -165,7 +165,7 @@ class Shape:
 # ------------------------------------------------------------------------------------- Measurements
 
 WALL, PROCESSOR = 0, 1
-REPRESENTATION = "rot2u"
+SKETCH = "rot2u"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +202,10 @@ class Round:
     processor time.
 
     …_prefill_s, …_step_s: time of the prefill, and of a decode step.
-    build_s: time to build representations (compact forms of blocks' keys) in the resident prefill.
+    build_s: time to build sketches (compact forms of blocks' keys) in the resident prefill.
     hit_…: a second request with the same prompt, which hits: time to the first token, tokens and
         bytes of the hit, pages copied to the device for the prefill of the rest, and
-        representations built.
+        sketches built.
     pulled_pages: pages that decode steps copied from host memory, in `num_steps` steps.
     """
 
@@ -230,9 +230,9 @@ class Round:
 class Held:
     """The most memory that a request occupied, in bytes: on the device and in the server's arena.
 
-    expected_…: computed from the sizes of blocks and representations (compact forms of keys).
+    expected_…: computed from the sizes of blocks and sketches (compact forms of keys).
     staging_bytes: buffer in which a prefill assembles its context on the device.
-    row_bytes: the engine's representations. Like the buffer, they are not part of the pool of
+    row_bytes: the engine's sketches. Like the buffer, they are not part of the pool of
         blocks.
     whole_bytes: device memory that the whole context would take.
     """
@@ -492,11 +492,11 @@ def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
 # ------------------------------------------------------------------------------------------- Memory
 
 
-def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
-    """Returns the bytes of a block's representations (compact forms of its keys) in all layers."""
+def sketch_bytes(model: Model, kv_heads: int, head_size: int) -> int:
+    """Returns the bytes of a block's sketches (compact forms of its keys) in all layers."""
     from hotkv_sparse.formats import head_bytes
 
-    return model.layers * kv_heads * head_bytes(REPRESENTATION, BLOCK_TOKENS, head_size)
+    return model.layers * kv_heads * head_bytes(SKETCH, BLOCK_TOKENS, head_size)
 
 
 def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
@@ -509,7 +509,7 @@ def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     beside = small.memory()
     blocks = num_tokens // BLOCK_TOKENS
-    per_block = model.block_bytes + representation_bytes(model, *heads)
+    per_block = model.block_bytes + sketch_bytes(model, *heads)
     is_whole = small.device_blocks(num_tokens) == -(-num_tokens // BLOCK_TOKENS)
     return Held(
         num_tokens,

@@ -5,7 +5,7 @@ Prints a row per restart; `--json` prints a JSON object last, with medians over 
 
 - `ready_s`: from the start of the process to the health service's "serving".
 - `served_ratio`: share of the acknowledged blocks that lookups find again.
-- `verified_ratio`: share of the blocks whose bytes the server has compared with their check values
+- `verified_ratio`: share of the blocks whose bytes the server has compared with their checksums
   (checksums) when it becomes ready.
 - `empty_ready_s`: `ready_s` of a start with an empty arena.
 

@@ -14,7 +14,7 @@ Prints a row per text and variant (way to select blocks, see `bench.sparse.varia
 `--json`, `{"model", "texts", "seconds", "rows", "targets"}`. The default run has the rows with
 targets. `--resident` has the variants for residency (contexts in host memory), with separate
 targets. `--field` has budgets of 128, 512 and 2048 tokens, as in publications, and compares with
-selections by exact attention mass and with another method, page sketches (`bench.sparse.sketch`);
+selections by exact attention mass and with another method, page low-rank summaries (`bench.sparse.low_rank`);
 its rows have no targets.
 """
 
@@ -172,7 +172,7 @@ def measure(
     """Decodes a text in all variants (ways to select blocks). Returns a row of results for each
     variant.
 
-    calibrated: the centres (mean keys) and axes that representations use.
+    calibrated: the centres (mean keys) and axes that sketches use.
     """
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
@@ -218,7 +218,7 @@ def all_rows(
 
 
 def figures(row: Row, head_size: int) -> dict[str, object]:
-    """Returns a row as JSON values. `bytes_per_token` is the size of the scorer's representation
+    """Returns a row as JSON values. `bytes_per_token` is the size of the scorer's sketch
     for a KV head of `head_size` channels."""
     outcome, variant = row.outcome, row.outcome.variant
     return {

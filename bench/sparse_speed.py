@@ -43,7 +43,7 @@ from bench.report import median, parser, print_figures, print_json, rows_table
 from bench.servers import MIB, new_hashes, serving
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse.decode import Always, Scorer, decode
 from hotkv_sparse.selection import Source, choose, select_layer
@@ -56,7 +56,7 @@ not depend on values."""
 
 # ------------------------------------------------------------------------------------ By the server
 # Compares a call of `SelectBlocks`, with which a client lets the server select the blocks for a
-# query, with the same selection in this process. A real server holds the representations (compact
+# query, with the same selection in this process. A real server holds the sketches (compact
 # forms of keys) of a layer, stored by an engine. Server and process score the same bytes with the
 # same queries, in turns.
 
@@ -81,7 +81,7 @@ def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, floa
 
 
 class _Engine:
-    """A client session whose memory holds the representations (compact forms of keys) of
+    """A client session whose memory holds the sketches (compact forms of keys) of
     `num_blocks` random blocks, and stores them in a server."""
 
     def __init__(self, target: str, num_blocks: int) -> None:
@@ -96,27 +96,27 @@ class _Engine:
         self.queries = random.standard_normal((64, QUERY_HEADS, HEAD_SIZE), np.float32)
         self.fds = {
             "kv": os.memfd_create("bench-kv"),
-            "representations": os.memfd_create("bench-representations"),
+            "sketches": os.memfd_create("bench-sketches"),
         }
-        for name, page in (("kv", PAGE_BYTES), ("representations", size)):
+        for name, page in (("kv", PAGE_BYTES), ("sketches", size)):
             os.posix_fallocate(self.fds[name], 0, num_blocks * page)
-        memory = np.frombuffer(mmap.mmap(self.fds["representations"], num_blocks * size), np.uint8)
+        memory = np.frombuffer(mmap.mmap(self.fds["sketches"], num_blocks * size), np.uint8)
         self.pool: NDArray[np.uint8] = memory.reshape(built.shape)
         self.pool[:] = built
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),)
-        kind = Representation(0, CONFIG.scorer, 1, (size,))
+        kind = Sketch(0, CONFIG.scorer, 1, (size,))
         key_space = KeySpace("bench-select", "bench-select", "bfloat16", groups, BLOCK_TOKENS)
         config = SessionConfig(
-            target, "bench-select", Role.WORKER, key_space, representations=(kind,)
+            target, "bench-select", Role.WORKER, key_space, sketches=(kind,)
         )
-        self.group = config.representation_group(kind)
+        self.group = config.sketch_group(kind)
         tensors = (
             PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),
-            PageTensor(self.group, "representations", 0, size, size, 0),
+            PageTensor(self.group, "sketches", 0, size, size, 0),
         )
         handles = (
             MemoryHandle("kv", num_blocks * PAGE_BYTES),
-            MemoryHandle("representations", num_blocks * size),
+            MemoryHandle("sketches", num_blocks * size),
         )
         self.session = Session(
             config, EngineMemory(Layout(0, num_blocks, handles, tensors, "LBHNC"), self.fds)
@@ -254,7 +254,7 @@ class PagedAttention:
 
 @dataclass
 class Layer:
-    """A layer with a context of `num_blocks`: representations (compact forms of blocks' keys), a
+    """A layer with a context of `num_blocks`: sketches (compact forms of blocks' keys), a
     hot set (the blocks to attend to), and the pages for attention. Times each part of a decode
     step."""
 
@@ -328,7 +328,7 @@ class Layer:
     def score(
         self, name: str, query: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Returns the scores of the candidate blocks in format `name` of representations, float32
+        """Returns the scores of the candidate blocks in format `name` of sketches, float32
         [query heads, candidates]."""
         return hotkv_sparse.score(
             hotkv_sparse.prepare(name, query),

@@ -107,7 +107,7 @@ class Watched(Engine):
 
     def memory(self) -> dict[str, float]:
         """Returns the bytes of the engine's memory besides the pool: the staging area (into which
-        whole layers are copied), and the rows of representations (compact forms of blocks'
+        whole layers are copied), and the rows of sketches (compact forms of blocks'
         keys)."""
         return {name: float(value) for name, value in self.ask({"op": "memory"}).items()}
 

@@ -54,7 +54,7 @@ class Engine:
 
     def memory(self) -> dict[str, Any]:
         """Returns the bytes of memory besides the pool: the staging area (into which whole layers
-        are copied), and the rows of representations (compact forms of blocks' keys)."""
+        are copied), and the rows of sketches (compact forms of blocks' keys)."""
         worker = _worker()
         rows = sum(rows.nbytes for rows in worker._kept._rows.values())
         return {"staging": worker._pages.staging.num_bytes, "rows": rows}

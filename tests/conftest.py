@@ -71,7 +71,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 LONGEST = (
     "pairs/test_residency.py",
-    "vllm/test_residency_hooks.py",
+    "vllm/test_residency_callbacks.py",
     "vllm/test_cuda_residency.py",
     "vllm/test_residency_auto.py",
     "offloading/test_engines.py",

@@ -2,8 +2,8 @@
 sources of the installed vLLM and source distributions of the package index.
 
 Checks, on syntax trees: imported names, attributes of vLLM's objects and calls as far as type
-annotations allow, and signatures of overridden hooks (the methods of a connector that vLLM calls).
-Each hook of vLLM's base class must be overridden or be listed in `NOT_OVERRIDDEN`. If the index
+annotations allow, and signatures of overridden callbacks (the methods of a connector that vLLM calls).
+Each callback of vLLM's base class must be overridden or be listed in `NOT_OVERRIDDEN`. If the index
 can't be reached, prints the missing versions and checks the rest.
 
 Also checks that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and that
@@ -29,7 +29,7 @@ from tools.vllm_sources import (  # noqa: E402
     lines,
     release,
 )
-from tools.vllm_uses import Uses, hooks_of, pauses_by  # noqa: E402
+from tools.vllm_uses import Uses, callbacks_of, pauses_by  # noqa: E402
 
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -62,8 +62,8 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Hooks (methods of vLLM's connector class) that hotkv does not override, and why. If vLLM adds a
-hook, read what it demands of connectors, then override it or list it here."""
+"""Callbacks (methods of vLLM's connector class) that hotkv does not override, and why. If vLLM adds a
+callback, read what it demands of connectors, then override it or list it here."""
 
 FREE = {
     "worker/layout.py",
@@ -92,7 +92,7 @@ PUBLIC = (
     "vllm.v1.request",
 )
 """Names of vLLM that all modules may import: base classes, the values passed to a connector's
-hooks, and vLLM's API for programs. A name includes its submodules."""
+callbacks, and vLLM's API for programs. A name includes its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -196,7 +196,7 @@ def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
         num_checked += uses.num_checked
     if door == OWN:
         problems += [why] if (why := pauses_by(names)) else []
-        problems += hook_problems(names, is_newest=is_newest)
+        problems += callback_problems(names, is_newest=is_newest)
     if door == OWN and num_checked < FEWEST_CHECKED:
         problems.append(
             f"only {num_checked} uses of vLLM were found, where at least {FEWEST_CHECKED} were "
@@ -235,16 +235,16 @@ def others(door: str) -> list[str]:
     return found
 
 
-def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
-    """Returns a message for each hook (method of vLLM's connector class) that is neither overridden
-    nor listed in `NOT_OVERRIDDEN`. For the newest version, also for overridden and listed hooks
+def callback_problems(names: Names, *, is_newest: bool) -> list[str]:
+    """Returns a message for each callback (method of vLLM's connector class) that is neither overridden
+    nor listed in `NOT_OVERRIDDEN`. For the newest version, also for overridden and listed callbacks
     that no longer exist."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")
         if (cls := names.find(f"{BASE}.{name}")) is not None
     ]
-    theirs = {hook for cls in found for hook in hooks_of(names, cls)}
+    theirs = {callback for cls in found for callback in callbacks_of(names, cls)}
     tree = ast.parse((PACKAGE / "connector.py").read_text())
     connector = next(
         node
@@ -257,16 +257,16 @@ def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
     problems = [
-        f"{BASE}: {hook} is neither overridden nor in NOT_OVERRIDDEN"
-        for hook in sorted(theirs - ours - set(NOT_OVERRIDDEN))
+        f"{BASE}: {callback} is neither overridden nor in NOT_OVERRIDDEN"
+        for callback in sorted(theirs - ours - set(NOT_OVERRIDDEN))
     ]
     if is_newest:
         problems += [
-            f"connector.py: {hook} is no hook of vLLM's any more" for hook in sorted(ours - theirs)
+            f"connector.py: {callback} is no callback of vLLM's any more" for callback in sorted(ours - theirs)
         ]
         problems += [
-            f"NOT_OVERRIDDEN: {hook} is no hook of vLLM's"
-            for hook in sorted(set(NOT_OVERRIDDEN) - theirs)
+            f"NOT_OVERRIDDEN: {callback} is no callback of vLLM's"
+            for callback in sorted(set(NOT_OVERRIDDEN) - theirs)
         ]
     return problems
 

@@ -60,10 +60,10 @@ TOPICS = {
     ),
     "What is shared": "weights_identity allow_untested_vllm",
     "Long contexts": (
-        "sparse sparse_centre sparse_recall_steps residency_timeout_s representation_tokens "
+        "sparse sparse_centre sparse_recall_steps residency_timeout_s sketch_tokens "
         "allow_sparse_cuda"
     ),
-    "Traces and timing": "tracing tracing_sample_ratio hook_timing_file device_order",
+    "Traces and timing": "tracing tracing_sample_ratio callback_timing_file device_order",
 }
 UNUSED = {"copy_method"}
 """Fields of SparseConfig that engines ignore."""

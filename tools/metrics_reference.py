@@ -40,7 +40,7 @@ This page lists the metrics of `hotkv-server` at `http://127.0.0.1:9433/metrics`
 - A node has some 350 samples, and 20 more for each layer with sparse decode.
 - The policy decides which `hotkv_eviction_*` exist ([eviction.md](eviction.md)).
 - With more than a million entries, `hotkv_ready_blocks`, `hotkv_arena_pinned_bytes`,
-  `hotkv_representation_bytes` and `hotkv_unverified_blocks` show the state of the previous scrape.
+  `hotkv_sketch_bytes` and `hotkv_unverified_blocks` show the state of the previous scrape.
 """
 LAYERS = """
 Counters with the label `layer`, summed over all engines: `hotkv_sparse_layer_NAME_total`. Each

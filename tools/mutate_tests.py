@@ -5,7 +5,7 @@ CORE = (
     "tests/core/test_cache_cases.py tests/core/test_inspect.py "
     "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
     "tests/core/test_verifier.py tests/core/test_checks.py tests/core/test_index.py "
-    "tests/core/test_representations.py tests/core/test_catalog.py tests/core/test_incremental.py "
+    "tests/core/test_sketches.py tests/core/test_catalog.py tests/core/test_incremental.py "
     "tests/core/test_residencies.py tests/core/test_restore.py "
     "tests/core/test_holding.py tests/core/test_starvation.py"
 )
@@ -33,7 +33,7 @@ CUDA = (
 )
 WIRE = (
     "tests/server/test_service.py tests/server/test_ranks.py "
-    "tests/server/test_representations.py tests/server/test_refusals.py "
+    "tests/server/test_sketches.py tests/server/test_refusals.py "
     "tests/server/test_fence.py"
 )
 LIFE = "tests/server/test_service.py tests/server/test_life.py tests/server/test_transfers.py"
@@ -43,7 +43,7 @@ DOOR = (
 )
 ENGINE = (
     "tests/vllm/test_traps.py tests/vllm/test_reports.py "
-    "tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
+    "tests/vllm/test_callbacks.py tests/vllm/test_sleep.py "
     "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
     "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py tests/vllm/test_rekeying.py "
     "tests/vllm/test_revocations.py tests/vllm/test_diverging_hits.py tests/vllm/test_hybrid.py"
@@ -81,13 +81,13 @@ DISK = (
 )
 S3 = (
     "tests/tiers/test_s3_words.py tests/tiers/test_s3_packs.py tests/tiers/test_s3_lister.py "
-    "tests/tiers/test_s3_faults.py tests/tiers/test_s3_epochs.py "
+    "tests/tiers/test_s3_faults.py tests/tiers/test_s3_generations.py "
     "tests/tiers/test_remote_faults.py "
     "tests/tiers/test_s3_sharing.py"
 )
 VALKEY = (
     "tests/tiers/test_valkey_words.py tests/tiers/test_valkey_values.py "
-    "tests/tiers/test_valkey_epochs.py tests/tiers/test_remote_faults.py "
+    "tests/tiers/test_valkey_generations.py tests/tiers/test_remote_faults.py "
     "tests/tiers/test_valkey_contract.py "
     "tests/tiers/test_valkey_cluster.py"
 )
@@ -113,7 +113,7 @@ SPARSE_SERVER = (
 SPARSE_ENGINE = (
     "tests/vllm/test_sparse_parts.py tests/vllm/test_sparse_worker.py "
     "tests/vllm/test_sparse_memory.py tests/vllm/test_sparse_pool.py "
-    "tests/vllm/test_hooks_sparse.py tests/vllm/test_sparse_first_prompt.py "
+    "tests/vllm/test_callbacks_sparse.py tests/vllm/test_sparse_first_prompt.py "
     "tests/vllm/test_sparse_description.py"
 )
 TESTS: dict[str, str] = {
@@ -168,7 +168,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/residency/book/": CORE,
     "server/hotkv_server/tiers/book/": f"tests/core/test_shared.py {LOWER} {CORE}",
     "server/hotkv_server/dataplane/cuda/": CUDA,
-    "server/hotkv_server/integrity/check_values.py": (
+    "server/hotkv_server/integrity/checksums.py": (
         f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
     ),
     "server/hotkv_server/integrity/kernels.py": "tests/core/test_checks.py",
@@ -262,7 +262,7 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/worker/rank_stores.py": RANK,
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": f"{RANK} tests/vllm/test_stress.py",
-    "connector_vllm/hotkv_vllm/worker/side.py": f"tests/vllm/test_hooks_sparse.py {RANK}",
+    "connector_vllm/hotkv_vllm/worker/side.py": f"tests/vllm/test_callbacks_sparse.py {RANK}",
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
     "connector_vllm/hotkv_vllm/scheduler/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
@@ -274,7 +274,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/residency/calls.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
-        "tests/vllm/test_ranks.py tests/vllm/test_revocations.py tests/vllm/test_hooks_hung.py "
+        "tests/vllm/test_ranks.py tests/vllm/test_revocations.py tests/vllm/test_callbacks_hung.py "
         f"{ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/identity/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
@@ -302,7 +302,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/": ENGINE,
     "server/hotkv_server/cache/inspect.py": (f"tests/core/test_inspect.py {CORE}"),
     "server/hotkv_server/cache/room/policies/shared.py": f"tests/core/test_shared.py {POLICY}",
-    "server/hotkv_server/tiers/book/epochs.py": "tests/core/test_epoch_book.py",
+    "server/hotkv_server/tiers/book/generations.py": "tests/core/test_generation_book.py",
     "server/hotkv_server/tiers/book/write_gate.py": "tests/core/test_write_gate.py",
     "server/hotkv_server/tiers/drive/records.py": (
         "tests/core/test_lower_memory.py tests/server/test_tiers.py"
@@ -314,8 +314,8 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
         "tests/server/test_hung_disk.py"
     ),
-    "server/hotkv_server/tiers/drive/epoch_notes.py": (
-        "tests/tiers/test_epoch_notes.py tests/tiers/test_copies_again.py"
+    "server/hotkv_server/tiers/drive/generation_notes.py": (
+        "tests/tiers/test_generation_notes.py tests/tiers/test_copies_again.py"
     ),
     "server/hotkv_server/tiers/drive/": TIERS,
     "server/hotkv_server/tiers/disk/": DISK,
@@ -449,7 +449,7 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_resident_parts.py tests/vllm/test_staging.py tests/vllm/test_residency.py"
     ),
     "connector_vllm/hotkv_vllm/residency/worker.py": (
-        f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_residency_hooks.py"
+        f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_residency_callbacks.py"
     ),
     "connector_vllm/hotkv_vllm/residency/": (
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
@@ -466,7 +466,7 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_decode.py "
         "tests/sparse/test_hotset.py tests/sparse/test_axes.py tests/sparse/test_centre.py "
         "tests/sparse/test_centre_file.py tests/sparse/test_config.py "
-        "tests/sparse/test_estimate.py tests/sparse/test_representations.py"
+        "tests/sparse/test_estimate.py tests/sparse/test_sketches.py"
     ),
 }
 """The test files to run for the mutants of a source file, fast tests first. Keys are beginnings of

@@ -393,7 +393,7 @@ def pauses_by(names: Names) -> str:
     return ""
 
 
-def hooks_of(names: Names, cls: Found) -> set[str]:
+def callbacks_of(names: Names, cls: Found) -> set[str]:
     """Returns the names of the public methods and properties of a class and its bases, which a
     subclass may override."""
     return {

@@ -4,7 +4,7 @@ an engine's worker would pass.
 
 To save host memory, all layers and sequences read the same host pages. On the device, each layer
 and sequence has its own pages, so as many bytes are copied as with separate host pages. Each
-sequence and layer also has its own representations (compact forms of blocks' keys, for scoring).
+sequence and layer also has its own sketches (compact forms of blocks' keys, for scoring).
 
 Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D channels.
 """
@@ -208,7 +208,7 @@ class Context:
         return PagePlaces(self._place(self.caches[layer]), self.page_bytes, 0)
 
     def catch_up(self) -> None:
-        """Builds the representations (compact forms of keys) of all blocks of all sequences, in all
+        """Builds the sketches (compact forms of keys) of all blocks of all sequences, in all
         layers, from keys in the arena and in device pages. Call it once before the first step."""
         self.work.begin_batch(self.batch)
         count, found = self.num_tokens // BLOCK_TOKENS, self.residents
@@ -242,7 +242,7 @@ class Context:
         self.work.begin_batch(self.batch)
 
     def layer_step(self, number: int, query: Array, kind: str) -> None:
-        """Queues a layer's part of a step: builds representations (compact forms of keys) of newly
+        """Queues a layer's part of a step: builds sketches (compact forms of keys) of newly
         completed blocks, selects blocks by the queries, and writes the block table for attention.
 
         number: index of the layer.

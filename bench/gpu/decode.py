@@ -5,14 +5,14 @@ device. Uses a dummy model with the shape of an 8B model, and torch's attention.
 minute, 30 GB of device memory and 1 GiB of host memory. The model has 32 layers with 8 KV heads of
 128 channels, and 4 query heads per KV head. A step selects 2048 tokens, and is replayed as a CUDA
 graph. The reported memory is what a real model would need: for `dense`, whole contexts in all
-layers; for residency (contexts in host memory), the pages on the device and the representations
+layers; for residency (contexts in host memory), the pages on the device and the sketches
 (compact forms of blocks' keys). Queries come from random weights, so a step copies more blocks from
 host memory than with a real model.
 
 Checks the tokens too: they must equal those of the same selection with all blocks on the device,
 and those of dense attention if the budget covers the context. Measures also the time that residency
 adds to a prefill in chunks of 8k tokens, in which each layer copies its context from host memory
-and builds representations. That time does not include stores to the server.
+and builds sketches. That time does not include stores to the server.
 """
 
 import sys
@@ -102,7 +102,7 @@ def resident_rate(
     kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, rows: int, steps: int
 ) -> tuple[float, int]:
     """Returns the tokens per second of decode over `rows` contexts in host memory, and the bytes of
-    device memory for their KV and representations (compact forms of keys)."""
+    device memory for their KV and sketches (compact forms of keys)."""
     one = Resident(kernels, model, host, config, rows=rows, steps=steps + 4)
     context = one.context
     context.catch_up()

@@ -6,7 +6,7 @@ minute, 40 GB of device memory and 4 GiB of host memory (all layers read the sam
 has 48 layers with 8 KV heads of 128 channels, 5 query heads per KV head, random weights and torch's
 attention. A step attends to 2048 selected tokens, and is replayed as a CUDA graph.
 
-The time to the first token of a hit has two parts: building the representations (compact forms of
+The time to the first token of a hit has two parts: building the sketches (compact forms of
 blocks' keys) of all layers from keys in the arena, and a first step. The time of a whole prefill is
 extrapolated from a layer's times for a chunk of 8k tokens at three places: at the start, after half
 of the context, and after the whole context.

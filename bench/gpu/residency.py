@@ -68,7 +68,7 @@ def measure(
     step_s, name = median(times_ms) / 1e3, f"residency {num_tokens >> 10}k"
     return [
         Figure(f"{name}: register, GB/s", pages.nbytes / registered_s / 1e9),
-        Figure(f"{name}: representations of a hit, s", caught_up_s),
+        Figure(f"{name}: sketches of a hit, s", caught_up_s),
         Figure(f"{name}: first step, ms", first_ms),
         Figure(f"{name}: choose and pull, ms a step", 1e3 * step_s),
         Figure(f"{name}: pages pulled a step", pulled),

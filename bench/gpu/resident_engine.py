@@ -106,7 +106,7 @@ def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -
     if place.device == "cuda":
         extra |= {
             "hotkv.allow_sparse_cuda": True,
-            "hotkv.representation_tokens": 2 * context,
+            "hotkv.sketch_tokens": 2 * context,
         }
     return EngineSettings(model, target if budget else "", extra, engine_args=arguments)
 

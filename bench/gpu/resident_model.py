@@ -199,7 +199,7 @@ def equal_share(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 # ------------------------------------------------------------------------------------------ Prefill
 # The time that contexts in host memory add to a prefill, for a chunk (the tokens of one prefill
 # step): each layer copies the context before the chunk out of the arena, and builds the chunk's
-# representations (compact forms of keys).
+# sketches (compact forms of keys).
 
 ROUNDS = 3
 
@@ -272,7 +272,7 @@ class Prefill:
         return median([self._kernels.milliseconds(run) for _ in range(ROUNDS)]) / 1e3
 
     def _build(self) -> None:
-        """Builds the representations (compact summaries of the blocks' keys) of a prefill chunk,
+        """Builds the sketches (compact summaries of the blocks' keys) of a prefill chunk,
         from keys on the device."""
         self._context.layers[0].build(self._pages, self._rows, self._chunk // BLOCK_TOKENS)
 

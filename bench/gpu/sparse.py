@@ -1,18 +1,18 @@
-"""Measures the kernels of sparse decode on a GPU: scoring blocks and building representations
+"""Measures the kernels of sparse decode on a GPU: scoring blocks and building sketches
 (compact forms of blocks' keys), in turns with copies on the same device, and the whole selection
 step of a layer.
 
 `python -m bench.gpu.sparse [--json]`, on a machine with CuPy. It takes some 20 s and 6 GB of device
 memory. The layer has 8 KV heads of 128 channels, 4 query heads per KV head, blocks of 16 tokens,
-and a sequence of a million tokens. Scoring reads four arrays of representations in turn, so that
+and a sequence of a million tokens. Scoring reads four arrays of sketches in turn, so that
 the next one is never in the device's caches.
 
 The selection step has a sequence of 128k tokens, in a CUDA graph of four layers. It includes all
-work of the step: building representations of new blocks, the attention mass of the blocks that are
+work of the step: building sketches of new blocks, the attention mass of the blocks that are
 always kept, scores, choice, updates of the hot sets (the blocks to attend to) and of the block
 table. Queries do not change, so no blocks are copied from host memory.
 
-Figures are medians, timed by device events. The ratio of scoring: bytes of representations that are
+Figures are medians, timed by device events. The ratio of scoring: bytes of sketches that are
 scored per second, divided by the bytes that a copy on the device reads and writes per second. The
 ratio of building: its time, divided by the time of a prefill that takes `--prefill-us` microseconds
 per token and layer.
@@ -66,8 +66,8 @@ class Clock:
 
 
 class Layer:
-    """A sequence of `num_blocks` blocks with random representations (compact forms of keys), scored
-    from several arrays (pools) of representations in turn."""
+    """A sequence of `num_blocks` blocks with random sketches (compact forms of keys), scored
+    from several arrays (pools) of sketches in turn."""
 
     def __init__(self, kernels: Some, model: ModelShape, num_blocks: int, scorer: str) -> None:
         config, xp, device = SparseConfig(scorer=scorer), kernels.xp, kernels.device
@@ -81,7 +81,7 @@ class Layer:
         for seed in range(NUM_POOLS):
             index = Index(device, format_, num_blocks)
             pool = xp.random.RandomState(seed).randint(0, 256, index.pool.shape, xp.uint8)
-            # Makes the random scales in the representations (sigmas, float16) finite and positive;
+            # Makes the random scales in the sketches (sigmas, float16) finite and positive;
             # 0x3c is the high byte of 1.0.
             if scorer.startswith("rot"):
                 rows = pool[:, : heads * format_.head_bytes].reshape(num_blocks, heads, -1)
@@ -106,7 +106,7 @@ class Layer:
 
 
 class Builder:
-    """Builds representations (compact forms of blocks' keys) of float16 keys in pages with the
+    """Builds sketches (compact forms of blocks' keys) of float16 keys in pages with the
     order [tokens, heads, channels] (NHD)."""
 
     def __init__(self, kernels: Some, model: ModelShape, num_blocks: int) -> None:
@@ -204,7 +204,7 @@ def main() -> int:
     flags = gpu_parser("Scores, builds and whole selection steps on a GPU, beside its copies.")
     flags.add_argument("--tokens", type=int, default=1 << 20, help="context of the scored sequence")
     flags.add_argument(
-        "--scorers", nargs="+", default=["rot2u"], help="representations, rot2u unless named"
+        "--scorers", nargs="+", default=["rot2u"], help="sketches, rot2u unless named"
     )
     flags.add_argument(
         "--prefill-us",

@@ -12,7 +12,7 @@ windows. The engines take turns:
 - `dense`: vLLM alone, with `gpu_memory_utilization = 0.28`. If the memory is too small for four
   contexts, vLLM lets requests wait.
 - `resident`: residency; a step selects 2048 tokens to attend to, and the device has blocks for
-  40,960 tokens of all requests (5.3 GiB, and 2.6 GiB for representations and staging). Its second
+  40,960 tokens of all requests (5.3 GiB, and 2.6 GiB for sketches and staging). Its second
   batch has the same prompts, and hits them in the server.
 
 The figures: `dense_s`, `resident_s` and `again_s`, the seconds from the first prompt to the last
@@ -83,7 +83,7 @@ def settings(place: Place, sizes: Sizes, model: str, target: str) -> EngineSetti
     if place.device == "cuda":
         extra |= {
             "hotkv.allow_sparse_cuda": True,
-            "hotkv.representation_tokens": REQUESTS * (sizes.context + BLOCK_TOKENS),
+            "hotkv.sketch_tokens": REQUESTS * (sizes.context + BLOCK_TOKENS),
         }
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if place.device == "cpu":

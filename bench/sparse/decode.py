@@ -19,7 +19,7 @@ import torch
 
 from bench.sparse.engine import CALIBRATING, Setup
 from bench.sparse.llama import Calibration, Dense, Llama, Own, dense_pass
-from bench.sparse.sketch import SKETCHES, SketchScorer
+from bench.sparse.low_rank import LOW_RANKS, LowRankScorer
 from bench.sparse.variants import CENTRED, ENDS, LRU, ORACLE, Variant
 from hotkv_sparse import (
     FORMATS,
@@ -182,19 +182,19 @@ class Pages:
 
 
 # ------------------------------------------------------------------------------------------- Scores
-# Scores of a variant's blocks, by a compact form of their keys: representations of hotkv_sparse, or
-# page sketches (`bench.sparse.sketch`), to which they are compared.
+# Scores of a variant's blocks, by a compact form of their keys: sketches of hotkv_sparse, or
+# page low-rank summaries (`bench.sparse.low_rank`), to which they are compared.
 #
 # Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query
-# heads, D channels, N bytes of a representation.
+# heads, D channels, N bytes of a sketch.
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Scores blocks by representations (compact forms of blocks' keys) in one format of
+    """Scores blocks by sketches (compact forms of blocks' keys) in one format of
     `hotkv_sparse`.
 
-    pools: representations of each layer, uint8 [blocks, KV heads, bytes].
+    pools: sketches of each layer, uint8 [blocks, KV heads, bytes].
     centres_L: centre (mean key) of each layer; None: 0.
     """
 
@@ -203,7 +203,7 @@ class Scorer:
     centres_L: Sequence[LayerCentre | None]
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Builds the representation of a block that has just become complete."""
+        """Builds the sketch of a block that has just become complete."""
         self.pools[layer][block] = build(
             self.name,
             keys_THD[None],
@@ -238,17 +238,17 @@ def scorer_of(
     num_shared: int,
     max_tokens: int,
     calibration: Calibration,
-) -> Scorer | SketchScorer | None:
+) -> Scorer | LowRankScorer | None:
     """Returns a scorer of blocks for a variant, which knows the first `num_shared` tokens of a text
     and has space for `max_tokens`. Returns None if the variant needs no scorer.
 
-    calibration: centres (mean keys) and axes for the representations.
+    calibration: centres (mean keys) and axes for the sketches.
     """
     name, _, centre = variant.scorer.partition(CENTRED)
-    if name in SKETCHES:
+    if name in LOW_RANKS:
         shared_LHSD = [keys_HSD[:, :num_shared] for keys_HSD in keys_LHSD]
         more = -(-max_tokens // variant.block_tokens) * variant.block_tokens - num_shared
-        return SketchScorer(SKETCHES[name], shared_LHSD, variant.block_tokens, more)
+        return LowRankScorer(LOW_RANKS[name], shared_LHSD, variant.block_tokens, more)
     if name not in FORMATS:
         return None
     centres: Sequence[LayerCentre | None] = (
@@ -278,7 +278,7 @@ def scorer_of(
 # Runs a variant (way to select blocks): chooses from a step's query the blocks to which the step
 # attends. Every part of the choice is the code of `hotkv_sparse`.
 #
-# A `Chooser` is a variant over a text. As in an engine, it builds a block's representation (compact
+# A `Chooser` is a variant over a text. As in an engine, it builds a block's sketch (compact
 # form of its keys) when the block is full, and updates hot sets (the blocks to attend to) in each
 # step. It does not copy keys and values, because all of them are in memory anyway.
 #
@@ -318,11 +318,11 @@ class Context:
 
 class Chooser:
     """Chooses the blocks to which a variant (way to select blocks) attends, step by step over a
-    text. Has representations (compact forms of blocks' keys) and hot sets (the blocks to attend to)
+    text. Has sketches (compact forms of blocks' keys) and hot sets (the blocks to attend to)
     as an engine does.
 
     num_shared: number of tokens before the first decoded token.
-    scorer: scores blocks, and has the representations of the first `num_shared` tokens. None if the
+    scorer: scores blocks, and has the sketches of the first `num_shared` tokens. None if the
         variant needs no scores.
     """
 
@@ -333,7 +333,7 @@ class Chooser:
         kv_heads: int,
         num_shared: int,
         max_tokens: int,
-        scorer: Scorer | SketchScorer | None,
+        scorer: Scorer | LowRankScorer | None,
     ) -> None:
         self.variant = variant
         self.config = variant.config()
@@ -362,7 +362,7 @@ class Chooser:
         return span(self.config, context_tokens, self.variant.block_tokens)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Builds the representation (compact form of the keys) of a block that has become
+        """Builds the sketch (compact form of the keys) of a block that has become
         complete."""
         if self._scorer:
             self._scorer.block_filled(layer, block, keys_THD)
@@ -511,7 +511,7 @@ class Decode:
     dense: the forward pass over the text with dense attention, with which variants are compared.
     tokens_S: the text. Its last token is only predicted (from the last compared token), not
         decoded.
-    calibration: centres (mean keys) and axes for the representations.
+    calibration: centres (mean keys) and axes for the sketches.
     """
 
     def __init__(
@@ -532,7 +532,7 @@ class Decode:
             dense.keys_LHSD, dense.values_LHSD, self.num_shared, num_tail, len(variants)
         )
         kv_heads, num_layers = model.shape.kv_heads, len(dense.keys_LHSD)
-        built: dict[tuple[str, int], Scorer | SketchScorer | None] = {}
+        built: dict[tuple[str, int], Scorer | LowRankScorer | None] = {}
         self.choosers = []
         for variant in variants:
             key = (variant.scorer, variant.block_tokens)
@@ -642,7 +642,7 @@ class Decode:
 
 
 class Offline:
-    """Decodes without an engine. Representations (compact forms of keys) need a centre (mean key).
+    """Decodes without an engine. Sketches (compact forms of keys) need a centre (mean key).
     As an engine does, `Offline` computes it from the first text that it sees, or reads it from the
     file in the settings.
 

@@ -4,7 +4,7 @@ and the same KV.
 The engine runs in this process, so numba must not be loaded before. The prompt is computed once.
 Every run then hits it in the engine's own prefix cache, except the prompt's last block. So runs
 differ only in the blocks to which decode attends. `Engine.use` changes the settings of sparse
-decode between runs, which a real engine can't do: representations (compact forms of blocks' keys)
+decode between runs, which a real engine can't do: sketches (compact forms of blocks' keys)
 are then built again, but the calibration (mean keys, axes) from the engine's first prompt stays.
 
 Shapes: N compared tokens, W words of the vocabulary.
@@ -23,7 +23,7 @@ from hotkv_sparse.config import SparseConfig
 
 KV_CACHE_BYTES = 1 << 30
 CALIBRATING = "mix2"
-"""The scorer (format of representations) with which the engine starts, because an engine calibrates
+"""The scorer (format of sketches) with which the engine starts, because an engine calibrates
 only this one by itself."""
 _taken: list[torch.Tensor] = []
 _forced: list[int] = []
@@ -35,7 +35,7 @@ class Setup:
     """Settings of an engine with sparse decode.
 
     budget: the most to which a step attends: a share of the context (float) or tokens (int).
-    scorer: format of the representations (compact forms of keys) by which blocks are selected.
+    scorer: format of the sketches (compact forms of keys) by which blocks are selected.
     corrections: most selected blocks that a step loads before it attends (`max_correction_blocks`).
     dense_layers: number of dense layers at the start of the model.
     min_tokens: shorter contexts are decoded densely.
@@ -158,7 +158,7 @@ class Engine:
         for layer in self._first.layers.values():
             names = tuple(config.scorers_of(layer.index))
             if names:
-                known = self._first.representations.shape(layer.index)
+                known = self._first.sketches.shape(layer.index)
                 shape = replace(
                     known, formats=names, mu=known.mu if self._knows_mu(names) else None
                 )
@@ -176,7 +176,7 @@ class Engine:
 
     def calibrate(self, tokens: Sequence[int]) -> None:
         """Computes a prompt. From its first prompt an engine computes the mean keys and axes that
-        representations need."""
+        sketches need."""
         self._rank.worker = self._first
         for name, layer in self._first.layers.items():
             self._impls[name].attach(self._first, layer)

@@ -12,7 +12,7 @@ for all KV heads or one for each, and one of two ways to use a selection:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.sparse.sketch import SKETCHES
+from bench.sparse.low_rank import LOW_RANKS
 from hotkv_sparse import FORMATS, SparseConfig
 from hotkv_sparse.centre import RECENT_TOKENS, SINK_TOKENS
 from hotkv_sparse.formats import head_bytes
@@ -92,7 +92,7 @@ each KV head."""
 FIELD_ENDS = (16, 16)
 """`ends` in published comparisons: a block of always kept tokens at each end, within the budget."""
 FIELD_BUDGETS = (128, 512, 2048)
-FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sketch8", "quest")
+FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "lowrank4", "rot3u", "lowrank8", "quest")
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
@@ -143,8 +143,8 @@ def bytes_per_token(variant: Variant, head_size: int) -> float | None:
     """Returns how many bytes per token and KV head a variant stores to score blocks (its compact
     form of keys). Returns None if the variant stores nothing."""
     name = variant.scorer.partition(CENTRED)[0]
-    if name in SKETCHES:
-        size = SKETCHES[name].page_bytes(variant.block_tokens, head_size)
+    if name in LOW_RANKS:
+        size = LOW_RANKS[name].page_bytes(variant.block_tokens, head_size)
     elif name in FORMATS:
         size = head_bytes(name, variant.block_tokens, head_size)
     else:
@@ -154,6 +154,6 @@ def bytes_per_token(variant: Variant, head_size: int) -> float | None:
 
 def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:
     """Divides the variants into groups of at most `size` that decode together. Variants that share
-    representations are neighbours."""
+    sketches are neighbours."""
     ordered = sorted(variants, key=lambda variant: (variant.block_tokens, variant.scorer))
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]

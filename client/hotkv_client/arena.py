@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_client.types import ResidencyOpened
-from hotkv_proto.words import GENERATION
+from hotkv_proto.words import OLDEST_START
 
 # ----------------------------------------------------------------------------------- mapping a file
 
@@ -158,6 +158,6 @@ def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
     """
     return bool(
         len(words)
-        and words[GENERATION] <= opened.generation
+        and words[OLDEST_START] <= opened.start_number
         and words[opened.word_index] == opened.word_value
     )

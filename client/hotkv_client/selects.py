@@ -62,7 +62,7 @@ class Selects:
         context_tokens: number of the context's tokens to which the query attends.
         always_log_mass_Q: float32 [query heads]: log of the attention mass (sum of exp(score)) of
             the blocks that are always selected (first and recent blocks). None: the server
-            estimates this mass from the representations (compact forms of keys) of these blocks.
+            estimates this mass from the sketches (compact forms of keys) of these blocks.
         shard_index: the shard (the KV heads of a rank) to which the query's heads belong.
         """
         self._outbox.put(

@@ -245,7 +245,7 @@ class Session:
 
         If blocks are in lower tiers, the server promotes them before it answers, but waits no
         longer than its setting `tiers.lookup_wait_ms`. If a block was stored before the server
-        restarted, the server first compares the block's bytes with the block's check value
+        restarted, the server first compares the block's bytes with the block's checksum
         (checksum). A repeated call with the same `lease_id` and blocks gets the same answer; with
         other blocks it fails as DUPLICATE_ID.
 
@@ -293,7 +293,7 @@ class Session:
         """Opens a residency: reserves room in the arena for the blocks of a request.
 
         num_blocks: largest number of blocks that the request will need, by group index. The server
-            also reserves room for the blocks' representations (compact forms of keys, for sparse
+            also reserves room for the blocks' sketches (compact forms of keys, for sparse
             attention), of the kinds that this session declares.
 
         A repeated call with the same arguments gets the same answer. A repeated call may ask for
@@ -316,8 +316,7 @@ class Session:
         block is not pinned.
 
         A block that the residency has already pinned keeps its offset. If a block was stored before
-        the server restarted, the server first compares the block's bytes with the block's check
-        value (checksum). Fails as UNKNOWN_RESIDENCY if the residency has ended.
+        the server restarted, the server first compares the block's bytes with the block's checksum. Fails as UNKNOWN_RESIDENCY if the residency has ended.
 
         first_position: index of the first block among the request's blocks.
         hashes: hashes of consecutive blocks from `first_position` on.

@@ -25,7 +25,7 @@ from hotkv_proto.blocks import Retention as Retention
 from hotkv_proto.blocks import StoreOptions as StoreOptions
 from hotkv_proto.blocks import TransferResult as TransferResult
 from hotkv_proto.blocks import TransferStatus as TransferStatus
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder
 from hotkv_proto.order import DeviceMark as DeviceMark
@@ -62,12 +62,12 @@ class ResidentBlocks:
     arrays have one entry for each of these blocks, int64.
 
     offsets: start of the block's slot; -1 if the block is not pinned.
-    representations: start of the block's representation (a compact form of its keys, for sparse
-        attention); -1 if the server has not pinned a representation with the block.
+    sketches: start of the block's sketch (a compact form of its keys, for sparse
+        attention); -1 if the server has not pinned a sketch with the block.
     """
 
     offsets: Int64s
-    representations: Int64s
+    sketches: Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class SelectConfig:
 
     config: the settings of sparse attention. The server uses only the fields that affect a
         selection.
-    representation_group: group index of the representations (compact forms of blocks' keys) in this
-        session, as `SessionConfig.representation_group` returns it.
-    layer_indices: the sparse layers, ascending. They define the order of a representation's data:
+    sketch_group: group index of the sketches (compact forms of blocks' keys) in this
+        session, as `SessionConfig.sketch_group` returns it.
+    layer_indices: the sparse layers, ascending. They define the order of a sketch's data:
         first by layer, within a layer by format in the order of `config.scorers_of(layer)`, within
         a format by KV head.
     kv_heads: KV heads per shard (part of a rank).
@@ -115,13 +115,13 @@ class SelectConfig:
     hot_blocks: size of the hot set: the blocks that the caller keeps in device memory, per layer
         and shard. The server records them. 0: the server records no hot set.
     scale: factor by which attention multiplies its scores; None: 1 / sqrt(head_size).
-    centres: the centres (mean key of each layer and head) with which the representations were
+    centres: the centres (mean key of each layer and head) with which the sketches were
         built, for the heads of all shards; None: they were built without centres. The server can't
         check the centres, and with wrong centres a selection is worse than without centres.
     """
 
     config: "SparseConfig"
-    representation_group: int
+    sketch_group: int
     layer_indices: Sequence[int]
     kv_heads: int
     head_size: int
@@ -135,7 +135,7 @@ class SequenceCreated:
     """The answer to the creation of a sequence (a context that the session decodes sparsely).
 
     lease_id: the lease that pins the first `covered_blocks` blocks of the context and their
-        representations (compact forms of keys), if the server makes selections for the sequence.
+        sketches (compact forms of keys), if the server makes selections for the sequence.
         Block i of the context is then also entry i in the lease's list of blocks.
     """
 
@@ -149,7 +149,7 @@ class SequenceState:
 
     num_blocks: complete blocks of the sequence.
     lease_id: the lease that pins the first `covered_blocks` blocks of the context and their
-        representations (compact forms of keys), if the server makes selections for the sequence. It
+        sketches (compact forms of keys), if the server makes selections for the sequence. It
         replaces the lease of the previous answer.
     """
 
@@ -317,10 +317,10 @@ class SessionConfig:
     engine_id: id of the engine, the same for all of its sessions. Leases belong to the engine.
     role: whether the session belongs to the engine's scheduler or to a worker.
     key_space: the model and configuration whose blocks the session may use.
-    representations: kinds of representations (compact forms of keys, for sparse attention) that are
+    sketches: kinds of sketches (compact forms of keys, for sparse attention) that are
         stored with the blocks. In calls, the group index of kind i is `len(key_space.groups) + i`
-        (`representation_group`). The server accepts a representation only if its block is ready,
-        from an earlier store or from the same store. It drops the representation together with the
+        (`sketch_group`). The server accepts a sketch only if its block is ready,
+        from an earlier store or from the same store. It drops the sketch together with the
         block.
     engine_name: name of the engine in reports and pages, such as its pod; empty: `engine_id`.
     model_names: at most 16 names by which requests address the model, shown in events and reports.
@@ -335,7 +335,7 @@ class SessionConfig:
     engine_id: str
     role: Role
     key_space: KeySpace
-    representations: tuple[Representation, ...] = ()
+    sketches: tuple[Sketch, ...] = ()
     engine_name: str = ""
     model_names: tuple[str, ...] = ()
     client_name: str = "hotkv-client"
@@ -351,7 +351,7 @@ class SessionConfig:
     on_evicted: Callable[[Evicted], None] | None = None
     """Called from a client thread each time the server reports that it has dropped blocks."""
 
-    def representation_group(self, representation: Representation) -> int:
-        """Returns the group index of a kind of representation (compact form of keys) in this
+    def sketch_group(self, sketch: Sketch) -> int:
+        """Returns the group index of a kind of sketch (compact form of keys) in this
         session. Raises ValueError if the session does not declare the kind."""
-        return len(self.key_space.groups) + self.representations.index(representation)
+        return len(self.key_space.groups) + self.sketches.index(sketch)

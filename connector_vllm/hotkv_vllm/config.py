@@ -78,11 +78,11 @@ class ConnectorConfig:
         prefixes (vLLM's `prefix_cache_retention_interval` adds others). Otherwise the states at the
         end of a prompt and at multiples of this number, rounded up to a length at which a hit can
         end.
-    hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown.
+    callback_timing_file: file for the time spent in connector callbacks, as JSON, written at shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
         without it attention is vLLM's own.
     sparse_centre: file with the model's mean keys (centres), measured by `python -m
-        hotkv_vllm.sparse.calibrate`; they improve selections. Engines share representations
+        hotkv_vllm.sparse.calibrate`; they improve selections. Engines share sketches
         (compact forms of keys) only if their files are equal.
     tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env`
         for the variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
@@ -93,7 +93,7 @@ class ConnectorConfig:
         there.
     allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, although such engines have run
         on one GPU only, for minutes; without it such an engine does not start.
-    representation_tokens: on CUDA, device memory is allocated for the representations of this many
+    sketch_tokens: on CUDA, device memory is allocated for the sketches of this many
         tokens of all running contexts.
     sparse_recall_steps: once in this many decode steps, one layer's selection is measured against
         exact attention; 0 for never.
@@ -121,12 +121,12 @@ class ConnectorConfig:
     allow_untested_vllm: bool = False
     use_table: bool = True
     state_interval_tokens: int = 0
-    hook_timing_file: str = ""
+    callback_timing_file: str = ""
     sparse: SparseConfig | None = None
     sparse_centre: str = ""
     sparse_recall_steps: int = 256
     allow_sparse_cuda: bool = False
-    representation_tokens: int = 1 << 20
+    sketch_tokens: int = 1 << 20
     residency_timeout_s: float = 30.0
     tracing: str = ""
     tracing_sample_ratio: float = 0.0

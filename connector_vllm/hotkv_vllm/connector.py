@@ -1,13 +1,13 @@
 """`HotKVConnector`: the class that vLLM loads as its KV connector.
 
-A hook is a method that vLLM calls. The connector fails open: no exception of hotkv reaches vLLM
-from a hook. If a hook raises, the exception is logged once and counted, and vLLM gets the result of
-the hook's fallback (`hooks` says why each fallback is safe). Only a wrong configuration raises,
+A callback is a method that vLLM calls. The connector fails open: no exception of hotkv reaches vLLM
+from a callback. If a callback raises, the exception is logged once and counted, and vLLM gets the result of
+the callback's fallback (`callbacks` says why each fallback is safe). Only a wrong configuration raises,
 when vLLM constructs the connector.
 
 The connector only forwards calls. It holds a scheduler side (`HotKVScheduler`) and a worker side
-(`HotKVWorker`); a `NoSide` replaces the side that the process does not need. Each hook calls a
-method of one side. No hook does work per layer.
+(`HotKVWorker`); a `NoSide` replaces the side that the process does not need. Each callback calls a
+method of one side. No callback does work per layer.
 """
 
 import time
@@ -39,9 +39,9 @@ try:
 except ImportError as error:
     raise ImportError(versions.why_not_imported(error)) from error
 
-from hotkv_vllm.hooks import HookEdge, class_hook, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, class_callback, callback, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
+from hotkv_vllm.stats import CallbackClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sharing", "sparse", "steps"})
 """Names of the attributes through which the connector reaches parts of its scheduler side or worker
@@ -70,7 +70,7 @@ class NoSide:
     """Replaces a side that this process does not have: the worker side in the scheduler, the
     scheduler side in a worker, or both if hotkv is off.
 
-    Accepts every call and does nothing, so hooks (methods that vLLM calls) need not test whether a
+    Accepts every call and does nothing, so callbacks (methods that vLLM calls) need not test whether a
     side exists. Its return values (`ANSWERS`) make vLLM run as it would without hotkv.
     """
 
@@ -100,10 +100,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.config = config
         self._is_resident = config.is_resident
         self._publishes_events = checks.publishes_events(vllm_config)
-        self.clock = HookClock(who, str(transfer.engine_id))
+        self.clock = CallbackClock(who, str(transfer.engine_id))
         # True if the present step has nothing for this worker (`HotKVWorker.rests`).
         self._rests = False
-        self.edge = HookEdge(self.clock, self._count)
+        self.edge = CallbackEdge(self.clock, self._count)
         self._scheduler = cast(HotKVScheduler, NoSide())
         self._worker = cast(HotKVWorker, NoSide())
         self._is_child = False
@@ -144,13 +144,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         where a lost store only causes a later miss."""
         return self._is_resident
 
-    # --------------------------------------------------------------------------------- worker hooks
+    # --------------------------------------------------------------------------------- worker callbacks
 
-    @hook(lambda self, *_: self._worker.memory_broke("shown to the server"))
+    @callback(lambda self, *_: self._worker.memory_broke("shown to the server"))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
-    @hook(lambda self: self._worker.unregister_broke())
+    @callback(lambda self: self._worker.unregister_broke())
     def unregister_kv_caches(self) -> None:
         """Closes the worker's session, because vLLM is about to discard the KV memory.
 
@@ -159,22 +159,22 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         """
         self._worker.unregister()
 
-    @hook(lambda self: self._worker.memory_broke("shared again after a sleep"))
+    @callback(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
         """Registers the KV memory with the server again after a sleep. The memory is at its old
         addresses, but has lost its contents."""
         self._worker.restore()
 
-    @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
+    @callback(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns this rank's handshake (its key space, or why it has none). vLLM forwards it to
         the scheduler's connector. Returns None in a MultiConnector, which would pass the handshake
         to other connectors. The scheduler side then asks for the handshake in a step's message."""
         return None if self._is_child else self._worker.handshake()
 
-    @hook(lambda self, *_: self._worker.distrust())
+    @callback(lambda self, *_: self._worker.distrust())
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begins a step. Called before all other hooks of the step."""
+        """Begins a step. Called before all other callbacks of the step."""
         self._rests = False
         self.clock.began_s = time.perf_counter()
         if isinstance(kv_connector_metadata, HotKVMetadata):
@@ -197,11 +197,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.loads_broke(meta)
 
-    @hook(_loads_broke)
+    @callback(_loads_broke)
     def _before_forward(self, meta: HotKVMetadata) -> None:
         self._worker.before_forward(meta)
 
-    @hook(_loads_broke, unless="_rests")
+    @callback(_loads_broke, unless="_rests")
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Starts the step's loads that the forward pass need not wait for. Ignores the keyword
         arguments that model runner V2 passes."""
@@ -220,7 +220,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.stores_broke(meta)
 
-    @hook(_stores_broke, unless="_rests")
+    @callback(_stores_broke, unless="_rests")
     def wait_for_save(self) -> None:
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.save(meta)
@@ -229,19 +229,19 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         failed = self._worker.take_failed_results()
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
 
-    @hook(_results_broke, last=KVConnectorTransferResults(), unless="_rests")
+    @callback(_results_broke, last=KVConnectorTransferResults(), unless="_rests")
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset(), unless="_rests")
+    @callback(lambda self: self._worker.sparse.lost_broke(), last=frozenset(), unless="_rests")
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the id of the first block of each resident request (a request whose old blocks
         are only in host memory) that has lost some of these old blocks. vLLM then computes these
         requests anew. Does not report failed loads, because `get_transfer_results` does."""
         return self._worker.sparse.take_lost()
 
-    @hook(nothing)
+    @callback(nothing)
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
         clock, meta = self.clock, self._connector_metadata
         clock.steps += 1
@@ -252,23 +252,23 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return self._worker.take_report(meta if isinstance(meta, HotKVMetadata) else None)
 
-    # ------------------------------------------------------------------------------ scheduler hooks
+    # ------------------------------------------------------------------------------ scheduler callbacks
 
-    @hook(lambda self, *_: self._scheduler.turn_off())
+    @callback(lambda self, *_: self._scheduler.turn_off())
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self._scheduler.connect(metadata.values())
 
-    @hook(nothing)
+    @callback(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._scheduler.bind_manager(kv_cache_manager)
 
-    @hook(lambda _: False)
+    @callback(lambda _: False)
     def has_pending_block_frees(self) -> bool:
         return bool(self._scheduler.residents.is_freeing())
 
-    @hook(lambda self, request: self._scheduler.requests.request_broke(request.request_id))
+    @callback(lambda self, request: self._scheduler.requests.request_broke(request.request_id))
     def on_new_request(self, request: Any) -> None:
         self._scheduler.requests.arrived(request)
 
@@ -276,13 +276,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.requests.request_broke(request.request_id)
         return 0, False
 
-    @hook(_match_broke, last=(0, False))
+    @callback(_match_broke, last=(0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         return self._scheduler.requests.match(request, num_computed_tokens)
 
-    @hook(
+    @callback(
         lambda self, request, blocks, num_external_tokens: self._scheduler.requests.alloc_broke(
             request.request_id, num_external_tokens
         )
@@ -290,12 +290,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.requests.allocated(request, blocks, num_external_tokens)
 
-    @hook(lambda self, _: self._scheduler.steps.plan_broke(), last=HotKVMetadata(lost_track=True))
+    @callback(lambda self, _: self._scheduler.steps.plan_broke(), last=HotKVMetadata(lost_track=True))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self.clock.steps += 1
         return self._scheduler.steps.plan(scheduler_output)
 
-    @hook(lambda self, connector_output: self._scheduler.update_broke(connector_output))
+    @callback(lambda self, connector_output: self._scheduler.update_broke(connector_output))
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.update(connector_output)
 
@@ -303,7 +303,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.requests.end_broke(request.request_id)
         return False, None
 
-    @hook(_end_broke, last=(False, None))
+    @callback(_end_broke, last=(False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -318,11 +318,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @hook(lambda self: self._scheduler.reset_broke(), last=False)
+    @callback(lambda self: self._scheduler.reset_broke(), last=False)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
 
-    @hook(lambda _: False)
+    @callback(lambda _: False)
     def has_pending_push_work(self) -> bool:
         """Returns True if vLLM must plan steps although the engine may be idle, because a reset of
         the shared cache is in progress. (Other connectors return True here for another reason,
@@ -335,7 +335,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         `engine`."""
         return self._take_events() if self._publishes_events else ()
 
-    @hook(lambda _: [], last=())
+    @callback(lambda _: [], last=())
     def _take_events(self) -> Iterable[Any]:
         return self._scheduler.take_events()
 
@@ -344,28 +344,28 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         has; None if no counter has grown."""
         return self._take_stats() if self._stats.data else None
 
-    @hook(nothing)
+    @callback(nothing)
     def _take_stats(self) -> HotKVStats:
         return self._scheduler.take_stats()
 
     # ----------------------------------------------------------------------------------------- both
 
-    @hook(nothing)
+    @callback(nothing)
     def shutdown(self) -> None:
         self._scheduler.turn_off()
         self._worker.shutdown()
         self.clock.log()
-        self.clock.write(self.config.hook_timing_file)
+        self.clock.write(self.config.callback_timing_file)
 
     @classmethod
-    @class_hook(lambda *_: True, last=True)
+    @class_callback(lambda *_: True, last=True)
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Returns True, so that vLLM starts an engine with sleep mode. If the memory of that engine
         can't be shared (CUDA's cumem allocator), hotkv is off and logs why."""
         return True
 
     @classmethod
-    @class_hook(lambda *_: None)
+    @class_callback(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Returns the KV cache layout that hotkv prefers (`checks.preferred_layout`). If vLLM can't
         use the layout, it ignores the preference. Returns None on a CPU, where vLLM has only one
@@ -379,12 +379,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return None if is_second else layout
 
     @classmethod
-    @class_hook(lambda *_, **__: HotKVStats())
+    @class_callback(lambda *_, **__: HotKVStats())
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HotKVStats:
         return HotKVStats(data=dict(data or {}))
 
     @classmethod
-    @class_hook(lambda cls, *arguments, **named: SilentPromMetrics(*arguments, **named))
+    @class_callback(lambda cls, *arguments, **named: SilentPromMetrics(*arguments, **named))
     def build_prom_metrics(
         cls,
         vllm_config: Any,

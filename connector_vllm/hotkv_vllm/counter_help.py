@@ -47,7 +47,7 @@ COUNTERS: dict[str, str] = {
     "reported_requests": "Requests whose hits were reported to the server.",
     "wrong_hints": "Hints of requests (kv_hints, kv_transfer_params) that could not be used.",
     "resets": "Resets of the shared cache that vLLM asked for.",
-    "hook_errors": "Faults of the connector that vLLM did not see.",
+    "callback_errors": "Faults of the connector that vLLM did not see.",
     "sparse_selects": "Selections, one for each sequence, sparse layer and decode step.",
     "sparse_context_blocks": "Blocks of the contexts that selections chose from.",
     "sparse_selected_blocks": "Blocks that selections chose.",
@@ -60,10 +60,10 @@ COUNTERS: dict[str, str] = {
     "sparse_estimated_mass": "Sum over selections of the estimated share of attention mass.",
     "sparse_swap_bytes": "Bytes of the pages that joined hot sets.",
     "sparse_select_s": "Seconds spent on selections.",
-    "sparse_built_blocks": "Representations built, one for each block and layer.",
-    "sparse_build_s": "Seconds spent on building representations.",
+    "sparse_built_blocks": "Sketches built, one for each block and layer.",
+    "sparse_build_s": "Seconds spent on building sketches.",
     "sparse_loaded_blocks": (
-        "Representations loaded with their blocks, one for each block and layer."
+        "Sketches loaded with their blocks, one for each block and layer."
     ),
     "resident_pulled_pages": "Pages of a layer copied from host memory into hot slots.",
     "resident_staged_pages": "Pages of a layer copied into a staging area.",

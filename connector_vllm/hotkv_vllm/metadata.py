@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
 from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 from hotkv_vllm.report_ids import HeardReports, ReportId
@@ -40,7 +40,7 @@ class LoadJob:
     lease_id: the lease that pins the blocks.
     runs: the blocks to load, and the device blocks to load them into; one entry per group.
     timeout_s: the load is cancelled after this time.
-    representations: representations (compact forms of keys, for sparse attention) to load with the
+    sketches: sketches (compact forms of keys, for sparse attention) to load with the
         blocks.
     traceparent: names the load's trace span to the server; None if the request is not traced.
     """
@@ -50,7 +50,7 @@ class LoadJob:
     lease_id: str
     runs: tuple[LoadRun, ...]
     timeout_s: float
-    representations: tuple[LoadRun, ...] = ()
+    sketches: tuple[LoadRun, ...] = ()
     traceparent: str | None = None
 
 
@@ -63,7 +63,7 @@ class StoreJob:
         store reaches the server acquires the lease; the other ranks join it.
     runs: the blocks to store, as runs (consecutive blocks of a group).
     options: how long the server should retain the blocks, and other options of the store.
-    representations: runs of the representations (compact forms of keys, for sparse attention) to
+    sketches: runs of the sketches (compact forms of keys, for sparse attention) to
         store. Their blocks are in `runs` or were stored earlier.
     fence_index: index of the store's word (flag by which the scheduler revokes the store, on a page
         shared with the ranks); 0 if only workers revoke the store.
@@ -75,7 +75,7 @@ class StoreJob:
     lease_id: str
     runs: tuple[BlockRun, ...]
     options: StoreOptions = NO_OPTIONS
-    representations: tuple[BlockRun, ...] = ()
+    sketches: tuple[BlockRun, ...] = ()
     fence_index: int = 0
     request_id: str = ""
 
@@ -97,7 +97,7 @@ class HotKVMetadata(KVConnectorMetadata):
         (`StepReport.settled_loads`).
     asks_links: True if each rank must report whether it has a session (connection to the server).
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
-        stores and discard all representations (compact forms of keys).
+        stores and discard all sketches (compact forms of keys).
     sparse_rows: the rows (requests) that attend sparsely; all other rows attend to their whole
         context. None without sparse decode.
     resident: the step's requests and where their blocks are; None without residency (contexts in
@@ -155,7 +155,7 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
     key_space: the key space on which all ranks have agreed; None if the rank runs without hotkv.
     why_off: why the rank has no key space.
-    representations: kinds of representation (compact form of keys, for sparse attention) that the
+    sketches: kinds of sketch (compact form of keys, for sparse attention) that the
         rank stores and loads with blocks.
     sparse_layers: the rank's layers with sparse attention, as (layer number, number of its vLLM
         group).
@@ -172,7 +172,7 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
     key_space: KeySpace | None
     why_off: str = ""
-    representations: tuple[Representation, ...] = ()
+    sketches: tuple[Sketch, ...] = ()
     sparse_layers: tuple[tuple[int, int], ...] = ()
     fence: FencePlace | None = None
     host: str = ""

@@ -1,8 +1,8 @@
-"""Counts events of the connector for vLLM's metrics, and measures the time spent in its hooks (the
+"""Counts events of the connector for vLLM's metrics, and measures the time spent in its callbacks (the
 methods that vLLM calls).
 
 Counters only increase. vLLM collects their growth after each step. Only one thread may write a
-`HookClock` (which measures the time in hooks).
+`CallbackClock` (which measures the time in callbacks).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ OUTSIDE_STEPS = frozenset(
         "shutdown",
     }
 )
-"""Names of the hooks that vLLM calls at the engine's start and shutdown, when no request waits."""
+"""Names of the callbacks that vLLM calls at the engine's start and shutdown, when no request waits."""
 
 
 class HotKVStats(KVConnectorStats):
@@ -85,7 +85,7 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
             for name, value in transfer_stats_data.items():
                 if name in self._counters:
                     self._counters[name][engine_idx].inc(value)
-        except Exception:  # noqa: BLE001 - hook edge: a fault here would end vLLM's output loop
+        except Exception:  # noqa: BLE001 - callback edge: a fault here would end vLLM's output loop
             logger.exception("hotkv: counters could not be observed")
 
 
@@ -96,43 +96,43 @@ class SilentPromMetrics(KVConnectorPromMetrics):
         """Does nothing, because this class exposes no counters."""
 
 
-class HookClock:
-    """Adds up the time spent in the connector's hooks, and counts the engine's steps.
+class CallbackClock:
+    """Adds up the time spent in the connector's callbacks, and counts the engine's steps.
 
     who: names the side in the log and in the timing file, for example `worker-0`.
-    by_hook: the seconds in each hook so far, by its name.
-    longest_s: seconds of the longest single hook call in `hook_s`.
+    by_callback: the seconds in each callback so far, by its name.
+    longest_s: seconds of the longest single callback call in `callback_s`.
     steps: number of steps.
-    step_s: wall time of the steps, hooks included; measured on the worker side only.
+    step_s: wall time of the steps, callbacks included; measured on the worker side only.
     began_s: time at which the present step began; 0 between steps.
     """
 
     def __init__(self, who: str, engine_id: str) -> None:
         self.who = who
         self._engine_id = engine_id
-        self.by_hook: defaultdict[str, float] = defaultdict(float)
+        self.by_callback: defaultdict[str, float] = defaultdict(float)
         self.longest_s = 0.0
         self.steps = 0
         self.step_s = 0.0
         self.began_s = 0.0
 
     @property
-    def hook_s(self) -> float:
-        """Returns the seconds in all hooks except the hooks of start and shutdown."""
-        return sum(self.by_hook.values()) - self.startup_s
+    def callback_s(self) -> float:
+        """Returns the seconds in all callbacks except the callbacks of start and shutdown."""
+        return sum(self.by_callback.values()) - self.startup_s
 
     @property
     def startup_s(self) -> float:
-        """Returns the seconds in the hooks of start and shutdown."""
-        return sum(self.by_hook.get(name, 0.0) for name in OUTSIDE_STEPS)
+        """Returns the seconds in the callbacks of start and shutdown."""
+        return sum(self.by_callback.get(name, 0.0) for name in OUTSIDE_STEPS)
 
     def log(self) -> None:
-        """Logs the total time in hooks, the number of steps and the longest hook call, in one
+        """Logs the total time in callbacks, the number of steps and the longest callback call, in one
         line."""
         logger.info(
-            "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
+            "hotkv %s: %.3f s in callbacks over %d steps, longest %.1f ms",
             self.who,
-            self.hook_s,
+            self.callback_s,
             self.steps,
             self.longest_s * 1e3,
         )
@@ -142,7 +142,7 @@ class HookClock:
         write too. If the file contains figures of another engine, deletes these first. Raises
         OSError.
 
-        path: the file (setting `hook_timing_file`); empty: do nothing.
+        path: the file (setting `callback_timing_file`); empty: do nothing.
         """
         if not path:
             return
@@ -153,19 +153,19 @@ class HookClock:
         if merged.get("engine_id") != self._engine_id:
             merged = {"engine_id": self._engine_id, "sides": {}}
         merged["sides"][self.who] = {
-            "hook_s": self.hook_s,
+            "callback_s": self.callback_s,
             "startup_s": self.startup_s,
             "longest_s": self.longest_s,
             "steps": self.steps,
             "step_s": self.step_s,
-            "by_hook_s": {
+            "by_callback_s": {
                 name: seconds
-                for name, seconds in sorted(self.by_hook.items())
+                for name, seconds in sorted(self.by_callback.items())
                 if name not in OUTSIDE_STEPS
             },
         }
         sides = merged["sides"].values()
-        merged["hook_s"] = sum(side["hook_s"] for side in sides)
+        merged["callback_s"] = sum(side["callback_s"] for side in sides)
         merged["steps"] = max(side["steps"] for side in sides)
         merged["step_s"] = max(side["step_s"] for side in sides)
         scratch = target.with_name(f"{target.name}.{os.getpid()}")

@@ -245,15 +245,15 @@ class ResidencyOpened:
 
     word_index: index of the validity word of the session that opened the residency.
     word_value: value of this word as long as the session's residencies are valid.
-    generation: number of the server's start. Each later start of a server with this arena has a
-        higher number. The residency is invalid once the validity word `GENERATION` is higher than
+    start_number: number of the server's start. Each later start of a server with this arena has a
+        higher number. The residency is invalid once the validity word `OLDEST_START` is higher than
         this number.
     """
 
     residency_id: str
     word_index: int
     word_value: int
-    generation: int
+    start_number: int
 
 
 class Flushed(int):

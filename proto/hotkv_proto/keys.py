@@ -1,9 +1,9 @@
-"""Key spaces, representations (compact forms of blocks' keys), block keys and block hashes.
+"""Key spaces, sketches (compact forms of blocks' keys), block keys and block hashes.
 
 A block key is (key space, group index, block hash). Two engines share blocks exactly when the
 fingerprints of their key spaces are equal. So every field that changes the bytes of a block is a
-field of `KeySpace`. A field that changes only the bytes of a block's representation is a field of
-`Representation`: engines whose representations differ share blocks, but not representations.
+field of `KeySpace`. A field that changes only the bytes of a block's sketch is a field of
+`Sketch`: engines whose sketches differ share blocks, but not sketches.
 """
 
 import hashlib
@@ -19,21 +19,21 @@ MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
 """Largest number of groups of a key space. The server uses group numbers from MAX_GROUPS on for
-representations (compact forms of blocks' keys, for sparse attention)."""
+sketches (compact forms of blocks' keys, for sparse attention)."""
 MAX_NAME = 64
-"""Largest number of characters in the name of a format of representations (compact forms of blocks'
+"""Largest number of characters in the name of a format of sketches (compact forms of blocks'
 keys)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Representation:
-    """A kind of representation: a small summary of each block's keys, for sparse attention. Engines
-    share representations only if all fields are equal.
+class Sketch:
+    """A kind of sketch: a small summary of each block's keys, for sparse attention. Engines
+    share sketches only if all fields are equal.
 
-    group_index: the KV cache group to whose blocks the representations belong.
+    group_index: the KV cache group to whose blocks the sketches belong.
     format, version: define the meaning of the bytes (`hotkv_sparse.formats`); `version` is a
         number of at most 63 bits.
-    shard_bytes: bytes of a block's representation in each shard (a rank's part); the slot holds the
+    shard_bytes: bytes of a block's sketch in each shard (a rank's part); the slot holds the
         shards in order.
 
     Raises ValueError if a number is out of range.
@@ -65,7 +65,7 @@ class Representation:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the bytes that a block's representation (a compact form of its keys) takes in a
+        """Returns the bytes that a block's sketch (a compact form of its keys) takes in a
         slot of the server: the sum over all shards (parts of the ranks)."""
         return sum(self.shard_bytes)
 
@@ -138,15 +138,15 @@ class KeySpace:
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
         return int.from_bytes(digest[:8], "little")
 
-    def representation_salt(self, representation: Representation) -> int:
-        """Returns the 64-bit salt that the block table mixes into the hashes of representations
+    def sketch_salt(self, sketch: Sketch) -> int:
+        """Returns the 64-bit salt that the block table mixes into the hashes of sketches
         (compact forms of blocks' keys) of this kind. The salt differs for each group, format,
         version and size."""
         text = json.dumps(
-            asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True
+            asdict(sketch), sort_keys=True, separators=(",", ":"), ensure_ascii=True
         )
         digest = hashlib.sha256(
-            b"hotkv-representation-1\0" + self.fingerprint + text.encode()
+            b"hotkv-sketch-1\0" + self.fingerprint + text.encode()
         ).digest()
         return int.from_bytes(digest[:8], "little")
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupSpec
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 
 Int64s = NDArray[np.int64]
 
@@ -57,7 +57,7 @@ class MemoryHandle:
 @dataclass(frozen=True, slots=True)
 class PageTensor:
     """The pages of one or several layers of a group, for all blocks. Instead of a group, a tensor
-    may belong to a kind of representation (compact form of blocks' keys).
+    may belong to a kind of sketch (compact form of blocks' keys).
 
     base_offset_bytes, block_stride_bytes: the page of block b starts at base + b * stride in the
         memory of `handle_id`.
@@ -211,14 +211,14 @@ class Layout:
     def validate(
         self,
         groups: Sequence[GroupSpec],
-        representations: Mapping[int, Representation] | None = None,
+        sketches: Mapping[int, Sketch] | None = None,
     ) -> None:
         """Raises ValueError, with the name of the field, if the layout contradicts itself, `groups`
-        or `representations`, or if its tensors do not fit into its handles.
+        or `sketches`, or if its tensors do not fit into its handles.
 
-        representations: kinds of representation (compact forms of blocks' keys, for sparse
+        sketches: kinds of sketch (compact forms of blocks' keys, for sparse
             attention), by group index. The layout must have tensors for all groups, but may omit
-            representations.
+            sketches.
         """
         handles = {handle.handle_id: handle for handle in self.handles}
         if len(handles) != len(self.handles):
@@ -253,23 +253,23 @@ class Layout:
                     "of a block"
                 )
             if not 0 <= tensor.group_index < len(groups) and tensor.group_index not in (
-                representations or {}
+                sketches or {}
             ):
                 raise ValueError(
                     f"tensors[{index}].group_index is {tensor.group_index}; this key space has "
-                    f"{len(groups)} groups and {len(representations or {})} representations"
+                    f"{len(groups)} groups and {len(sketches or {})} sketches"
                 )
         tensors_of = self._by_group()
         for group_index, group in enumerate(groups):
             self._validate_coverage(
                 group_index, tensors_of.get(group_index, []), group.shard_bytes[self.shard_index]
             )
-        for group_index, representation in (representations or {}).items():
+        for group_index, sketch in (sketches or {}).items():
             if group_index in tensors_of:
                 self._validate_coverage(
                     group_index,
                     tensors_of[group_index],
-                    representation.shard_bytes[self.shard_index],
+                    sketch.shard_bytes[self.shard_index],
                 )
 
     def _by_group(self) -> dict[int, list[PageTensor]]:
@@ -280,17 +280,17 @@ class Layout:
         return tensors_of
 
     def prepare(
-        self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]
+        self, groups: Sequence[GroupSpec], sketches: Mapping[int, Sketch]
     ) -> None:
         """Validates the layout and computes all recipes (places of blocks' bytes, by which
         transfers copy) in advance, so that the first transfer is as fast as later transfers. Raises
         ValueError if the layout is not valid, for example because it does not fit the KV cache
-        groups of the key space, or the kinds of representations (compact forms of blocks' keys, by
+        groups of the key space, or the kinds of sketches (compact forms of blocks' keys, by
         group index)."""
-        self.validate(groups, representations)
-        shapes: dict[int, GroupSpec | Representation] = {
+        self.validate(groups, sketches)
+        shapes: dict[int, GroupSpec | Sketch] = {
             **dict(enumerate(groups)),
-            **representations,
+            **sketches,
         }
         for group_index, shape in shapes.items():
             self.recipes(group_index, shape)
@@ -354,11 +354,11 @@ class Layout:
                 f"tensors of group {group_index} fill {at} bytes of a shard of {shard_bytes}"
             )
 
-    def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
+    def recipes(self, group_index: int, group: GroupSpec | Sketch) -> list[Recipe]:
         """Returns where the bytes of a group's blocks are in the engine's memory: a recipe (strides
         and runs of bytes) for each memory handle that holds a part of them. They are computed once.
 
-        group: the group, or a kind of representation (compact form of blocks' keys).
+        group: the group, or a kind of sketch (compact form of blocks' keys).
         """
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
@@ -373,7 +373,7 @@ class Layout:
     def copy_runs(
         self,
         group_index: int,
-        group: GroupSpec | Representation,
+        group: GroupSpec | Sketch,
         block_ids: Int64s,
         slot_offsets: Int64s,
     ) -> list[CopyRuns]:

@@ -6,12 +6,12 @@ call. The result of such a lookup is a *hint*: a block may be evicted at any tim
 pins it.
 
 The file consists of a header (4096 bytes), buckets and records. All words are little-endian uint32.
-An *entry* of the index stands for a block, or for a block's representation (a compact form of its
+An *entry* of the index stands for a block, or for a block's sketch (a compact form of its
 keys, for sparse attention). Entries are numbered from 1 on.
 
 A bucket has 64 bytes: sequence number, overflow count, 7 tags, 7 entry words.
 - A tag has 32 bits of the mixed hash, which is computed from the hash's first 8 bytes and a *salt*.
-  The salt is a number that differs for each key space and group (and each kind of representation),
+  The salt is a number that differs for each key space and group (and each kind of sketch),
   so equal hashes of two groups get different tags.
 - An entry word is the entry's number, with the high bit set while the entry is reserved (not
   ready); 0: no entry.
@@ -21,12 +21,12 @@ A bucket has 64 bytes: sequence number, overflow count, 7 tags, 7 entry words.
   bucket was full.
 
 A record has 72 bytes, and its index is the number of its entry. Its fields, in order:
-- hash (32 bytes, zero-padded), check value (8 bytes), key space;
+- hash (32 bytes, zero-padded), checksum (8 bytes), key space;
 - group | state << 16;
 - offset and size of the slot, in units of SLOT_ALIGN bytes;
-- generation, which grows when the entry is reused;
+- reuse count, which grows when the entry is reused;
 - entry of the block before this block, and depth (position in the context);
-- entry of the block's representation; for a representation, the entry of its block.
+- entry of the block's sketch; for a sketch, the entry of its block.
 """
 
 import struct
@@ -63,10 +63,10 @@ SEQ, OVERFLOW, TAGS, ENTRIES = 0, 1, 2, 9
     W_GROUP_STATE,
     W_OFFSET,
     W_SIZE,
-    W_GENERATION,
+    W_REUSES,
     W_PARENT,
     W_DEPTH,
-    W_REPRESENTATION,
+    W_SKETCH,
 ) = 8, 10, 11, 12, 13, 14, 15, 16, 17
 _MULTIPLIER: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
 _MAX_RETRIES: Final = 1000

@@ -1,17 +1,17 @@
 """Sparse decode: selects the blocks of a long context to which a decode step attends.
 
 The functions in the order of their use:
-- `representations.build` computes a representation of a block, a compact approximation of its keys,
+- `sketches.build` computes a sketch of a block, a compact approximation of its keys,
   when the block is full.
 - `scores.prepare` and `scores.score` score all blocks with a step's query, by their
-  representations.
+  sketches.
 - `selection.select_layer` scores the blocks and selects the best blocks.
 - `hotset.HotSet.step` decides which selected blocks to load to the device.
 - `decode.decode` selects blocks and updates the hot set (the blocks of a layer that are on the
   device) in one compiled call.
 
 `axes.AxesEstimate` and `centre` measure, on text, mean keys and principal axes of keys, which make
-representations more precise. `config.SparseConfig` has the settings. `cuda` has the same functions
+sketches more precise. `config.SparseConfig` has the settings. `cuda` has the same functions
 for a GPU.
 
 Only `centre_file`, `estimate` and `cuda.device` (the kernels' sources) touch files, and only
@@ -22,7 +22,7 @@ from hotkv_sparse.axes import Axes
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import FORMATS, bytes_per_block, version
 from hotkv_sparse.hotset import AdaptiveCapacity, Growth, HotMap, HotSet, SlotMoves, Step
-from hotkv_sparse.representations import build
+from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import Query, prepare, score
 from hotkv_sparse.selection import (
     Selection,

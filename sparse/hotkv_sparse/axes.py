@@ -1,5 +1,5 @@
 """Computes principal axes of a head's keys, weighted by its queries. `mix2`, a format of
-representations (compact forms of blocks' keys), quantises keys along these axes.
+sketches (compact forms of blocks' keys), quantises keys along these axes.
 
 Some directions of the keys matter much more for attention scores than others. The axes of each KV
 head are computed from a few thousand keys k and queries:
@@ -14,8 +14,8 @@ This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 240
 special case of 16 or 0 bits).
 
 Axes are calibrated on text. Codes made with different axes can't be compared. So the version of a
-kind of representation is a hash that also covers the axes (`Axes.to_bytes`): engines with other
-axes never share representations.
+kind of sketch is a hash that also covers the axes (`Axes.to_bytes`): engines with other
+axes never share sketches.
 
 A token's code in a channel is a whole number of quantisation steps. The size of a step is the
 product of three numbers: the constant STEPS, the usual rms of the channel's group (`Axes.rms`), and
@@ -128,8 +128,8 @@ class Axes:
         object.__setattr__(self, "weights", weights)
 
     def to_bytes(self) -> bytes:
-        """Returns `into` and `rms` as bytes. They are part of the version of representations
-        (compact forms of keys), so engines share representations only if they have the same
+        """Returns `into` and `rms` as bytes. They are part of the version of sketches
+        (compact forms of keys), so engines share sketches only if they have the same
         axes."""
         return b"".join(
             np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that rotate and quantise keys to representations (compact forms of a block's keys),
+"""Numba kernels that rotate and quantise keys to sketches (compact forms of a block's keys),
 and queries to int8 codes.
 
 `hotkv_sparse.kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy. The
@@ -216,7 +216,7 @@ def build_tokens(
     channels: Any,
     out: Any,
 ) -> None:
-    """Builds representations (compact forms of blocks' keys) in a token format, which has a code of
+    """Builds sketches (compact forms of blocks' keys) in a token format, which has a code of
     `bits` bits for each channel of each token: out uint8 [blocks, KV heads, bytes] from keys
     [blocks, tokens, KV heads, channels].
 
@@ -344,7 +344,7 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """Builds representations (compact forms of blocks' keys) in a summary format, which has one or
+    """Builds sketches (compact forms of blocks' keys) in a summary format, which has one or
     two vectors per block: out uint8 [blocks, KV heads, bytes] from keys [blocks, tokens, KV heads,
     channels].
 
@@ -455,7 +455,7 @@ def build_axes(
     sigma: Any,
     out: Any,
 ) -> None:
-    """Builds representations (compact forms of blocks' keys) in the format mix2, which quantises
+    """Builds sketches (compact forms of blocks' keys) in the format mix2, which quantises
     the keys' components along principal axes (here: channels) to codes of 4 or 2 bits, or none.
 
     Writes the codes to `out`, uint8 [B, H, N], where each run of 16 tokens has a place for its

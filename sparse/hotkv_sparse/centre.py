@@ -1,12 +1,12 @@
-"""The centre of a layer's keys: the mean key of each head. Representations (compact forms of
+"""The centre of a layer's keys: the mean key of each head. Sketches (compact forms of
 blocks' keys) hold a few bits for each channel of a key. They store the key minus the centre, so
 that no bits are spent on the part that all keys have in common.
 
-A centre is calibrated once per model from any ordinary text. It makes representations of the same
+A centre is calibrated once per model from any ordinary text. It makes sketches of the same
 size clearly more accurate. Example (SmolLM2-135M, 4k tokens, a budget of 5 %, format rot2u, a
 centre from another text): if the model copies text from far back, the share of the blocks with the
 most attention that sparse decode selects rises from .90 to .98. A wrong centre is worse than no
-centre. Representations that were built with different centres have different versions, so they are
+centre. Sketches that were built with different centres have different versions, so they are
 never mixed.
 
 `axes.AxesEstimate` measures a centre, and `measured_bias` measures the error that remains.
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.axes import MIN_TOKENS, Axes
 from hotkv_sparse.formats import FORMATS, RUN_TOKENS, format_named
-from hotkv_sparse.representations import build
+from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
 
 F32 = npt.NDArray[np.float32]
@@ -110,7 +110,7 @@ TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
 
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
-    """The calibration of a layer: values measured on text that make representations (compact forms
+    """The calibration of a layer: values measured on text that make sketches (compact forms
     of keys) and their scores more accurate.
 
     mu: float32 [KV heads, channels], the centre: the mean key of each head.

@@ -7,7 +7,7 @@ that is truncated, damaged, or made by another program is refused with INVALID_F
 the file and the problem. A file is replaced atomically.
 
 A file has these arrays, for L layers with H KV heads of D channels and F formats of
-representations:
+sketches:
 - `format_version` int64 [], `model` text [], `num_tokens` int64 [].
 - `layers` int64 [L]: the calibrated layers, ascending.
 - `formats` text [F] and `bias` float64 [L, F]: the mean error of scores, NaN if not measured. A

@@ -44,7 +44,7 @@ class SparseConfig:
         share.
         At .85 answers change more, at .95 less; .9 is usual. Needs `rot2u`, `rot3u` or `mix2`;
         refused if `residency` is not `off`.
-    scorer: name of the format of representations by which blocks are scored.
+    scorer: name of the format of sketches by which blocks are scored.
     fusion: for research: scorers with their exponents. Blocks are then scored by a weighted
         geometric mean of these scorers instead of by `scorer`. Empty: not used.
     sink_tokens, recent_tokens: number of tokens at the start and at the end of the context that are

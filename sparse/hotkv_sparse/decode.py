@@ -9,7 +9,7 @@ is no hot set, or with the settings `fusion` or `adaptive_p`, for which numpy ch
 The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
 logarithm of the mass.
 
-Shapes: Q query heads, H KV heads, D channels, B blocks of a pool (the array of representations), N
+Shapes: Q query heads, H KV heads, D channels, B blocks of a pool (the array of sketches), N
 bytes of a block and head, C blocks of the context.
 """
 
@@ -37,10 +37,10 @@ _NO_PAGES, _NO_BLOCKS = np.empty((0, 1, 0), np.uint8), np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
-    """A layer's representations (compact forms of blocks' keys) in one format, checked once and
+    """A layer's sketches (compact forms of blocks' keys) in one format, checked once and
     prepared for the kernel, so that a step need not do it.
 
-    source: the representations, with their centre (mean key) and axes.
+    source: the sketches, with their centre (mean key) and axes.
     arguments: the kernel's arguments that are the same in every step.
     """
 
@@ -166,7 +166,7 @@ def decode(
     the pages. The hot set is then unchanged. The shapes of the arrays are not checked.
 
     query_QD: float32 [query heads, channels], after positional encoding.
-    rows_C: int32, for each block of the context, the row of its representation (compact form of its
+    rows_C: int32, for each block of the context, the row of its sketch (compact form of its
         keys) in the scorer's pool; ignored for always kept blocks.
     budget_blocks: number of blocks to select, including the always kept blocks.
     max_loads: largest number of candidates that the step may add to the hot set.

@@ -1,12 +1,12 @@
-"""The byte formats of representations.
+"""The byte formats of sketches.
 
-A representation holds an approximation of the keys of a block, for a KV head and layer. It is so
+A sketch holds an approximation of the keys of a block, for a KV head and layer. It is so
 small that every decode step can score all blocks. There are two kinds of formats. A *token* format
 has, for each token, a scale and a code (quantised value) of a few bits per channel. A *summary*
 format has one or two vectors per block. Byte order is little-endian. The server stores these bytes
 with the blocks and other engines read them, so any change of a format must change `LAYOUT_VERSION`.
 
-A representation in a token format consists of ceil(block's tokens / 16) runs. A run holds 16 tokens
+A sketch in a token format consists of ceil(block's tokens / 16) runs. A run holds 16 tokens
 in lines of 64 bytes. A line has, for each token, w bits of the codes of 32 / w channels:
   low lines   uint8 [lines][16 tokens][4]   w = 2: the lowest 2 bits of each code
   high lines  uint8 [lines][16 tokens][4]   w = 1: the highest bit of each 3-bit code
@@ -24,7 +24,7 @@ codes have the order shown above. The weakest channels have no code. A run has a
 as many bytes, as in the format rot2u; half of the lines (rounded down) are fine. Codes are evenly
 spaced: code c stands for the value (c - (2^w - 1) / 2) quantisation steps.
 
-A representation in a summary format consists of two arrays. The first has the vectors (parts),
+A sketch in a summary format consists of two arrays. The first has the vectors (parts),
 uint8 [parts][channels padded to a multiple of 32]; a byte is a value + 128, and 128 in the padding.
 The second has the scale of each part, float32 [parts]; negative if the block has no token. The
 format quest has two parts, the maximum and the minimum over the tokens; the format mean has one
@@ -55,7 +55,7 @@ NO_TOKEN = -1.0
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of representations (compact forms of blocks' keys). Token formats have `bits` and
+    """A format of sketches (compact forms of blocks' keys). Token formats have `bits` and
     `levels`; summary formats have `parts`.
 
     bits: bits of a code (the quantised value of a channel); 0 for summary formats.
@@ -117,7 +117,7 @@ def format_named(name: str) -> Format:
     if name not in FORMATS:
         raise HotKVError(
             Reason.INVALID_FIELD,
-            f"representation {name!r} is unknown; use one of {', '.join(FORMATS)}",
+            f"sketch {name!r} is unknown; use one of {', '.join(FORMATS)}",
         )
     return FORMATS[name]
 
@@ -168,7 +168,7 @@ def run_bytes(form: Format, head_size: int) -> int:
 
 
 def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
-    """Returns the size of the representation (compact form of the keys) of a block and KV head, in
+    """Returns the size of the sketch (compact form of the keys) of a block and KV head, in
     bytes."""
     form = format_named(name)
     if form.bits:
@@ -177,7 +177,7 @@ def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
 
 
 def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int) -> int:
-    """Returns the size of the representation (compact form of the keys) of a block in a layer, for
+    """Returns the size of the sketch (compact form of the keys) of a block in a layer, for
     all KV heads, in bytes."""
     return kv_heads * head_bytes(name, block_tokens, head_size)
 
@@ -188,17 +188,17 @@ def version(
     mu_HD: npt.NDArray[np.float32] | None,
     axes_bytes: bytes = b"",
 ) -> int:
-    """Returns a 63-bit hash of all inputs that define the meaning of the bytes of a representation
-    (compact form of a block's keys) in a format. Representations of different versions must never
+    """Returns a 63-bit hash of all inputs that define the meaning of the bytes of a sketch
+    (compact form of a block's keys) in a format. Sketches of different versions must never
     be scored together.
 
     The hash covers the layout, the format, its levels, the signs of the rotation, the centre
     `mu_HD` (mean key of each head; None: 0) and `axes_bytes`, which is `Axes.to_bytes()`.
-    `Representation.version`, the version of a kind of representation, is a hash over these hashes
+    `Sketch.version`, the version of a kind of sketch, is a hash over these hashes
     for all its layers and formats.
     """
     form = format_named(name)
-    digest = hashlib.sha256(f"hotkv-representation-{LAYOUT_VERSION}:{form!r}:{head_size}:".encode())
+    digest = hashlib.sha256(f"hotkv-sketch-{LAYOUT_VERSION}:{form!r}:{head_size}:".encode())
     if form.bits:
         digest.update(signs(head_size).tobytes())
     if mu_HD is not None and np.any(mu_HD):

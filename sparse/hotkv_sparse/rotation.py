@@ -1,5 +1,5 @@
 """The fixed random rotation that spreads a key evenly over its channels, so that the rounding of
-each channel to a few bits loses little. Representations (compact forms of a block's keys) in the
+each channel to a few bits loses little. Sketches (compact forms of a block's keys) in the
 formats rot2u and rot3u hold rotated keys; mix2 mixes its principal axes with the same rotation.
 
 A rotation consists of one or two passes. A pass flips the signs of some channels and applies an

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that score blocks with a step's queries: from the blocks' representations (compact
+"""Numba kernels that score blocks with a step's queries: from the blocks' sketches (compact
 forms of their keys) they estimate how much attention each query head pays to each block.
 `hotkv_sparse.kernels` loads this module.
 
 `tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
 callers do. They run without the GIL and allocate only scratch memory. `formats` describes the
-representations: in a token format, each token has a code of a few bits per channel, and sixteen
+sketches: in a token format, each token has a code of a few bits per channel, and sixteen
 tokens form a run; in a summary format, a block has one or two vectors (parts).
 
 A vector register holds values of sixteen tokens of a head. The functions `emit` and `_emit_…` emit
@@ -552,11 +552,11 @@ def score_tokens(
     shift: Any,
     out: Any,
 ) -> None:
-    """Computes the scores of blocks from representations (compact forms of their keys) in a token
+    """Computes the scores of blocks from sketches (compact forms of their keys) in a token
     format: out [Q, len(rows)], estimates of the log of the blocks' attention mass. The score of a
     block is the logsumexp of its tokens' scores, plus `shift` [Q].
 
-    packed: uint8 [blocks, KV heads, bytes], the representations.
+    packed: uint8 [blocks, KV heads, bytes], the sketches.
     rows: int32, the rows of `packed` to score.
     bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
     run_bytes: bytes of a run (16 tokens of a head).
@@ -623,10 +623,10 @@ def _part_scores(
 def score_parts(
     packed: Any, rows: Any, num_parts: Any, query: Any, bias: Any, factor: Any, shift: Any, out: Any
 ) -> None:
-    """Computes the scores of blocks from representations (compact forms of their keys) in a summary
+    """Computes the scores of blocks from sketches (compact forms of their keys) in a summary
     format, which has P vectors (parts) per block and head: out [Q, len(rows)].
 
-    packed: uint8 [blocks, KV heads, bytes], the representations.
+    packed: uint8 [blocks, KV heads, bytes], the sketches.
     rows: int32, the rows of `packed` to score.
     num_parts: P.
     query: int8 [Q, P * C], the quantised query: a vector for each part.
@@ -723,7 +723,7 @@ def page_log_mass(
 ) -> None:
     """Computes for each query head the natural logarithm of the exact attention mass of the blocks
     `rows`: ln(sum of exp(scale * q . k)) over their first `num_tokens` tokens. Writes it to `out`,
-    float32 [Q]. Reads the keys themselves, not representations. Used for the blocks that are always
+    float32 [Q]. Reads the keys themselves, not sketches. Used for the blocks that are always
     kept: the first blocks (sinks) and the latest blocks (recent window).
 
     pages: uint8 [blocks, KV heads, bytes], the keys of each block and head, in the engine's layout:

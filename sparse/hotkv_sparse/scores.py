@@ -1,4 +1,4 @@
-"""Scores blocks: estimates from the blocks' representations (compact forms of their keys) how much
+"""Scores blocks: estimates from the blocks' sketches (compact forms of their keys) how much
 attention a query pays to each block.
 
 In a token format (a code per channel of each token), a score estimates the block's log mass, in
@@ -8,7 +8,7 @@ format's formula (see `score`). Compiled kernels compute the scores from product
 `tests/oracles/sparse.py` computes the same in numpy; the results differ only by float rounding.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, C channels with
-padding, P parts, B blocks of a pool (the array of representations), S scored blocks, N bytes of a
+padding, P parts, B blocks of a pool (the array of sketches), S scored blocks, N bytes of a
 block and head.
 """
 
@@ -23,7 +23,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import formats
 from hotkv_sparse.axes import Axes, offsets_of
 from hotkv_sparse.formats import Format
-from hotkv_sparse.representations import checked_axes
+from hotkv_sparse.sketches import checked_axes
 from hotkv_sparse.rotation import factors, pass_arrays
 
 F32 = npt.NDArray[np.float32]
@@ -34,7 +34,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query, prepared for scoring blocks by representations of one format. It is quantised
+    """A step's query, prepared for scoring blocks by sketches of one format. It is quantised
     to int8 so that the largest channel of each head becomes 127.
 
     codes: int8 [query heads, parts * padded channels], the quantised query. It has a part for each
@@ -44,7 +44,7 @@ class Query:
         (`LEVEL_OFFSET`; in mix2 `axes.offsets_of`); adding `offsets` corrects this.
     factor: float32 [query heads], by which the corrected sum is multiplied to get nats.
     shift: float32 [query heads], added to every score: q · mu * scale, minus the bias. mu is the
-        centre (mean key), which representations lack.
+        centre (mean key), which sketches lack.
     """
 
     form: Format
@@ -64,16 +64,16 @@ def prepare(
     axes: Axes | None = None,
 ) -> Query:
     """Prepares a float32 query [query heads, channels] (after RoPE), so that it can score
-    representations (compact forms of blocks' keys) in format `name`.
+    sketches (compact forms of blocks' keys) in format `name`.
 
     Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
     norm of a rotated query, far less than the codes of the keys lose.
 
-    mu_HD: the centre (mean key of each head) with which the representations were built; None: 0.
+    mu_HD: the centre (mean key of each head) with which the sketches were built; None: 0.
     scale: scale of attention; None: 1 / sqrt(D).
     bias: by how much scores overestimate the log of a block's attention mass with this centre, in
         nats. It is subtracted from scores. None: the format's bias.
-    axes: the principal axes with which the representations were built; required for mix2.
+    axes: the principal axes with which the sketches were built; required for mix2.
     """
     form = formats.format_named(name)
     num_heads, head_size = query_QD.shape
@@ -162,7 +162,7 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
         need = f"uint8 [blocks, kv_heads, bytes], kv_heads a divisor of {query.codes.shape[0]}"
         raise HotKVError(
             Reason.INVALID_FIELD,
-            f"representations are {packed_BHN.dtype} {list(packed_BHN.shape)}; pass {need}",
+            f"sketches are {packed_BHN.dtype} {list(packed_BHN.shape)}; pass {need}",
         )
     form, size = query.form, query.head_size
     fits = (
@@ -174,7 +174,7 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
         raise HotKVError(
             Reason.INVALID_FIELD,
             (
-                f"representations have {packed_BHN.shape[2]} bytes a head, which is no {form.name} "
+                f"sketches have {packed_BHN.shape[2]} bytes a head, which is no {form.name} "
                 f"of {size} channels"
             ),
         )
@@ -186,7 +186,7 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     """Returns the scores, float32 [query heads, blocks], of blocks: estimates, from their
-    representations (compact forms of keys), how much attention the query pays to each block.
+    sketches (compact forms of keys), how much attention the query pays to each block.
 
     The formula depends on the kind of format (docs/sparse.md):
     - Token formats: logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) - bias, over the tokens i of
@@ -199,7 +199,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     A block without tokens has the score -inf. Raises INVALID_FIELD if the pool or the rows do not
     fit the query. Compiled code runs without the GIL.
 
-    packed_BHN: the pool of representations, uint8 [blocks, KV heads, bytes]: any array whose last
+    packed_BHN: the pool of sketches, uint8 [blocks, KV heads, bytes]: any array whose last
         axis is contiguous, such as a view of a mapped arena.
     rows_S: int32, rows of the blocks to score; None: all rows, in order.
     """

@@ -109,7 +109,7 @@ def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
 def fuse(
     scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
 ) -> tuple[F32, F32]:
-    """Combines the scores of several scorers (formats of representations) to a weighted geometric
+    """Combines the scores of several scorers (formats of sketches) to a weighted geometric
     mean.
 
     A score is the log of an estimated attention mass. The masses of each scorer are first divided
@@ -245,15 +245,15 @@ def top(weights_S: F32, count: int) -> I32:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The representations (compact forms of blocks' keys) of a layer in one format, with what is
+    """The sketches (compact forms of blocks' keys) of a layer in one format, with what is
     needed to score blocks by them.
 
     pool: uint8 [blocks, KV heads, bytes], a row for each block.
     mu: float32 [KV heads, channels], the centre (mean key of each head) with which the
-        representations were built; None: 0.
+        sketches were built; None: 0.
     bias: by how much scores with this centre overestimate the log of a block's attention mass, in
         nats; None: the format's bias.
-    axes: the principal axes with which the representations were built; None if the format has no
+    axes: the principal axes with which the sketches were built; None if the format has no
         axes.
     """
 
@@ -281,9 +281,9 @@ def select_layer(
     Raises INVALID_FIELD if a source is missing or the layer is dense.
 
     query_QD: float32 [query heads, channels], after positional encoding.
-    sources: the layer's representations (compact forms of blocks' keys), by the name of their
+    sources: the layer's sketches (compact forms of blocks' keys), by the name of their
         format.
-    rows_C: int32, for each block of the context, the row of its representation in the sources'
+    rows_C: int32, for each block of the context, the row of its sketch in the sources'
         pools; ignored for always kept blocks.
     always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
         blocks (`exact_log_mass`).
@@ -333,11 +333,11 @@ def estimated_log_mass(
     query_QD: F32, sources: Mapping[str, Source], rows: I32, scale: float | None = None
 ) -> F32:
     """Estimates the log of the attention mass that blocks have together, float32 [query heads];
-    -inf without blocks. Uses the first scorer (format of representations) in `sources`.
+    -inf without blocks. Uses the first scorer (format of sketches) in `sources`.
 
-    sources: the layer's representations (compact forms of blocks' keys), by the name of their
+    sources: the layer's sketches (compact forms of blocks' keys), by the name of their
         scorer.
-    rows: the rows of the blocks in the pool of representations.
+    rows: the rows of the blocks in the pool of sketches.
     scale: scale of attention; None: 1 / sqrt(D).
     """
     name, source = next(iter(sources.items()))

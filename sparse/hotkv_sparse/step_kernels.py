@@ -4,13 +4,13 @@ best blocks and updates the hot set (the blocks on the device).
 
 This kernel calls the kernels of `score_kernels`, `choice_kernels` and `hotset_kernels` in the same
 order as `hotkv_sparse.selection` and `hotkv_sparse.hotset`, so the result is the same.
-`hotkv_sparse.kernels` loads this module. The kernel checks only whether indices of representations
+`hotkv_sparse.kernels` loads this module. The kernel checks only whether indices of sketches
 and pages are in range. It does not check the shapes of arrays: an array of a wrong shape makes it
 overwrite other memory. A call that refuses its arguments leaves the hot set unchanged. numba's disk
 cache does not notice changes of the kernels that this kernel calls.
 
 Shapes: Q query heads, H KV heads, D channels, C channels with padding, P vectors (parts) per block
-in a summary format, B blocks of a pool (the array of representations), N bytes of a block and head,
+in a summary format, B blocks of a pool (the array of sketches), N bytes of a block and head,
 n blocks of a selection, K hot slots.
 """
 
@@ -126,10 +126,10 @@ def decode_step(
     axes: for the format mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other
         formats.
     mu: [H, D], the centre (mean key of each head); empty: 0.
-    form: five numbers of the format of representations: `Format.kernel` (0: a summary format), P,
+    form: five numbers of the format of sketches: `Format.kernel` (0: a summary format), P,
         `Format.kind` of a summary format, C, bytes of a run (16 tokens of a head).
     units: scale of attention, `level_unit` of the format, bias.
-    pool: uint8 [blocks, KV heads, bytes], the layer's representations (compact forms of blocks'
+    pool: uint8 [blocks, KV heads, bytes], the layer's sketches (compact forms of blocks'
         keys).
     rows: for each block of the context, its row in `pool`.
     pages: uint8 [blocks, KV heads, bytes], the layer's keys.

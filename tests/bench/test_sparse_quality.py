@@ -95,7 +95,7 @@ def test_budgets_that_cover_the_context_change_nothing(
             ("rot2u+file", 16, False),
             ("mix2+own", 16, False),
             ("mix2+first", 32, True),
-            ("sketch8", 32, True),
+            ("lowrank8", 32, True),
         )
     ]
     for outcome in Decode(model, dense, tokens, _calibrated(dense), variants).run():

@@ -32,7 +32,7 @@ def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
     (`arena_words`), as `hotkv_client.Arena.holds` computes it. `opened`: the server's answer when
     the residency was opened."""
     return bool(
-        arena_words[words.GENERATION] <= opened.generation
+        arena_words[words.OLDEST_START] <= opened.start_number
         and arena_words[opened.word_index] == opened.word_value
     )
 

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 
 from hotkv_proto import table
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
@@ -14,7 +14,7 @@ from tests.core.support import SLAB, begin_store, make_key_space, make_table, re
 
 NUM_SLABS, CAPACITY = 12, 40
 KEY_SPACE = make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN)
-KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
+KIND = Sketch(0, "rot2u", 7, (SLOT_ALIGN,))
 CONFIG = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, check_stride=64)
 
 
@@ -25,11 +25,11 @@ def empty(config: CoreConfig = CONFIG) -> CacheCore:
 
 
 def filled() -> CacheCore:
-    """Returns a core with blocks of two groups. Some of the blocks have representations (compact
+    """Returns a core with blocks of two groups. Some of the blocks have sketches (compact
     summaries of their keys); some blocks are still being written."""
     core = empty()
     session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
-    groups = ((0, 8), (1, 6), (session.representations[0], 4))
+    groups = ((0, 8), (1, 6), (session.sketches[0], 4))
     runs = [Run(group, words_of(range(count))) for group, count in groups]
     sums = [np.arange(count, dtype=np.uint64) for _, count in groups]
     begin_store(core, session.number, "t", "l", runs, 0, 0.0, 1.0)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.table import (
     HEADER,
     SLOT_ALIGN,
@@ -130,7 +130,7 @@ class World:
         sizes: tuple[int, int] = (SLOT_ALIGN, SLOT_ALIGN),
         *,
         num_shards: int = 1,
-        kinds: tuple[Representation, ...] = (),
+        kinds: tuple[Sketch, ...] = (),
         tenant: str = "",
         now_s: float = 0.0,
     ) -> SessionRecord:
@@ -217,7 +217,7 @@ def taken_over(
     memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
     core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
     for record in old.key_spaces.values():
-        core.catalog.register(record.key_space, record.representations, 0.0)
+        core.catalog.register(record.key_space, record.sketches, 0.0)
     records = old.space.index.table.records.copy()
     used = None if last_used_s is None else np.full(len(records), last_used_s)
     numbers = {number: number for number in old.key_spaces}

@@ -12,7 +12,7 @@ import pytest
 
 from hotkv_proto.blocks import BlockResult, Retention
 from hotkv_proto.errors import Reason
-from hotkv_proto.keys import MAX_GROUPS, Representation
+from hotkv_proto.keys import MAX_GROUPS, Sketch
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.leases.leases import write_weight
 from hotkv_server.cache.room.policies.protocol import Keys
@@ -108,9 +108,9 @@ def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
 
 def of_two_ranks(**config: object) -> tuple[World, int]:
     """Returns a cache with a simulated engine (`World`), and the number of a session of two ranks,
-    whose blocks of group 0 have representations (compact summaries of their keys)."""
+    whose blocks of group 0 have sketches (compact summaries of their keys)."""
     world = World(capacity=50, unadmitted_share=1.0, **config)
-    kinds = (Representation(0, "f", 1, (SLOT_ALIGN // 2,) * 2),)
+    kinds = (Sketch(0, "f", 1, (SLOT_ALIGN // 2,) * 2),)
     return world, world.open(num_shards=2, kinds=kinds).number
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
             refused(core, call, Reason.DUPLICATE_ID)
     same = reserve(core, session, "id", first, 0.0, 0.0)
     assert {value for row in same.results for value in row.tolist()} == {BlockResult.RESERVED}
-    # The second rank sends representations (compact forms of keys) of other blocks than the first
+    # The second rank sends sketches (compact forms of keys) of other blocks than the first
     # rank, because each rank sends those that it could build.
     runs = [Run(0, words_of([2, 0])), Run(MAX_GROUPS, words_of([0, 1]))]
     results = reserve(core, session, "id", runs, 0.0, 0.0).results
@@ -143,7 +143,7 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
     """Reserves more blocks than all write leases together may list. (Blocks that are already
-    present count too, and so do representations, compact summaries of blocks' keys.) The core must
+    present count too, and so do sketches, compact summaries of blocks' keys.) The core must
     refuse such calls. It must evict no block for them, although the arena is full."""
     num_bytes = 2 * write_weight(4, 2) + 2 * write_weight(20, 2)
     world, session = of_two_ranks(client_memory_bytes=num_bytes)

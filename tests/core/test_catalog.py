@@ -14,14 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hotkv_proto.errors import Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.sessions import FORGET_S, MAX_KEY_SPACES, weight_bytes
 from hotkv_server.cache.values import KEY_SPACE_ROWS, SessionRecord, TenantShare
 from tests.core.support import World, flush, reason_of
 
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),)
-KINDS = tuple(Representation(0, "centre", version, (4096,)) for version in range(8))
+KINDS = tuple(Sketch(0, "centre", version, (4096,)) for version in range(8))
 MOST = 3
 
 
@@ -36,13 +36,13 @@ def make_world(*tenants: str, most: int = MOST) -> World:
 
 
 def opened(
-    world: World, key_space: KeySpace, now_s: float = 0.0, kinds: tuple[Representation, ...] = ()
+    world: World, key_space: KeySpace, now_s: float = 0.0, kinds: tuple[Sketch, ...] = ()
 ) -> SessionRecord:
     return world.core.open_session("engine", "tool", key_space, now_s, kinds)
 
 
 def make_room(
-    core: CacheCore, key_space: KeySpace, kinds: tuple[Representation, ...] = ()
+    core: CacheCore, key_space: KeySpace, kinds: tuple[Sketch, ...] = ()
 ) -> list[int]:
     """Forgets key spaces (each is a model in a configuration) until a new one fits, as the
     server does. Returns the numbers of the forgotten key spaces."""
@@ -65,7 +65,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.core = self.world.core
         self.now_s = 0.0
         self.highest = 0
-        self.revisions: dict[int, dict[int, tuple[Representation, ...]]] = {}
+        self.revisions: dict[int, dict[int, tuple[Sketch, ...]]] = {}
         self.numbers: dict[KeySpace, int] = {}
         self.sessions: list[tuple[SessionRecord, KeySpace]] = []
         self.left: list[KeySpace] = []
@@ -134,7 +134,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        saved = {n: record.representations for n, record in self.core.key_spaces.items()}
+        saved = {n: record.sketches for n, record in self.core.key_spaces.items()}
         assert self.revisions.setdefault(self.core.catalog.revision, saved) == saved
         assert {number: record.key_space for number, record in self.core.key_spaces.items()} == {
             n: ks for ks, n in self.numbers.items()
@@ -163,7 +163,7 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
     """Checks that a key space's weight (the memory that the catalog counts for it, in bytes) covers
-    its strings and its kinds of representations (compact forms of keys). The catalog has a limit of
+    its strings and its kinds of sketches (compact forms of keys). The catalog has a limit of
     weight, so a heavy new key space must displace an old one."""
     texts = tuple(map(str, range(500)))
     for key_space in (

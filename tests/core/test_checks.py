@@ -1,4 +1,4 @@
-"""Tests of check values (checksums over a block's key and bytes). The kernel must agree with a
+"""Tests of checksums (checksums over a block's key and bytes). The kernel must agree with a
 reference. A check must detect a change of a covered byte, a missing page, and the bytes or the key
 of another block."""
 
@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.integrity.check_values import sealed, strides_of
+from hotkv_server.integrity.checksums import sealed, strides_of
 from hotkv_server.integrity.evidence import Evidence
 from hotkv_server.integrity.sums import MAX_SUM_THREADS, SumThreads, add_sums, holds
 from tests.oracles import sums as oracle
@@ -33,7 +33,7 @@ class Memory:
         self.offsets = np.arange(num_blocks, dtype=np.int64) * SLOT
 
     def evidence(self, shards: list[int], stride: int) -> Evidence:
-        """Returns the check values (checksums) of all blocks, computed for one shard (a rank's part
+        """Returns the checksums of all blocks, computed for one shard (a rank's part
         of a block) after the other, as stores do."""
         num_blocks, begin = len(self.offsets), 0
         sums, strides = np.zeros(num_blocks, np.uint64), np.full(num_blocks, stride)
@@ -62,7 +62,7 @@ def test_kernel_and_threads_find_what_the_reference_finds(
 
 
 def test_check_values_stay_what_earlier_servers_have_written() -> None:
-    """Compares check values of fixed bytes with constants from earlier versions. After an upgrade,
+    """Compares checksums of fixed bytes with constants from earlier versions. After an upgrade,
     the server checks old blocks against the values that the old server wrote."""
     memory = Memory(0, 1)
     memory.bytes[:] = np.arange(SLOT) % 251

@@ -12,7 +12,7 @@ from hotkv_server.cache.room.policies import hotness
 from hotkv_server.cache.room.policies.hotness import (
     CONTENDERS,
     DEPTH_STEP,
-    EPOCH_S,
+    ROUND_S,
     HOLD_MARGIN,
     KEEP,
     LEAK,
@@ -84,7 +84,7 @@ def held_by(cache: Duel, contender: int) -> set[int]:
 def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
     """Runs random requests through a `Duel` that samples all keys, and through naive shadow caches
     (simulated caches, which have keys only). Both must have the same keys and equal scores. The
-    score of a rule is halved at the end of each comparison period (epoch), and the period's hits
+    score of a rule is halved at the end of each comparison period (round), and the period's hits
     are added."""
     rng = np.random.default_rng(seed)
     cache = Duel(128)
@@ -105,9 +105,9 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
             )
         hits = np.array([shadow.hits for shadow in shadows], float)
         if ends_s == np.inf:
-            ends_s = now_s + EPOCH_S
+            ends_s = now_s + ROUND_S
         elif now_s >= ends_s:
-            scores, before, ends_s = KEEP * scores + hits - before, hits, now_s + EPOCH_S
+            scores, before, ends_s = KEEP * scores + hits - before, hits, now_s + ROUND_S
         assert cache.scores.tolist() == scores.tolist()
         cache.check_invariants()
 
@@ -155,7 +155,7 @@ def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -
 
 
 @given(seed=st.integers(0, 1 << 32))
-def test_only_a_clear_win_at_the_end_of_an_epoch_counts(seed: int) -> None:
+def test_only_a_clear_win_at_the_end_of_a_round_counts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cache = Duel(64)
     now_s, ended_s = 0.0, -np.inf
@@ -167,9 +167,9 @@ def test_only_a_clear_win_at_the_end_of_an_epoch_counts(seed: int) -> None:
         changed = cache.observe(keys_of(np.unique(numbers).tolist()), now_s, 40)
         assert changed == (cache.current != before)
         if np.array_equal(scores, cache.scores) and not (hits > cache._hits).any():
-            assert not changed, "changed in the middle of an epoch"
+            assert not changed, "changed in the middle of a round"
             continue
-        assert now_s >= ended_s + EPOCH_S
+        assert now_s >= ended_s + ROUND_S
         ended_s = now_s
         worth = [
             score / (HOLD_MARGIN if contender.hold_s else 1.0)
@@ -185,21 +185,21 @@ def test_what_holds_is_out_of_the_race_while_it_may_not() -> None:
     assert not cache.observe(keys_of([]), 90.0, 40), "nobody had a hit"
     second = next(n for n in range(1, len(CONTENDERS)) if n not in HOLDING)
 
-    def end_epoch(now_s: float) -> bool:
+    def end_round(now_s: float) -> bool:
         cache._hits[:] = 0
         cache._hits[second], cache._hits[HOLDING] = 100_000, 200_000
-        cache._epoch_ends_s = now_s
+        cache._round_ends_s = now_s
         return cache.observe(keys_of([]), now_s, 40)
 
-    assert end_epoch(100.0) and cache.current == HOLDING[0]
+    assert end_round(100.0) and cache.current == HOLDING[0]
     assert cache.hold_s == CONTENDERS[HOLDING[0]].hold_s
     cache._scores[second] *= 3
-    assert not cache.allow_holding(True) and cache.current == HOLDING[0], "no epoch has ended"
+    assert not cache.allow_holding(True) and cache.current == HOLDING[0], "no round has ended"
     assert cache.allow_holding(False) and cache.current == second and not cache.hold_s
     assert not cache.allow_holding(False), "it was left before"
-    assert not end_epoch(200.0) and cache.current == second
-    assert not cache.allow_holding(True) and cache.current == second, "no epoch has ended"
-    assert end_epoch(300.0) and cache.current == HOLDING[0]
+    assert not end_round(200.0) and cache.current == second
+    assert not cache.allow_holding(True) and cache.current == second, "no round has ended"
+    assert end_round(300.0) and cache.current == HOLDING[0]
 
 
 def test_years_and_long_silences() -> None:

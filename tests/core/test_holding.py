@@ -126,10 +126,10 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
     assert place.stored([52], 6.5, tenant="bound") == [52]
 
 
-@pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
+@pytest.mark.parametrize("cause", ["another size", "tiers", "sketches"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     """Applies an eviction rule that holds recently used blocks (refuses to evict them). Then a
-    second block size, a tier or representations (compact summaries of blocks' keys) appear. With
+    second block size, a tier or sketches (compact summaries of blocks' keys) appear. With
     any of these, no such rule is allowed. So the best of the other rules must be applied at once.
     """
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
@@ -143,7 +143,7 @@ def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
         case "tiers":
             Copies(Moves(space))
         case _:
-            space.representations.declared = True
+            space.sketches.declared = True
     assert len(place.stored(range(50, 66), 1.0)) == 16
     assert duel.winner == Contender(30.0) and space.policy.figures()["hold_s"] == 0.0
     if cause == "another size":
@@ -152,4 +152,4 @@ def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
         place.stored([202], 150.0, group=1)
     place.stored([80], 200.0)
     place.stored([81], 300.0)
-    assert duel.winner == Contender(30.0), "an epoch's end brought it back"
+    assert duel.winner == Contender(30.0), "a round's end brought it back"

@@ -325,7 +325,7 @@ def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
     for entry in range(1, 41):
         policy.admit(entries_of([entry]), keys_of([entry]), float(entry))
     assert policy.victims(0, 1, lambda numbers: numbers > 0).tolist() == [1]
-    policy.duel._hits[1], policy.duel._epoch_ends_s = 1000, 41.0
+    policy.duel._hits[1], policy.duel._round_ends_s = 1000, 41.0
     policy.allow_keeping(may_hold)
     policy.touch(entries_of([40]), keys_of([40]), 40.0 + may_hold)
     assert policy.victims(0, 1, lambda numbers: numbers > 0).tolist() == [40]

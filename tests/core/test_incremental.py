@@ -13,7 +13,7 @@ from hypothesis import given
 from hotkv_proto import native
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
-from hotkv_proto.keys import MAX_GROUPS, Representation
+from hotkv_proto.keys import MAX_GROUPS, Sketch
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import removal, space
@@ -208,12 +208,12 @@ def test_entries_without_memory_are_not_used() -> None:
         world.core.check_invariants()
 
 
-def test_room_for_representations_keeps_their_blocks() -> None:
-    """Reserves representations (summaries of blocks' keys) of present blocks in a full cache.
-    Making room must not evict these blocks: the slot of a representation whose block is gone would
+def test_room_for_sketches_keeps_their_blocks() -> None:
+    """Reserves sketches (summaries of blocks' keys) of present blocks in a full cache.
+    Making room must not evict these blocks: the slot of a sketch whose block is gone would
     never be freed."""
     world = World(2)
-    session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
+    session = world.open(kinds=(Sketch(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):
         world.store(session, range(4), group=group)
     runs = [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]
@@ -229,13 +229,13 @@ def test_room_for_representations_keeps_their_blocks() -> None:
     assert world.found(range(4)) == list(range(4))
 
 
-def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
+def test_a_number_that_a_sketch_gets_between_two_parts_is_not_evicted() -> None:
     """Reserves blocks in a full cache, in parts that evict entries (records of blocks). Between two
     parts, one of the entries to evict is freed otherwise, and its number goes to a new
-    representation (compact summary of a block's keys). The later part must not evict this new
+    sketch (compact summary of a block's keys). The later part must not evict this new
     entry."""
     world = World(NUM_SLOTS // 4)
-    core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
+    core, session = world.core, world.open(kinds=(Sketch(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):
         world.store(session, [number], float(number))
     reserving = core.reserve(session.number, "new", [Run(0, words_of(range(100, 103)))], 0.0, 50.0)

@@ -39,7 +39,7 @@ class Entry:
     number: int
     offset: int
     depth: int
-    generation: int
+    reuses: int
     ready: bool = False
     mask: int = 0
     check: int = 0
@@ -67,7 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
         for key_space_id, salts in SALTS.items():
             self.index.add_key_space(key_space_id, salts)
         self.model: dict[Key, Entry] = {}
-        self.generations = [0] * (capacity + 1)
+        self.reuses = [0] * (capacity + 1)
         self.pins = [0] * (capacity + 1)
 
     def keys(self, data: st.DataObject, max_size: int = 12) -> tuple[int, int, list[bytes]]:
@@ -144,9 +144,9 @@ class IndexMachine(RuleBasedStateMachine):
                 number not in {entry.number for entry in self.model.values()}
                 and 1 <= number <= self.capacity
             )
-            self.generations[number] += 1
-            self.model[key_space_id, group, h] = Entry(number, at, d, self.generations[number])
-        links = self.index.table.records[entries][:, [table.W_PARENT, table.W_REPRESENTATION]]
+            self.reuses[number] += 1
+            self.model[key_space_id, group, h] = Entry(number, at, d, self.reuses[number])
+        links = self.index.table.records[entries][:, [table.W_PARENT, table.W_SKETCH]]
         assert not links.any(), "a link of the entry that had the number before"
         assert np.all(self.index.owners(entries) == lease)
         assert np.all(self.index.mark_written(entries, 0) == 0)
@@ -258,7 +258,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert int(record[table.W_OFFSET]) * SLOT_ALIGN == entry.offset
         assert record[table.W_SIZE] == 3
         assert record[table.W_DEPTH] == entry.depth
-        assert record[table.W_GENERATION] == entry.generation
+        assert record[table.W_REUSES] == entry.reuses
         if entry.ready:
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 

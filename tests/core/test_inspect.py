@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import hotkv_server
-from hotkv_proto.keys import MAX_GROUPS, Representation
+from hotkv_proto.keys import MAX_GROUPS, Sketch
 from hotkv_proto.table import SLOT_ALIGN, STATE_READY, STATE_RESERVED
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
@@ -41,7 +41,7 @@ class Cache(World):
 
     def __init__(self) -> None:
         super().__init__(4, 60, "hotness")
-        kinds = (Representation(0, "min-max", 1, (SLOT_ALIGN,)),)
+        kinds = (Sketch(0, "min-max", 1, (SLOT_ALIGN,)),)
         self.session = self.open(sizes=(SLOT_ALIGN, 2 * SLOT_ALIGN), kinds=kinds)
 
     def begin(self, lease_id: str, run: Run) -> None:
@@ -68,7 +68,7 @@ def test_counts_and_tier_are_those_of_the_books() -> None:
     tier = inspect.tier(core, census(core))
     assert (tier.capacity_bytes, tier.full_capacity_bytes) == (4 * SLAB, 4 * SLAB)
     assert (tier.used_bytes, tier.pinned_bytes) == (5 * SLOT_ALIGN, 2 * SLOT_ALIGN)
-    assert (tier.num_blocks, tier.num_free_slabs, tier.representation_bytes) == (3, 2, 0)
+    assert (tier.num_blocks, tier.num_free_slabs, tier.sketch_bytes) == (3, 2, 0)
     assert inspect.counters(core)["stored_blocks"] == 3
 
 
@@ -94,7 +94,7 @@ def test_the_key_spaces_with_most_blocks_are_told_in_their_order() -> None:
     assert [one.number for one in inspect.key_spaces(cache.core, counted)] == [1, 2, 3, 4]
 
 
-def test_a_block_is_told_with_its_parent_and_its_representation() -> None:
+def test_a_block_is_told_with_its_parent_and_its_sketch() -> None:
     cache = Cache()
     cache.store(cache.session, [1, 2], 7.0, depth=5)
     cache.store(cache.session, [2], 7.0, group=MAX_GROUPS)
@@ -104,7 +104,7 @@ def test_a_block_is_told_with_its_parent_and_its_representation() -> None:
     assert tail.parent_words is not None and np.array_equal(tail.parent_words, head.hash_words)
     assert (head.depth, tail.depth) == (5, 6)
     assert head.last_used_s == pytest.approx(7.0) and not reserved.last_used_s
-    assert (head.representation_bytes, tail.representation_bytes) == (0, SLOT_ALIGN)
+    assert (head.sketch_bytes, tail.sketch_bytes) == (0, SLOT_ALIGN)
     assert (head.state, reserved.state) == (STATE_READY, STATE_RESERVED)
     assert (reserved.group_index, reserved.slot_bytes) == (1, 2 * SLOT_ALIGN)
 
@@ -185,7 +185,7 @@ def test_an_answer_stays_as_it_is() -> None:
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
     # An operator's command gets the entry number (number of the record) of block 9. Then block 9 is
-    # evicted, and the number goes to a representation (compact summary of keys), which must not be
+    # evicted, and the number goes to a sketch (compact summary of keys), which must not be
     # described as a block.
     _, number = cache.entries([8, 9]).tolist()
     evict(cache.core, 1, 0, words_of([9]))
@@ -273,7 +273,7 @@ class NaiveMap:
         sums = [0.0] * num_cells
         for entry in np.flatnonzero(index.states()).astype(np.uint32)[:, None]:
             begin, size = int(index.offsets(entry)[0]), int(index.slot_bytes(entry)[0])
-            is_block = not core.space.representations.among(entry)[0]
+            is_block = not core.space.sketches.among(entry)[0]
             is_ready = index.states()[entry[0]] == STATE_READY and is_block
             age_s = END_S - float(policy.last_used_s(entry)[0])
             for at in range(begin, begin + size, SLOT_ALIGN):
@@ -320,7 +320,7 @@ def test_a_map_is_what_each_entry_says(
     world = World(NUM_SLABS, 60, policy, is_backed=False)
     core = world.core
     core.space.grow(backed * SLAB, 0)
-    kind = Representation(0, "min-max", 1, (SLOT_ALIGN,))
+    kind = Sketch(0, "min-max", 1, (SLOT_ALIGN,))
     session = world.open(sizes=(sizes[0] * SLOT_ALIGN, sizes[1] * SLOT_ALIGN), kinds=(kind,))
     for now, (what, group, numbers) in enumerate(steps):
         now_s, words = float(now * now), words_of(numbers)
@@ -334,7 +334,7 @@ def test_a_map_is_what_each_entry_says(
                     core, session.number, f"{now}", f"{now}", [Run(group, words)], 0, 0.0, now_s
                 )
             case _:
-                group = session.representations[0] if what == "represent" else group
+                group = session.sketches[0] if what == "represent" else group
                 world.store(session, numbers, now_s, group=group)
         core.take_effects()
     with pytest.MonkeyPatch.context() as patch:

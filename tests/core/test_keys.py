@@ -14,7 +14,7 @@ from hotkv_proto.keys import (
     MAX_HASH_BYTES,
     MIN_HASH_BYTES,
     KeySpace,
-    Representation,
+    Sketch,
     group_hashes,
     token_block_hashes,
 )
@@ -60,8 +60,8 @@ def test_the_fingerprint_changes_with_every_field() -> None:
     assert all(len(v.fingerprint) == 32 for v in variants)
 
 
-def test_salts_of_representations_differ_in_each_field_and_from_those_of_groups() -> None:
-    one = Representation(0, "rot2u", 1, (100,))
+def test_salts_of_sketches_differ_in_each_field_and_from_those_of_groups() -> None:
+    one = Sketch(0, "rot2u", 1, (100,))
     kinds = [
         one,
         replace(one, group_index=1),
@@ -70,7 +70,7 @@ def test_salts_of_representations_differ_in_each_field_and_from_those_of_groups(
         replace(one, shard_bytes=(50, 50)),
     ]
     spaces = [replace(BASE, tenant=str(number), groups=(GROUP,) * 4) for number in range(20)]
-    salts = {space.representation_salt(kind) for space in spaces for kind in kinds}
+    salts = {space.sketch_salt(kind) for space in spaces for kind in kinds}
     salts |= {space.group_salt(group) for space in spaces for group in range(4)}
     assert len(salts) == 20 * 9 and all(0 <= salt < 1 << 64 for salt in salts)
 
@@ -89,9 +89,9 @@ def test_salts_of_representations_differ_in_each_field_and_from_those_of_groups(
         ({"shard_bytes": (0, 0)}, "shard_bytes"),
     ],
 )
-def test_representations_out_of_range_are_refused(change: dict[str, object], field: str) -> None:
+def test_sketches_out_of_range_are_refused(change: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        replace(Representation(0, "rot2u", 1, (100,)), **change)  # type: ignore[arg-type]
+        replace(Sketch(0, "rot2u", 1, (100,)), **change)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

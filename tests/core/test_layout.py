@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import MAX_DIMS, Layout, MemoryHandle, PageTensor
 from tests.core.layouts import Shape, make_rank
 
@@ -80,8 +80,8 @@ def test_the_runs_of_all_tensors_together_are_bounded() -> None:
         layout.validate([replace(GROUPS[0], shard_bytes=(1 << 20,))])
 
 
-def test_representations_are_covered_wholly_or_not_at_all() -> None:
-    kinds = {1: Representation(0, "rot2u", 1, (8, 24)), 2: Representation(0, "rot2u", 2, (8, 24))}
+def test_sketches_are_covered_wholly_or_not_at_all() -> None:
+    kinds = {1: Sketch(0, "rot2u", 1, (8, 24)), 2: Sketch(0, "rot2u", 2, (8, 24))}
     GOOD.validate(GROUPS, kinds)
     good = replace(TENSOR, group_index=2, block_stride_bytes=24, run_bytes=24, dims=())
     layout = replace(GOOD, tensors=(TENSOR, good))

@@ -1,5 +1,5 @@
 """Tests residencies. A residency pins the blocks of a running request, which clients read in the
-arena itself. These cases go beyond the state machine of `test_cache`: representations (compact
+arena itself. These cases go beyond the state machine of `test_cache`: sketches (compact
 forms of keys), tenants, condemned (damaged) blocks, damaged tables, and pins of other blocks that
 leave no room."""
 
@@ -13,9 +13,9 @@ import pytest
 from hotkv_proto import table
 from hotkv_proto.blocks import BlockResult, ResidencyOpened, Retention
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD
+from hotkv_proto.words import OLDEST_START, LATEST_START, MAX_SESSION_WORD
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderWords, no_readers
 from hotkv_server.cache.values import EvictionNotice, HashList, SessionRecord, TenantShare
@@ -38,7 +38,7 @@ from tests.core.support import (
 
 NUM_SLABS, CAPACITY = 16, 400
 NUM_SLOTS = 4 * NUM_SLABS
-MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
+MEAN = Sketch(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
@@ -88,23 +88,23 @@ class Place(World):
 
     def holds(self, opened: ResidencyOpened) -> bool:
         words = self.words
-        is_of_now = words[GENERATION] <= opened.generation
+        is_of_now = words[OLDEST_START] <= opened.start_number
         return bool(is_of_now and words[opened.word_index] == opened.word_value)
 
 
-def test_representations_are_promised_and_pinned_with_their_blocks() -> None:
-    kind, foreign = Representation(0, "mean", 1, (SLAB,)), Representation(0, "max", 1, (SLAB,))
+def test_sketches_are_promised_and_pinned_with_their_blocks() -> None:
+    kind, foreign = Sketch(0, "mean", 1, (SLAB,)), Sketch(0, "max", 1, (SLAB,))
     place = Place()
     session, other = place.open(kinds=(kind,)), place.open("f", kinds=(foreign,))
     place.promise(session, "r", 3)
     bound = residencies(place.core).bound
     assert bound.promised_bytes == 3 * (SLOT_ALIGN + SLAB)
     place.store(session, [1, 2], residency_id="r")
-    place.store(session, [1, 2], group=session.representations[0], residency_id="r")
+    place.store(session, [1, 2], group=session.sketches[0], residency_id="r")
     assert bound.pinned_bytes == 2 * (SLOT_ALIGN + SLAB)
     assert bound.promised_bytes == SLOT_ALIGN + SLAB
     place.store(session, [3])
-    assert place.store(other, [3], group=other.representations[0]) == [BlockResult.STORED]
+    assert place.store(other, [3], group=other.sketches[0]) == [BlockResult.STORED]
     place.extend(session, "r", [1, 2, 3])
     assert bound.promised_bytes == SLAB, "a kind that the session does not declare is nobody's"
     place.close(session, "r")
@@ -262,7 +262,7 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
         assert core.grace.num_bytes == 9 * SLOT_ALIGN
         assert place.holds(opened)
         assert sorted(core.space.index.offsets(core.grace.entries).tolist()) == sorted(slots)
-        assert core.words.generation == opened.generation + 1 + number
+        assert core.words.start_number == opened.start_number + 1 + number
     results = place.store(place.open("other", "n"), range(100, 100 + NUM_SLOTS))
     assert results.count(BlockResult.STORED) == NUM_SLOTS - 9
     place.core.grace.until_s = 5.0
@@ -272,7 +272,7 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
     place.core.check_invariants()
     assert not place.holds(opened) and not place.core.grace.is_on
     assert place.words[opened.word_index] > opened.word_value, "no value comes again"
-    assert place.words[GENERATION] == place.words[LATEST]
+    assert place.words[OLDEST_START] == place.words[LATEST_START]
 
 
 def test_readers_are_told_if_not_all_can_be_kept() -> None:
@@ -357,7 +357,7 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
     """Reserves room for a residency's blocks (a residency is a request whose KV stays in host
-    memory) and for their representations (compact forms of keys). Stores them one by one, among
+    memory) and for their sketches (compact forms of keys). Stores them one by one, among
     another engine's blocks of the same size. So pinned blocks are scattered over many slabs (pieces
     of the arena). Each store must nevertheless find the room that was reserved."""
     place = Place()
@@ -368,7 +368,7 @@ def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
     place.make_room(session, "r", 16)
     place.promise(session, "r", 16)
     for number in range(16):
-        for group in (0, session.representations[0]):
+        for group in (0, session.sketches[0]):
             results = place.store(session, [number], 2.0 + number, group=group, residency_id="r")
             assert results == [BlockResult.STORED], number
         place.store(other, [2000 + 2 * number, 2001 + 2 * number])
@@ -391,11 +391,11 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
     place.core.check_invariants()
 
 
-def test_promised_representations_take_the_room_of_others() -> None:
+def test_promised_sketches_take_the_room_of_others() -> None:
     """Reserves room for a residency (a request whose KV stays in host memory) and its
-    representations (compact forms of keys). Then fills the arena so that no slab (piece of the
-    arena) can be emptied, and another session's representations fill all slots of their size. The
-    residency's representations must still find room, because they evict the other session's."""
+    sketches (compact forms of keys). Then fills the arena so that no slab (piece of the
+    arena) can be emptied, and another session's sketches fill all slots of their size. The
+    residency's sketches must still find room, because they evict the other session's."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")
@@ -403,12 +403,12 @@ def test_promised_representations_take_the_room_of_others() -> None:
     for number in range(13):
         place.store(mine, [number])
         place.store(theirs, [number])
-    place.store(theirs, range(12), group=theirs.representations[0])
+    place.store(theirs, range(12), group=theirs.sketches[0])
     place.promise(mine, "r", 12)
     place.extend(mine, "r", list(range(12)))
     place.core.acquire(theirs.number, "l", [HashList(0, words_of([12]))], 100.0, 1.0)
     assert not place.core.space.pool.num_free_slabs
-    results = place.store(mine, range(12), group=mine.representations[0], residency_id="r")
+    results = place.store(mine, range(12), group=mine.sketches[0], residency_id="r")
     assert results == [BlockResult.STORED] * 12
     assert residencies(place.core).bound.promised_bytes == 0
 
@@ -450,7 +450,7 @@ def test_a_block_is_pinned_while_it_is_compared() -> None:
 
 
 def test_a_store_pins_only_what_was_compared() -> None:
-    """Restored blocks that nobody has compared with their check values are not pinned for a
+    """Restored blocks that nobody has compared with their checksums are not pinned for a
     residency: its client would read them in place."""
     place = Place()
     session = place.open()
@@ -462,18 +462,18 @@ def test_a_store_pins_only_what_was_compared() -> None:
     assert pinned.tolist() == [1, 0]
 
 
-def test_a_representation_has_no_place_before_it_is_compared() -> None:
+def test_a_sketch_has_no_place_before_it_is_compared() -> None:
     place = Place()
     session = place.open(kinds=(MEAN,))
     place.promise(session, "r", 4)
     place.store(session, [1], residency_id="r")
-    place.store(session, [1], group=session.representations[0], residency_id="r")
+    place.store(session, [1], group=session.sketches[0], residency_id="r")
     book = residencies(place.core)
     residency = book.book.named(session, "r")
     assert residency is not None
-    offsets = partial(book.resident.representation_offsets, residency, 0, 0, 1)
+    offsets = partial(book.resident.sketch_offsets, residency, 0, 0, 1)
     assert offsets()[0] >= 0
-    linked = place.core.space.representations.of(place.entries([1]))
+    linked = place.core.space.sketches.of(place.entries([1]))
     place.core.space.index.unverified[linked] = True
     assert offsets()[0] == -1
 
@@ -488,12 +488,12 @@ def test_readers_are_told_if_a_tenant_must_give_back() -> None:
     assert place.restored.lost_readers and not place.holds(opened)
 
 
-def test_readers_are_told_if_a_representation_is_lost() -> None:
+def test_readers_are_told_if_a_sketch_is_lost() -> None:
     place = Place()
     session = place.open(kinds=(MEAN,))
     place.promise(session, "r", 4)
     place.store(session, [1], residency_id="r")
-    place.store(session, [1], group=session.representations[0], residency_id="r")
-    place.core.space.index.table.records[place.entries([1]), table.W_REPRESENTATION] = 0
+    place.store(session, [1], group=session.sketches[0], residency_id="r")
+    place.core.space.index.table.records[place.entries([1]), table.W_SKETCH] = 0
     place.restarted()
     assert place.restored.lost_readers and place.restored.kept == 0

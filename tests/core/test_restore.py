@@ -17,7 +17,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore import BelowSpace, restore, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
-from hotkv_server.integrity.check_values import strides_of
+from hotkv_server.integrity.checksums import strides_of
 from tests.core.old_tables import KEY_SPACE, KIND, NUM_SLABS, damage, empty, filled
 from tests.core.support import (
     SLAB,
@@ -157,10 +157,10 @@ def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
     core.check_invariants()
 
 
-def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
+def test_what_was_ready_comes_back_unverified_with_its_checksum() -> None:
     old = filled()
     core, restored = taken_over(old, "lru", 3.0, 5.0)
-    assert (restored.blocks, restored.representations) == (14, 4)
+    assert (restored.blocks, restored.sketches) == (14, 4)
     assert restored.dropped == {"unfinished": 2}
     index = core.space.index
     for group, count in ((0, 8), (1, 6)):
@@ -175,51 +175,51 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
 
 
 def test_a_link_beyond_the_table_is_no_link() -> None:
-    """Damages the link from a representation (compact form of keys) to its block, so that it points
-    beyond the table. The representation must be dropped, and all blocks restored."""
+    """Damages the link from a sketch (compact form of keys) to its block, so that it points
+    beyond the table. The sketch must be dropped, and all blocks restored."""
     records = filled().space.index.table.records.copy()
-    kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
-    block = int(records[kind, table.W_REPRESENTATION])
+    kind = int(np.flatnonzero(records[:, table.W_SKETCH])[-1])
+    block = int(records[kind, table.W_SKETCH])
     records[-1], records[block] = records[block], 0
-    records[kind, table.W_REPRESENTATION] = 2**31
+    records[kind, table.W_SKETCH] = 2**31
     core = empty()
     restored = restore(core, records, {1: 1}, None, 5.0)
-    assert (restored.blocks, restored.representations) == (14, 3)
+    assert (restored.blocks, restored.sketches) == (14, 3)
     core.check_invariants()
 
 
-def test_a_representation_that_its_block_does_not_name_is_dropped() -> None:
-    """Removes from a block's record the link to its representation (compact form of keys). The
-    restore must keep the block and drop the representation."""
+def test_a_sketch_that_its_block_does_not_name_is_dropped() -> None:
+    """Removes from a block's record the link to its sketch (compact form of keys). The
+    restore must keep the block and drop the sketch."""
     records = filled().space.index.table.records.copy()
-    kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
-    records[int(records[kind, table.W_REPRESENTATION]), table.W_REPRESENTATION] = 0
+    kind = int(np.flatnonzero(records[:, table.W_SKETCH])[-1])
+    records[int(records[kind, table.W_SKETCH]), table.W_SKETCH] = 0
     core = empty()
     restored = restore(core, records, {1: 1}, None, 5.0)
-    assert (restored.blocks, restored.representations) == (14, 3)
+    assert (restored.blocks, restored.sketches) == (14, 3)
     core.check_invariants()
 
 
 @pytest.mark.parametrize("field", [table.W_KEY_SPACE, table.W_GROUP_STATE, 0])
-def test_a_representation_of_another_block_is_dropped(field: int) -> None:
-    """Gives a representation another key space, group or hash than its block has."""
+def test_a_sketch_of_another_block_is_dropped(field: int) -> None:
+    """Gives a sketch another key space, group or hash than its block has."""
     core = empty()
     foreign = replace(KEY_SPACE, model="two")
     core.catalog.register(foreign, (KIND,), 0.0)
     records = filled().space.index.table.records.copy()
-    kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
-    block = int(records[kind, table.W_REPRESENTATION])
+    kind = int(np.flatnonzero(records[:, table.W_SKETCH])[-1])
+    block = int(records[kind, table.W_SKETCH])
     if field == table.W_GROUP_STATE:
         # The block of the same hash in the other group.
         same = (records[:, :8] == records[kind, :8]).all(axis=1)
         (other,) = np.flatnonzero(same & (records[:, table.W_GROUP_STATE] & 0xFFFF == 1))
-        records[block, table.W_REPRESENTATION] = 0
-        records[kind, table.W_REPRESENTATION] = other
-        records[other, table.W_REPRESENTATION] = kind
+        records[block, table.W_SKETCH] = 0
+        records[kind, table.W_SKETCH] = other
+        records[other, table.W_SKETCH] = kind
     else:
         records[kind, field] = 2
     restored = restore(core, records, {1: 1, 2: 2}, None, 5.0)
-    assert (restored.blocks, restored.representations) == (14, 3)
+    assert (restored.blocks, restored.sketches) == (14, 3)
     core.check_invariants()
 
 
@@ -228,7 +228,7 @@ def test_a_record_without_check_value_is_dropped() -> None:
     (row, *_) = np.flatnonzero(records[:, table.W_GROUP_STATE] == table.STATE_READY << 16)
     records[row, table.W_CHECK : table.W_CHECK + 2] = 0
     restored = restore(empty(), records, {1: 1}, None, 5.0)
-    assert restored.dropped["without check value"] == 1
+    assert restored.dropped["without checksum"] == 1
 
 
 def test_a_tier_takes_over_only_ready_blocks() -> None:
@@ -256,7 +256,7 @@ def test_a_flushed_block_is_kept_only_for_readers() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, int]) -> None:
+def test_shards_that_are_written_apart_make_one_checksum(order: tuple[int, int]) -> None:
     core = empty()
     key_space = make_key_space("two", SLOT_ALIGN, SLOT_ALIGN, 2)
     session = core.open_session("e", "rank", key_space, 0.0)

@@ -23,7 +23,7 @@ class SharedMachine(LowerMachine):
     """The state machine of `LowerMachine`, to which it adds a shared store.
 
     remote: the blocks in the store. Their keys contain the number of flushes so far. (In a real
-        store, keys contain the epoch, a number that each flush raises.)
+        store, keys contain the generation, a number that each flush raises.)
     """
 
     def __init__(self) -> None:
@@ -121,12 +121,12 @@ class SharedMachine(LowerMachine):
     @precondition(lambda self: self.coming)
     @rule(data=st.data())
     def end_in(self, data: st.DataObject) -> None:
-        move, epoch = self.coming.pop(data.draw(st.integers(0, len(self.coming) - 1)))
+        move, generation = self.coming.pop(data.draw(st.integers(0, len(self.coming) - 1)))
         offsets = self.core.space.index.offsets(move.entries).tolist()
         keys = zip(*self.core.space.index.keys(move.entries), strict=True)
         found = np.zeros(len(move), np.bool_)
         for at, (space, group, words) in enumerate(keys):
-            content = (int(space), int(group), words.tobytes(), epoch)
+            content = (int(space), int(group), words.tobytes(), generation)
             if content in self.remote and data.draw(st.booleans()):
                 self.slots[offsets[at]] = content
                 found[at] = True

@@ -186,7 +186,7 @@ class SpaceMachine(AnyRuns):
         pinned = np.array(sorted(self.pinned), np.uint32)
         assert counted.pinned_bytes == int(self.space.index.slot_bytes(pinned).sum())
         assert counted.num_blocks == len(self.ready) == counted.blocks.sum()
-        assert not counted.representation_bytes and not counted.num_unverified
+        assert not counted.sketch_bytes and not counted.num_unverified
 
 
 TestSpaceMachine = SpaceMachine.TestCase

@@ -53,7 +53,7 @@ def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """A state machine in which four tenants store blocks of all sizes, some with representations
+    """A state machine in which four tenants store blocks of all sizes, some with sketches
     (compact forms of keys). At first, the last tenant has no share of the arena: neither a
     guarantee nor a bound."""
 
@@ -61,7 +61,7 @@ class TenantMachine(RuleBasedStateMachine):
     def start(self, policy: str) -> None:
         self.space, self.shares = make_space(policy), SHARES
         for number in range(1, 5):
-            self.space.representations.declare(number, MAX_GROUPS, 1000 + number)
+            self.space.sketches.declare(number, MAX_GROUPS, 1000 + number)
         self.next_block = 0
         self.now_s = 0.0
         self.pinned: list[np.ndarray] = []
@@ -133,13 +133,13 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
     def represent(self, data: st.DataObject, number: int, size: int) -> None:
-        """Stores representations (summaries of blocks' keys) for some blocks of a tenant."""
+        """Stores sketches (summaries of blocks' keys) for some blocks of a tenant."""
         chosen = self.some(data, number)
-        chosen = chosen[self.space.representations.of(chosen) == 0]
+        chosen = chosen[self.space.sketches.of(chosen) == 0]
         self.space.index.pin(chosen, 1)
         entries = self.guarded(number, MAX_GROUPS, self.space.index.keys(chosen)[2], size)
         self.space.index.pin(chosen, -1)
-        self.space.representations.publish(entries, chosen[: len(entries)])
+        self.space.sketches.publish(entries, chosen[: len(entries)])
 
     def some(self, data: st.DataObject, number: int = 0, most: int = 6) -> Entries:
         """Draws some ready blocks of a key space."""
@@ -267,15 +267,15 @@ def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
     space.check_invariants()
 
 
-def test_representations_within_a_guarantee_stay() -> None:
+def test_sketches_within_a_guarantee_stay() -> None:
     space = make_space("lru", {"b": TenantShare(ARENA)})
-    space.representations.declare(2, MAX_GROUPS, 1002)
+    space.sketches.declare(2, MAX_GROUPS, 1002)
     assert fill(space, 2, 20) == 20
     blocks = space.index.ready_blocks(2)
     hashes = space.index.keys(blocks)[2]
     entries = insert(space, 2, MAX_GROUPS, hashes, SLOT_ALIGN, np.arange(20))
-    space.representations.publish(entries, blocks)
-    assert fill(space, 4, 1) == 0 and len(space.representations.ready()) == 20
+    space.sketches.publish(entries, blocks)
+    assert fill(space, 4, 1) == 0 and len(space.sketches.ready()) == 20
 
 
 def test_a_tenant_above_its_guarantee_gives_its_own_colder_slabs() -> None:

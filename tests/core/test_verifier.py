@@ -1,4 +1,4 @@
-"""Tests `Verifier`, which compares blocks with their check values (checksums). A block that matches
+"""Tests `Verifier`, which compares blocks with their checksums. A block that matches
 must be marked as verified. A block that differs must be condemned (never served again). A block
 that changed during the comparison must be left alone."""
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hotkv_proto.errors import Reason
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import Entries, HashList, LoadPositions, Run, SessionRecord, SlotRun
 from hotkv_server.dataplane.plan import Region
@@ -22,12 +22,12 @@ from tests.core.support import SLAB, World, begin_store, evict, flush, reason_of
 
 NUM_SLABS, BLOCK_BYTES = 6, SLOT_ALIGN - 100
 SIZES = (BLOCK_BYTES, SLOT_ALIGN)
-KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
+KIND = Sketch(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
 class Arena(World):
     """A core (bookkeeping of blocks) over plain memory, with ten blocks of random bytes, which were
-    not compared with their check values (checksums) yet. The method `hold` acquires a lease on all
+    not compared with their checksums yet. The method `hold` acquires a lease on all
     of them."""
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class Arena(World):
 
     def batches(self) -> Iterator[Entries]:
         """Yields the remaining batches of entries of the scrubber's current pass. (The scrubber
-        compares all blocks with their check values in the background.)"""
+        compares all blocks with their checksums in the background.)"""
         while (batch := self.verifier.next_batch()) is not None:
             yield batch
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares the blocks of these cases with their check values and applies the results.
+        """Compares the blocks of these cases with their checksums and applies the results.
         Returns the entries of the blocks that it condemned (found damaged)."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
@@ -97,7 +97,7 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
     """Evicts a block and gives its slot to another block while the verifier reads it. The bytes
-    then don't match the check value, but this proves no damage, so no block may be condemned (never
+    then don't match the checksum, but this proves no damage, so no block may be condemned (never
     served again)."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
@@ -122,7 +122,7 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
 
 def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
     """Begins three loads of a damaged block under one lease. Two of them are compared with the
-    check value at the same time, and their results are applied one after the other; the third is
+    checksum at the same time, and their results are applied one after the other; the third is
     compared only afterwards. All three loads must report the block. It must count as condemned
     (found damaged) once."""
     arena.hold()
@@ -180,11 +180,11 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_what_went_with_a_condemned_block_is_not_looked_at(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Condemns damaged blocks while the verifier works. This removes their representations (compact
-    forms of keys) too. The verifier must not read the record of a removed representation, since
+    """Condemns damaged blocks while the verifier works. This removes their sketches (compact
+    forms of keys) too. The verifier must not read the record of a removed sketch, since
     that record no longer refers to a slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
-    arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
+    arena.fill(session, range(10), session.sketches[0], SLOT_ALIGN)
     for number in range(10):
         arena.spoil(number)
     index, cases = arena.core.space.index, arena.verifier.cases

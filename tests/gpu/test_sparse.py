@@ -32,7 +32,7 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.representations import build
+from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
 from hotkv_sparse.selection import Selection, Source, exact_log_mass, select_layer, span
 from tests.oracles.sparse import as_stored, unpack_tokens

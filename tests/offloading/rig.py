@@ -39,11 +39,11 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from hotkv_proto.blocks import Retention
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.offloading import scheduler
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HotKVTier
-from hotkv_vllm.stats import HookClock, HotKVStats
+from hotkv_vllm.stats import CallbackClock, HotKVStats
 from tests.support.waiting import wait_for
 
 ROW_BYTES = 4096
@@ -103,7 +103,7 @@ def scheduler_side(
     )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=CHUNK_TOKENS))
     blocks: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
-    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
+    edge = CallbackEdge(CallbackClock("test", "engine"), HotKVStats().add)
     return DoorScheduler(config, blocks, ConnectorConfig(), tier, edge)
 
 

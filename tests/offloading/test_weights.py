@@ -23,7 +23,7 @@ from hotkv_client import Flushed
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.offloading import scheduler, worker
@@ -31,7 +31,7 @@ from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat, RankReport
 from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.stats import HookClock, HotKVStats
+from hotkv_vllm.stats import CallbackClock, HotKVStats
 from tests.offloading.rig import scheduler_side
 from tests.vllm.changing_weights import FakeWatch
 from tests.vllm.desks import blocks
@@ -112,7 +112,7 @@ def rank_of(number, weights):
     one._connector_metadata = None
 
     def report(_):
-        return RankReport(weights=weights.take_report(), hook_errors=number)
+        return RankReport(weights=weights.take_report(), callback_errors=number)
 
     one._door_worker = SimpleNamespace(report=report, report_ids=report_ids(number))
     return one
@@ -218,7 +218,7 @@ class WeightsMachine(RuleBasedStateMachine):
         assert self.tier.session
 
     @rule()
-    def a_hook_breaks(self):
+    def a_callback_breaks(self):
         self.side.begin_step(None)
 
     @rule(
@@ -238,10 +238,10 @@ class WeightsMachine(RuleBasedStateMachine):
             rank.obey(orders.weights)
         if num_tokens:
             self.cached.add(now)
-        before, report = self.tier.stats.data.get("hook_errors", 0), joined(self.connectors)
+        before, report = self.tier.stats.data.get("callback_errors", 0), joined(self.connectors)
         if not is_lost:
             self.side.update(report, ())
-            assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
+            assert self.tier.stats.data["callback_errors"] == before + sum(range(NUM_RANKS))
             # With this report, vLLM counts the blocks that the previous step computed as stored in
             # the primary tier.
             if self.computed is not None and self.tier.serves:
@@ -443,13 +443,13 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     config = ConnectorConfig(weights_identity=name)
     stats = HotKVStats()
-    edge = HookEdge(HookClock("test", "engine"), stats.add)
+    edge = CallbackEdge(CallbackClock("test", "engine"), stats.add)
     side = worker.DoorWorker(vllm_config, None, None, config, edge, stats, is_child=False)
     side.register({"layer": torch.empty(1)})
     assert side.handshake() == PageFormat(0, "cpu/rows", "", is_in_doubt, "rows")
-    assert not side.report(None).hook_errors
+    assert not side.report(None).callback_errors
     side.before_step(None)
-    assert [side.report(None).hook_errors for _ in range(2)] == [1, 0]
+    assert [side.report(None).callback_errors for _ in range(2)] == [1, 0]
 
 
 @pytest.mark.parametrize("media", ["named", "counted", "old", "new"])
@@ -564,7 +564,7 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
 
 
 @pytest.mark.parametrize(
-    ("hook", "arguments"),
+    ("callback", "arguments"),
     [
         ("connect", (None,)),
         ("arrived", (SimpleNamespace(request_id="r"),)),
@@ -581,14 +581,14 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
         ("update", (None, ())),
     ],
 )
-def test_a_hook_that_breaks_is_counted_and_never_raises(monkeypatch, hook, arguments):
+def test_a_callback_that_breaks_is_counted_and_never_raises(monkeypatch, callback, arguments):
     side, tier = made(monkeypatch)
-    side.wants_formats = hook == "connect"
-    getattr(side, hook)(*arguments)
-    assert side.edge.broken == {f"door.{hook}"}
-    if hook not in ("connect", "arrived", "matched", "allocated", "finished"):
+    side.wants_formats = callback == "connect"
+    getattr(side, callback)(*arguments)
+    assert side.edge.broken == {f"door.{callback}"}
+    if callback not in ("connect", "arrived", "matched", "allocated", "finished"):
         assert not tier.serves, "nothing is shared before the ranks or a reset have settled it"
-    assert tier.told == ({"r": True} if hook == "arrived" else {})
+    assert tier.told == ({"r": True} if callback == "arrived" else {})
 
 
 def test_a_reset_that_breaks_holds_the_tier(monkeypatch):

@@ -1,5 +1,5 @@
 """Computes in plain numpy what `hotkv_sparse.kernels` computes, so that tests can compare the
-results: representations of blocks, queries, scores and selections. Follows their definitions in
+results: sketches of blocks, queries, scores and selections. Follows their definitions in
 `hotkv_sparse.formats` and docs/sparse.md.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, C channels with
@@ -36,7 +36,7 @@ def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
-    """Builds representations (compact forms of the keys) of blocks in plain numpy: uint8 [blocks,
+    """Builds sketches (compact forms of the keys) of blocks in plain numpy: uint8 [blocks,
     KV heads, bytes]. All arguments must be complete and valid.
 
     keys_BTHD: the keys, [blocks, tokens, KV heads, head size].
@@ -121,7 +121,7 @@ def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The unpacked contents of the representations of B blocks, in a format that codes each token.
+    """The unpacked contents of the sketches of B blocks, in a format that codes each token.
     H is the number of KV heads; R * 16 is the number of tokens, rounded up.
 
     levels: int8 [B, H, R * 16, channels], the quantized keys.
@@ -136,7 +136,7 @@ class Tokens:
 
 
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
-    """Unpacks representations, uint8 [blocks, KV heads, bytes], of the format `name`, which must
+    """Unpacks sketches, uint8 [blocks, KV heads, bytes], of the format `name`, which must
     code each token. The values of padding channels have no meaning."""
     form = formats.format_named(name)
     if form.by_axes:
@@ -157,7 +157,7 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
-    """Returns the keys that representations of the format `name` approximate, in rotated form:
+    """Returns the keys that sketches of the format `name` approximate, in rotated form:
     float32 [blocks, KV heads, tokens, head size]. The format must code each token."""
     tokens = unpack_tokens(name, packed, head_size)
     unit = np.float32(formats.format_named(name).level_unit)
@@ -166,7 +166,7 @@ def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
 
 
 def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
-    """Builds the mix2 representations of keys. `y_HBTD`: the keys in the coordinates that
+    """Builds the mix2 sketches of keys. `y_HBTD`: the keys in the coordinates that
     `axes.channels_of` computes. `num_tokens_B`: number of tokens in each block; the other tokens
     are ignored."""
     kv_heads, num_blocks, block_tokens, head_size = y_HBTD.shape
@@ -201,7 +201,7 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
 
 
 def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
-    """Unpacks representations of the format `mix2` (uint8 [blocks, KV heads, bytes]). Returns the
+    """Unpacks sketches of the format `mix2` (uint8 [blocks, KV heads, bytes]). Returns the
     quantized values, int8 [blocks, KV heads, tokens, channels], which count half steps of the
     quantization; and each token's scale, float32 [blocks, KV heads, tokens], negative for absent
     tokens."""
@@ -271,7 +271,7 @@ def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
 def score_tokens(query: Query, tokens: Tokens) -> F32:
     """Computes the scores of blocks, float32 [query heads, blocks]: the logarithm of the sum of
     exp(s) over the block's tokens. The score s of a token is the scaled product of the query and
-    the key that `tokens` (unpacked representations) approximates."""
+    the key that `tokens` (unpacked sketches) approximates."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
     grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity import sums
-from hotkv_server.integrity.check_values import Int64s, Sums
+from hotkv_server.integrity.checksums import Int64s, Sums
 
 LINE_BYTES = 64
 PART_LINES = 1 << 14

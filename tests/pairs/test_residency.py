@@ -437,4 +437,4 @@ def test_a_pair_of_requests_that_move(moving: Stage, name: str) -> None:
 def is_shown(stage: Stage, name: str) -> None:
     SHOWN[name](stage)
     for engine in stage._made.values():
-        assert "hook_errors" not in engine.ask("stats")["totals"]
+        assert "callback_errors" not in engine.ask("stats")["totals"]

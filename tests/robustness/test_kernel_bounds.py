@@ -20,7 +20,7 @@ TESTS = {
     "core": ("index", "slabs", "hotness", "policy", "duel", "checks"),
     "dataplane": ("plans",),
     "tiers": ("disk_kernels", "compression"),
-    "sparse": ("scores", "selection", "representations", "hotset", "axes"),
+    "sparse": ("scores", "selection", "sketches", "hotset", "axes"),
 }
 
 

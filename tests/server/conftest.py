@@ -12,7 +12,7 @@ from demo.processes import Server, runtime_folder
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_sparse.centre import Centres
-from tests.server.sparse_support import RepresentationEngine
+from tests.server.sparse_support import SketchEngine
 from tests.support.daemons import quick_servers
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
@@ -69,9 +69,9 @@ def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
 
 
 @pytest.fixture
-def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine]]:
-    """Yields a function that creates connected test engines which store representations beside
-    their blocks. (A representation is a compact summary of a block's keys; sparse decode uses it to
+def sparse_engine(server: Server) -> Iterator[Callable[..., SketchEngine]]:
+    """Yields a function that creates connected test engines which store sketches beside
+    their blocks. (A sketch is a compact summary of a block's keys; sparse decode uses it to
     choose the blocks to read.) By default all engines have the same model."""
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex
@@ -82,8 +82,8 @@ def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine
             engine_id: str = "",
             model: str = model,
             centres: Centres | None = None,
-        ) -> RepresentationEngine:
-            made = RepresentationEngine(target, model, engine_id, centres)
+        ) -> SketchEngine:
+            made = SketchEngine(target, model, engine_id, centres)
             stack.callback(made.close)
             return made
 

@@ -1,4 +1,4 @@
-"""An engine with real representations (compact summaries of blocks' keys), for tests of sparse
+"""An engine with real sketches (compact summaries of blocks' keys), for tests of sparse
 decode."""
 
 import mmap
@@ -14,7 +14,7 @@ from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, Se
 from hotkv_client.types import Evicted, Int32s
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
@@ -41,9 +41,9 @@ CONFIG = SparseConfig(
 )
 
 
-class RepresentationEngine:
+class SketchEngine:
     """A worker session whose memory has the KV of blocks and, for the layers LAYERS,
-    representations (compact summaries of the blocks' keys). Must be closed."""
+    sketches (compact summaries of the blocks' keys). Must be closed."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RepresentationEngine:
             for layer, scorer in scorers.items()
         }
         self.shard_bytes = sum(pool[0].size for pool in built.values())
-        sizes = {"kv": NUM_BLOCKS * PAGE_BYTES, "representations": NUM_BLOCKS * self.shard_bytes}
+        sizes = {"kv": NUM_BLOCKS * PAGE_BYTES, "sketches": NUM_BLOCKS * self.shard_bytes}
         self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
         for name, size in sizes.items():
             os.posix_fallocate(self.fds[name], 0, size)
@@ -80,17 +80,17 @@ class RepresentationEngine:
         group = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,))
         self.key_space = KeySpace(model, model, "bfloat16", (group,), BLOCK_TOKENS)
         version += centres is not None
-        kind = Representation(0, "rot2u", version, (self.shard_bytes,))
+        kind = Sketch(0, "rot2u", version, (self.shard_bytes,))
         config = SessionConfig(
             target,
             engine_id or os.urandom(8).hex(),
             Role.WORKER,
             self.key_space,
-            representations=(kind,),
+            sketches=(kind,),
             on_evicted=on_evicted,
             reconnect_max_s=0.5,
         )
-        self.group = config.representation_group(kind)
+        self.group = config.sketch_group(kind)
         tensors = [PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0)]
         self.pools: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = {}
         at = 0
@@ -100,7 +100,7 @@ class RepresentationEngine:
             self.pools[layer] = place.reshape(pool.shape)
             self.pools[layer][:] = pool
             if with_pages:
-                tensors.append(PageTensor(self.group, "representations", first, size, size, at))
+                tensors.append(PageTensor(self.group, "sketches", first, size, size, at))
             at += size
         handles = tuple(MemoryHandle(name, size) for name, size in sizes.items())
         self.layout = Layout(0, NUM_BLOCKS, handles, tuple(tensors), "LBHNC")
@@ -109,13 +109,13 @@ class RepresentationEngine:
         assert self.session.wait_connected(20), repr(self.session)
 
     def store(
-        self, blocks: Sequence[bytes], *, first: int = 0, with_representations: bool = True
+        self, blocks: Sequence[bytes], *, first: int = 0, with_sketches: bool = True
     ) -> None:
         """Stores blocks from the engine's memory, beginning with block id `first`. Unless
-        `with_representations` is False, stores their representations (compact summaries of their
+        `with_sketches` is False, stores their sketches (compact summaries of their
         keys) too."""
         name = os.urandom(8).hex()
-        groups = (0, self.group) if with_representations else (0,)
+        groups = (0, self.group) if with_sketches else (0,)
         runs = [BlockRun(group, blocks, block_ids(len(blocks), first)) for group in groups]
         self.session.store(name, name, runs, 20).result(60)
 
@@ -138,7 +138,7 @@ class RepresentationEngine:
             os.close(fd)
 
 
-Make = Callable[..., RepresentationEngine]
+Make = Callable[..., SketchEngine]
 
 
 def queries(count: int) -> F32:

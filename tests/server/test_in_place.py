@@ -1,4 +1,4 @@
-"""A server that restarts must compare restored blocks with their check values (checksums) before it
+"""A server that restarts must compare restored blocks with their checksums before it
 tells a client where they are in the arena. Only the call that asks for these offsets may wait. If
 the call's lease or residency (a request whose KV stays in host memory) ends or changes meanwhile,
 the answer must give offsets only of blocks that are still pinned."""
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.table import Words, hash_words
 from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2, sparse_pb2
 from hotkv_server.cache.values import HashList, Run
@@ -44,8 +44,7 @@ PACKED = b"".join(HASHES)
 
 
 class Place:
-    """A node with a session and eight restored blocks that were not yet compared with their check
-    values. The comparison waits until `go` is set."""
+    """A node with a session and eight restored blocks that were not yet compared with their checksums. The comparison waits until `go` is set."""
 
     session: LiveSession
 
@@ -141,7 +140,7 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """Releases a lease while its blocks are being compared with their check values. The call that
+    """Releases a lease while its blocks are being compared with their checksums. The call that
     waits for the lease must fail, even if a new lease of other blocks has got the same id
     (`again`)."""
     async with opened() as place:
@@ -160,7 +159,7 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
     """Requests two leases on one stream, and releases the first while the blocks are compared with
-    their check values. A ping on the stream must be answered at once. After the comparison, the
+    their checksums. A ping on the stream must be answered at once. After the comparison, the
     first request must be refused and the second granted."""
     async with opened() as place:
         place.spoil(0)
@@ -186,7 +185,7 @@ async def test_no_call_waits_for_a_sequence_that_awaits_a_tier(opened: Opened) -
     async with opened() as place:
         sent, answered = list[session_pb2.ConnectResponse](), asyncio.Event()
         sparse = capability_of(place.node, SparseCapability).sparse
-        sparse._tiers = Mock(epochs=Mock(wait_to_serve=lambda _: answered.wait()))
+        sparse._tiers = Mock(generations=Mock(wait_to_serve=lambda _: answered.wait()))
         number, spec = place.session.record.number, SelectSpec(CONFIG, 0, (0,), 1, 64, 16, 1)
         sparse.sequences.create(number, "s", 0, hash_words(PACKED, 32), spec, "")
         stream = SessionCalls(place.node, place.session, Pace(1000.0), sent.append)
@@ -229,15 +228,15 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         before = (await place.extend()).offsets
-        epochs = Mock(may_serve=lambda key_space_id: False)
-        epochs.wait_to_serve = AsyncMock(side_effect=[False, True] * 2)
-        tiers = place.node.tiers = Mock(epochs=epochs, bring_up=AsyncMock())
+        generations = Mock(may_serve=lambda key_space_id: False)
+        generations.wait_to_serve = AsyncMock(side_effect=[False, True] * 2)
+        tiers = place.node.tiers = Mock(generations=generations, bring_up=AsyncMock())
         tiers.has_some.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
         refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
         # Tiers can confirm it now. A call that was refused before, repeated with the same id, must
         # get its first answer all the same.
-        epochs.wait_to_serve = AsyncMock(side_effect=[False, True])
+        generations.wait_to_serve = AsyncMock(side_effect=[False, True])
         assert [(await place.acquire("a")).groups for _ in "aa"] == [refused.groups] * 2
         place.node.tiers = None
     assert refused.groups[0].flags == bytes(NUM_BLOCKS) and all(granted.groups[0].flags)
@@ -252,13 +251,13 @@ async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
 ) -> None:
     async with opened() as place:
         node, core, words = place.node, place.node.core, hash_words(PACKED, 32)
-        kinds = (Representation(0, "mean", 1, (64,)),)
+        kinds = (Sketch(0, "mean", 1, (64,)),)
         session, other = [await node.sessions.open("e", "worker", SPACE, "t", kinds) for _ in "so"]
-        number, (kind,) = session.record.number, session.record.representations
+        number, (kind,) = session.record.number, session.record.sketches
         begin_store(core, number, "t", "w", [Run(kind, words)], 0, 0.0, 1.0)
         core.end_store(number, "t", True, 1.0)
-        epochs = Mock(wait_to_serve=AsyncMock(side_effect=[False, True, False]))
-        sparse = SparseDecode(core, node.memory.arena.array(), node.verifier, Mock(epochs=epochs))
+        generations = Mock(wait_to_serve=AsyncMock(side_effect=[False, True, False]))
+        sparse = SparseDecode(core, node.memory.arena.array(), node.verifier, Mock(generations=generations))
         spec = SelectSpec(CONFIG, kind, (0,), 1, 64, 16, 1)
         made = await sparse.create(session, "s", 0, words, spec)
         assert not made.lease_id and not len(made.slots)
@@ -268,7 +267,7 @@ async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
             assert len(made.slots) == NUM_BLOCKS
             lease_ids.add(made.lease_id)
         # While the server drains, it refuses to create a sequence. The lease must stay unchanged.
-        epochs.wait_to_serve, core.draining = AsyncMock(return_value=True), True
+        generations.wait_to_serve, core.draining = AsyncMock(return_value=True), True
         for _ in range(2):
             with pytest.raises(HotKVError, match="DRAINING"):
                 await sparse.create(session, "d", 0, words, spec)
@@ -280,7 +279,7 @@ async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
             await node.sessions.close(other)
             return key_space_id == 1
 
-        epochs.wait_to_serve = ends
+        generations.wait_to_serve = ends
         with pytest.raises(HotKVError, match="UNKNOWN_SESSION"):
             await sparse.create(other, "o", 0, hash_words(bytes(32), 32), spec)
         assert len(sparse.sequences) == 1

@@ -31,7 +31,7 @@ OF_THREADS = {
     "hotkv-compress-": "the threads of the tier valkey",
     "hotkv-valkey-": "the threads of the tier valkey",
     "hotkv-s3-": "the threads of the tier s3",
-    "hotkv-epochs": "the threads of epochs",
+    "hotkv-generations": "the threads of generations",
     "hotkv-select": "selection threads",
     "hotkv-contents": "the thread that keeps contents for events",
     "hotkv-pool": "",

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.values import Run
 from hotkv_server.events.capability import EventsCapability
@@ -29,7 +29,7 @@ from tests.server.capable import capability_of, capable
 from tests.server.nodes import SPACE, live_node
 from tests.support.waiting import eventually
 
-KIND = Representation(0, "rot2u", 1, (100,))
+KIND = Sketch(0, "rot2u", 1, (100,))
 
 
 class Disk:
@@ -74,10 +74,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def written(folder: Path) -> list[str]:
-    """Returns the key spaces in the state file, each as its model and its number of representations
+    """Returns the key spaces in the state file, each as its model and its number of sketches
     (kinds of block summaries for sparse attention), such as "m 1"."""
     return [
-        f"{known.key_space.model} {len(known.representations)}"
+        f"{known.key_space.model} {len(known.sketches)}"
         for known in read_state(folder / "arena" / "state.json").key_spaces
     ]
 

@@ -161,7 +161,7 @@ def test_a_file_that_every_user_can_replace_is_refused(folder: Path, name: str) 
 
 @pytest.mark.parametrize("name", ["arena.dir", "tiers.disk.path"])
 @pytest.mark.parametrize(
-    "file", ["state.json", "table", "records", "epochs.json", "ledger", "calibration-x", "slabs"]
+    "file", ["state.json", "table", "records", "generations.json", "ledger", "calibration-x", "slabs"]
 )
 def test_each_file_in_a_folder_of_blocks_is_checked(folder: Path, name: str, file: str) -> None:
     path = prepared(folder, name)

@@ -34,7 +34,7 @@ from hotkv_client.wire.sparse import _select_message, create_sequence
 from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import MAX_MARKS, NO_ORDER
 from hotkv_proto.v1 import (
@@ -62,7 +62,7 @@ from tests.server.sparse_support import (
     KV_HEADS,
     LAYERS,
     LOG_MASS,
-    RepresentationEngine,
+    SketchEngine,
     queries,
 )
 from tests.server.support import (
@@ -112,7 +112,7 @@ class World:
     """
 
     server: Server
-    engine: RepresentationEngine
+    engine: SketchEngine
     blocks: list[bytes]
 
     def sound(self, kind: str) -> Request:
@@ -195,7 +195,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def world(server: Server) -> Iterator[World]:
-    with closing(RepresentationEngine(server.target, os.urandom(8).hex())) as engine:
+    with closing(SketchEngine(server.target, os.urandom(8).hex())) as engine:
         one = World(server, engine, hashes(NUM_STORED))
         engine.store(one.blocks)
         session = engine.session
@@ -214,7 +214,7 @@ SELECT, TENSOR, HANDLES = (
     "register_memory.layout.tensors[0]",
     "register_memory.layout.handles",
 )
-REPORT, NAME_OF_KIND = "report_use.requests[0]", "representations[0]"
+REPORT, NAME_OF_KIND = "report_use.requests[0]", "sketches[0]"
 HINTED = f"{REPORT}.hints.actions"
 KIND = f"open_session.{NAME_OF_KIND}"
 BOTH = [{"layer_index": 2, "mu": ZEROS}]
@@ -283,9 +283,9 @@ ROWS = [
     Row("append_blocks.sequence_id", "none", FIELD, "sequence_id 'none' is unknown"),
     Row("append_blocks.first_position", 9, FIELD, "first_position is 9"),
     Row("append_blocks.first_position", 4, FIELD, "hashes differ"),
-    Row(f"{SELECT}.representation_group_index", 0, FIELD, "representation_group_index is 0"),
-    Row(f"{SELECT}.representation_group_index", 2, FIELD, "group_index is 2"),
-    Row(f"{SELECT}.layer_indices", [2], FIELD, "the representation is declared with"),
+    Row(f"{SELECT}.sketch_group_index", 0, FIELD, "sketch_group_index is 0"),
+    Row(f"{SELECT}.sketch_group_index", 2, FIELD, "group_index is 2"),
+    Row(f"{SELECT}.layer_indices", [2], FIELD, "the sketch is declared with"),
     Row(f"{SELECT}.hot_block_count", 1, FIELD, "select.hot_block_count is 1"),
     Row(f"{SELECT}.centres", BOTH + BOTH, FIELD, "select.centres lists layer 2 twice"),
     Row(f"{SELECT}.centres", BIASED, FIELD, "biases lists a scorer of layer 2 twice"),
@@ -575,7 +575,7 @@ def raw(server: Server) -> Iterator[Open]:
     sessions at the end."""
     with grpc.insecure_channel(server.target) as channel, contextlib.ExitStack() as stack:
 
-        def make(kinds: tuple[Representation, ...] = (), *more: GroupSpec) -> RawSession:
+        def make(kinds: tuple[Sketch, ...] = (), *more: GroupSpec) -> RawSession:
             space = KeySpace(os.urandom(4).hex(), "w", "bfloat16", (FULL, *more), 16)
             config = SessionConfig(server.target, os.urandom(4).hex(), Role.WORKER, space, kinds)
             made = RawSession(channel, server.target, _wire.open_session(config))
@@ -615,7 +615,7 @@ def test_memory_needs_its_descriptor_and_transfers_need_memory(raw: Open) -> Non
     ],
 )
 def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: GroupSpec) -> None:
-    session = raw((Representation(1, "mean", 0, (64,)),), group)
+    session = raw((Sketch(1, "mean", 0, (64,)),), group)
     config = SelectConfig(CONFIG, 2, LAYERS, KV_HEADS, HEAD_SIZE)
     word, answer = session.ask(create_sequence("s", 1, hashes(2), config, 32))
     assert word == "INVALID_FIELD"

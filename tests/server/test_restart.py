@@ -99,7 +99,7 @@ def test_without_check_values_everything_is_trusted(place: Place) -> None:
     assert all(found(engine, blocks))
     place.stop()
     place.start()
-    assert not any(found(engine, blocks)), "blocks without a check value can't be compared"
+    assert not any(found(engine, blocks)), "blocks without a checksum can't be compared"
     assert not place.counter("condemned_blocks_total"), "that is no damage"
 
 

@@ -140,7 +140,7 @@ def test_a_flush_that_the_store_missed_outlives_the_server(
     for blocks in (chain, kept):
         a.fill(blocks)
     wait_for(lambda: b.finds(chain))
-    (key,) = valkey.client.keys("hotkv/1/*/epoch")
+    (key,) = valkey.client.keys("hotkv/1/*/generation")
     before = int(valkey.client.get(key))
     with valkey.stopped() if how == "stopped" else valkey.killed():
         assert a.engine is not None

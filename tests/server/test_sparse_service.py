@@ -1,5 +1,5 @@
 """Tests of sparse decode on a real server. An engine creates a sequence (a request's list of
-blocks), for which the server selects the blocks to attend to, by representations (compact summaries
+blocks), for which the server selects the blocks to attend to, by sketches (compact summaries
 of blocks' keys)."""
 
 import os
@@ -37,7 +37,7 @@ from tests.server.sparse_support import (
     LAYERS,
     LOG_MASS,
     Make,
-    RepresentationEngine,
+    SketchEngine,
     ints,
     queries,
     refused,
@@ -88,7 +88,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
     engine = sparse_engine()
     blocks, session, config = hashes(60), engine.session, engine.select_config()
     engine.store(blocks[:30])
-    engine.store(blocks[30:40], first=30, with_representations=False)
+    engine.store(blocks[30:40], first=30, with_sketches=False)
     created = session.create_sequence("s", 0, blocks[:50], config).result(60)
     assert created.covered_blocks == 30
     absent = session.create_sequence("absent", 0, hashes(9), config).result(60)
@@ -144,9 +144,9 @@ def test_the_server_keeps_a_hot_set(sparse_engine: Make) -> None:
 
 def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server) -> None:
     engine, blocks, mark = sparse_engine(), hashes(10), hashes(1)
-    engine.store(blocks, with_representations=False)
+    engine.store(blocks, with_sketches=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
-    engine.store(mark, first=20, with_representations=False)
+    engine.store(mark, first=20, with_sketches=False)
     # Sleeps longer than the time step of the eviction policy, so that the times of use differ.
     time.sleep(0.1)
     before, begun_s = server.status()["counters"], time.monotonic()
@@ -176,7 +176,7 @@ def test_a_report_may_name_more_blocks_than_a_call(sparse_engine: Make, server: 
     the client sends several messages. The server must count the blocks of all messages, but count
     the layers' counters, which belong to the whole report, only once."""
     engine, blocks = sparse_engine(engine_id="many"), hashes(10)
-    engine.store(blocks, with_representations=False)
+    engine.store(blocks, with_sketches=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
     names = [f"sparse_{name}_total" for name in ("unknown_sequences", "used_blocks")]
     before = [server.counter(name) for name in names]
@@ -258,7 +258,7 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
     session.close()
 
 
-def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, covered: int) -> None:
+def is_taken_anew(engine: SketchEngine, stream: Any, num_blocks: int, covered: int) -> None:
     """Checks that the lease of the sequence "s" (a context that is decoded sparsely) has ended, by
     a selection that must be refused. Then makes an append of no blocks. It must acquire a new
     lease, on the first `covered` blocks of the sequence."""
@@ -300,7 +300,7 @@ def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) ->
 
 
 @pytest.mark.long
-def test_representations_that_changed_over_a_restart_are_never_scored(
+def test_sketches_that_changed_over_a_restart_are_never_scored(
     place: Place, sparse_engine: Make
 ) -> None:
     checks = ("--integrity.check", "full")

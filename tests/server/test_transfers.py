@@ -280,8 +280,8 @@ async def test_a_lease_that_waits_for_a_tier_while_its_session_closes_is_no_refu
 ) -> None:
     async with live_node(tmp_path) as node:
         session, sent = await worker(node), list[session_pb2.ConnectResponse]()
-        answered, epochs = asyncio.Event(), Mock(wait_to_serve=AsyncMock(return_value=True))
-        tiers = node.tiers = Mock(epochs=epochs, bring_up=lambda *_: answered.wait())
+        answered, generations = asyncio.Event(), Mock(wait_to_serve=AsyncMock(return_value=True))
+        tiers = node.tiers = Mock(generations=generations, bring_up=lambda *_: answered.wait())
         stream = SessionCalls(node, session, Pace(1000.0), sent.append)
         groups = [cache_pb2.GroupHashes(hashes=hashes(1)[0])]
         asked = cache_pb2.AcquireLeaseRequest(lease_id="l", groups=groups)

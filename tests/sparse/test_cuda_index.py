@@ -1,4 +1,4 @@
-"""Tests the CUDA kernels that build representations (compact summaries of blocks' keys) and score
+"""Tests the CUDA kernels that build sketches (compact summaries of blocks' keys) and score
 them. They run on the CPU and are compared with the numpy references."""
 
 import numpy as np
@@ -13,7 +13,7 @@ from hotkv_sparse.cuda.hotsets import CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
-from hotkv_sparse.representations import build
+from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
 from tests.oracles.sparse import approximate_keys, as_stored, unpack_tokens
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
@@ -51,11 +51,11 @@ def paged(
 def built(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> tuple[Index, np.ndarray, np.ndarray]:
-    """Builds the representations (compact summaries of keys) of a case's blocks. Returns (index,
+    """Builds the sketches (compact summaries of keys) of a case's blocks. Returns (index,
     each block's row in the index, keys rounded to the cache's dtype). A block with row -1 gets no
-    representation.
+    sketch.
 
-    name: the representations' format.
+    name: the sketches' format.
     layout: the layout of the KV cache, as for `paged`.
     """
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
@@ -123,8 +123,8 @@ def selector_of(
     """Returns a layer's block selector for a context of this case's blocks, of which all but the
     last may be selected.
 
-    rows: for each block, the row of its representation (compact summary of its keys).
-    packed: bytes of all representations, one row each.
+    rows: for each block, the row of its sketch (compact summary of its keys).
+    packed: bytes of all sketches, one row each.
     """
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device, most = CpuDevice(seed), num_blocks + 2

@@ -47,7 +47,7 @@ def in_parts(
     """Runs a decode step as separate calls: adds prefetched blocks to the hot set, selects blocks,
     updates the hot set (the blocks in device slots), begins the next prefetch.
 
-    source, rows: the representations (compact summaries of keys), and each block's row among them.
+    source, rows: the sketches (compact summaries of keys), and each block's row among them.
     always: log of the attention mass of the always-kept blocks, for each query head.
     tokens, block: tokens of the context, and of a block.
     most: the most blocks to load.

@@ -43,14 +43,14 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
 def test_published_examples() -> None:
     """Compares estimates with published figures. Llama: 128 KiB of KV per token, 512 MiB of staging
     memory (in which a prefill assembles a context) per layer. Qwen with 1M tokens: 197 GB of KV
-    and 13.1 GB of block representations (compact summaries of keys)."""
+    and 13.1 GB of block sketches (compact summaries of keys)."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB
     assert taken.staging.value == 512 * MIB + CHUNK * 128 * KIB
     plan = Plan(1_000_000, sparse=sparse(sparse_topk=2048, sink_tokens=0, recent_tokens=1))
     taken = memory(QWEN, H200, plan, Mode.RESIDENT)
-    assert taken.request_representations.value == pytest.approx(13.1e9, rel=0.005)
+    assert taken.request_sketches.value == pytest.approx(13.1e9, rel=0.005)
     assert memory(QWEN, H200, plan, Mode.DENSE).request_kv.value == pytest.approx(197e9, rel=0.005)
 
 
@@ -75,13 +75,13 @@ def test_dense_layers_stay_whole_on_the_device() -> None:
     page_bytes, blocks = 64 * KIB, 8192
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.request_kv.value == (30 * 256 + 2 * blocks) * page_bytes
-    assert taken.request_representations.value == 30 * blocks * 8 * 16 * 34
+    assert taken.request_sketches.value == 30 * blocks * 8 * 16 * 34
 
 
-def test_representations_in_host_memory_take_none_of_the_device() -> None:
-    plan = Plan(TOKENS_128K, representations_on_host=True)
+def test_sketches_in_host_memory_take_none_of_the_device() -> None:
+    plan = Plan(TOKENS_128K, sketches_on_host=True)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
-    assert taken.request_representations.value == 0.0
+    assert taken.request_sketches.value == 0.0
     assert taken.host_request.value == 8192 * 32 * (64 * KIB + 8 * 16 * 34)
     taken = memory(LLAMA, H200, plan, Mode.SPARSE)
     assert taken.host_request.value == 8192 * 32 * 8 * 16 * 34
@@ -135,7 +135,7 @@ PLANS = st.builds(
         scorer=st.sampled_from(["rot2u", "rot3u", "mean", "quest"]),
         dense_layers=st.sampled_from([(), (0,), (0, 1)]),
     ),
-    representations_on_host=st.booleans(),
+    sketches_on_host=st.booleans(),
     chunk_tokens=st.integers(256, 16384),
     tensor_parallel=st.sampled_from([1, 2, 4, 8]),
 ).filter(fits)
@@ -312,12 +312,12 @@ def test_flags_reach_plan_and_device(capsys: pytest.CaptureFixture[str]) -> None
     assert printed == json.loads(json.dumps(as_json(LLAMA, H200, plan, modes)))
     assert list(printed["modes"]) == ["dense", "sparse", "resident"]
     flags = "--batch 3 --sparse-topk 0.2 --scorer rot3u --dense-layers 0 5 "
-    flags += "--representations host --device-memory 100 --host-memory 2"
+    flags += "--sketches host --device-memory 100 --host-memory 2"
     assert main([*GOOD, "--json", *flags.split()]) == 0
     printed = json.loads(capsys.readouterr().out)
     plan_of, settings = printed["plan"], printed["plan"]["sparse"]
     assert plan_of["batch"] == 3
-    assert plan_of["representations_on_host"] and plan_of["host_memory_bytes"] == 2 << 30
+    assert plan_of["sketches_on_host"] and plan_of["host_memory_bytes"] == 2 << 30
     assert (settings["sparse_topk"], settings["scorer"]) == (0.2, "rot3u")
     assert settings["dense_layers"] == [0, 5]
     assert printed["device"]["memory_bytes"] == 100 << 30

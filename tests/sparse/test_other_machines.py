@@ -13,7 +13,7 @@ from numba.core import config
 
 from hotkv_sparse import formats
 from hotkv_sparse.axes import Axes
-from hotkv_sparse.representations import build
+from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
 from tests.sparse.support import make_case
 

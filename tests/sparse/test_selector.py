@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.representations import build
+from hotkv_sparse.sketches import build
 from hotkv_sparse.selection import (
     Selection,
     Source,

@@ -1,4 +1,4 @@
-"""Tests that the server's block selection, which reads representations (compact summaries of
+"""Tests that the server's block selection, which reads sketches (compact summaries of
 blocks' keys) in the arena, gives the same results as the same functions on copies. Bad requests
 must be refused."""
 
@@ -32,7 +32,7 @@ CONFIG = hotkv_sparse.SparseConfig(
 
 
 class Slots:
-    """A simulated arena. Random slots have the representations (compact summaries of keys) of a
+    """A simulated arena. Random slots have the sketches (compact summaries of keys) of a
     context's blocks; all other bytes are random."""
 
     def __init__(self, spec: SelectSpec, num_blocks: int, seed: int) -> None:
@@ -217,12 +217,12 @@ def test_a_spec_that_makes_no_sense_is_refused_with_its_field(
     fields: dict[str, Any], words: str
 ) -> None:
     good = {"layer_indices": (0, 1), "kv_heads": 2, "head_size": 64, "hot_blocks": 0, "scale": None}
-    more = {"representation_group": 256, "block_tokens": 16, "num_shards": 1}
+    more = {"sketch_group": 256, "block_tokens": 16, "num_shards": 1}
     with pytest.raises(HotKVError, match=re.escape(words)):
         SelectSpec(config=CONFIG, **{**more, **good, **fields})
 
 
-def test_a_representation_has_the_bytes_of_its_spec() -> None:
+def test_a_sketch_has_the_bytes_of_its_spec() -> None:
     for hot_blocks in (ALWAYS + 1, 1 << 22):
         SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1, hot_blocks=hot_blocks)
     with pytest.raises(HotKVError, match=r"make [0-9]+ bytes a shard; .*\[7\]"):

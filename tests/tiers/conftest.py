@@ -71,11 +71,11 @@ def store(request: pytest.FixtureRequest) -> "Store":
     from tests.tiers.support import Store
 
     if request.param == "valkey":
-        from hotkv_server.tiers.valkey.epochs import epoch_key
+        from hotkv_server.tiers.valkey.generation_keys import generation_key
         from tests.tiers.valkey_support import bench_over
 
         valkey, proxy = request.getfixturevalue("server"), request.getfixturevalue("proxy")
-        address, key = f"127.0.0.1:{proxy.port}", epoch_key(NAME)
+        address, key = f"127.0.0.1:{proxy.port}", generation_key(NAME)
         return Store(
             proxy,
             partial(bench_over, address),
@@ -87,7 +87,7 @@ def store(request: pytest.FixtureRequest) -> "Store":
     from tests.tiers import s3_support
 
     prefix = s3_support.new_prefix()
-    path, endpoint = f"{prefix}/epochs/1/{NAME}", f"http://127.0.0.1:{proxy.port}"
+    path, endpoint = f"{prefix}/generations/1/{NAME}", f"http://127.0.0.1:{proxy.port}"
     return Store(
         proxy,
         partial(s3_support.bench_over, bucket, prefix, refresh_s=3600, endpoint=endpoint),

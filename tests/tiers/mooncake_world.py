@@ -37,7 +37,7 @@ from hotkv_server.testing.tier_contract import (
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.drive.breaker import MAX_STALL_S, Breaker
 from hotkv_server.tiers.mooncake.tier import mooncake_tier
-from hotkv_server.tiers.mooncake.words import epoch_key, quoted
+from hotkv_server.tiers.mooncake.words import generation_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import workers
 from tests.server.sharing import SharingNode, check_sharing, node
@@ -113,14 +113,14 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]
     """
     if is_first:
         world.client.remove_all(True)
-    on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
+    on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
     fd = os.memfd_create("arena")
     os.ftruncate(fd, ARENA_BYTES)
     memory = np.frombuffer(mmap.mmap(fd, ARENA_BYTES), np.uint8)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
     options = {"children": 1, **options}
     settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1", **options)
-    tier = mooncake_tier(arena, fd, settings, on_epoch=on_epoch)
+    tier = mooncake_tier(arena, fd, settings, on_generation=on_generation)
     try:
         yield Rig(tier, arena, lambda name, at: world.damage(name))
     finally:
@@ -134,7 +134,7 @@ def check_one_node() -> None:
     world = World()
     check_tier(lambda: rig(world), seed=1)
     check_many(lambda: rig(world, children=2), seed=1)
-    check_values(world)
+    checksums(world)
     check_flushes(world)
 
 
@@ -175,7 +175,7 @@ def check_compressed() -> None:
         encodings.check_larger_blocks(Bench(one))
 
 
-def check_values(world: World) -> None:
+def checksums(world: World) -> None:
     """Checks that reads refuse stored values with a wrong size, with a wrong version, or of another
     key."""
     with rig(world) as one:
@@ -204,10 +204,10 @@ def check_flushes(world: World) -> None:
             yield Bench(one)
 
     store = flush_contract.Store(
-        node, lambda: world.client.remove(quoted(epoch_key(flush_contract.NAME).encode()), True)
+        node, lambda: world.client.remove(quoted(generation_key(flush_contract.NAME).encode()), True)
     )
     for check in (
-        flush_contract.check_epochs,
+        flush_contract.check_generations,
         flush_contract.check_reads,
         flush_contract.check_lost,
         flush_contract.check_closed,
@@ -219,7 +219,7 @@ def check_flushes(world: World) -> None:
 def check_full() -> None:
     """Writes more blocks from two nodes than the store has room for. Checks that each write returns
     STORED or FULL for each block, that the last stored block of a write is found, and that the
-    store keeps the epoch (a number that each flush raises). Then flushes, again and again until it
+    store keeps the generation (a number that each flush raises). Then flushes, again and again until it
     succeeds. Neither node may find a block from before the flush."""
     for num_mib in (16, 32):
         world = World(num_mib << 20)
@@ -230,7 +230,7 @@ def check_full() -> None:
 
 def _fill(benches: Sequence[Bench], num_mib: int) -> None:
     one, other = benches
-    before = flush_contract.epoch(one.tier)
+    before = flush_contract.generation(one.tier)
     assert before
     said: list[int] = []
     for number in range(0, 100 * num_mib, 32):
@@ -243,14 +243,14 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
             assert (bench.read(stored[-1:], [40]) == Read.FOUND).all()
     assert set(said) <= {Write.STORED, Write.FULL}, set(said)
     assert said.count(Write.STORED) * SLOT_BYTES >= num_mib << 19
-    assert flush_contract.epoch(other.tier) == before
+    assert flush_contract.generation(other.tier) == before
     keys = flush_contract.keys_of(before, 4)
     other.fill(range(4), range(4))
     flush_contract.answer(lambda done: other.tier.write(
         flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
     raised = flush_contract.flush(one.tier)
     if raised is None:
-        # The flush failed, because the store has no room for the new epoch (number that each flush
+        # The flush failed, because the store has no room for the new generation (number that each flush
         # raises). Retries until it has.
         wait_for(lambda: flush_contract.flush(one.tier) is not None)
     for bench in benches:

@@ -20,13 +20,13 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
-from hotkv_server.tiers.book import epochs as epoch_book
+from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
-from hotkv_server.tiers.drive import epochs as tier_epochs
+from hotkv_server.tiers.drive import flushes as tier_generations
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
-from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
+from hotkv_server.tiers.drive.generation_notes import GenerationNotes, NotesFolder
+from hotkv_server.tiers.drive.flushes import GenerationRelay, Generations
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
@@ -104,9 +104,9 @@ class Setup(Node):
         self.removed: list[bytes] = []
         self.store = MemoryStore(places=True)
         self.tier = MemoryTier(self.arena, self.store)
-        epochs = Epochs(self.core)
-        self.below = TierBelow(self.core, self.tier, self.verifier, epochs, moving_bytes(self.core))
-        self.tiers = Tiers(self.core, self.arena, lookup_wait_s, epochs, self.below)
+        generations = Generations(self.core)
+        self.below = TierBelow(self.core, self.tier, self.verifier, generations, moving_bytes(self.core))
+        self.tiers = Tiers(self.core, self.arena, lookup_wait_s, generations, self.below)
         self.open()
 
     def tell(self) -> None:
@@ -176,8 +176,8 @@ class SharedNode(Node):
         other: MemoryStore | None = None,
     ) -> None:
         super().__init__(disk is not None)
-        relay = EpochRelay()
-        self.tier = SharedMemoryTier(self.arena, store, on_epoch=relay)
+        relay = GenerationRelay()
+        self.tier = SharedMemoryTier(self.arena, store, on_generation=relay)
         if left is not None:
             self.open()
             self.put(left)
@@ -188,53 +188,53 @@ class SharedNode(Node):
         self.others = [
             SharedMemoryTier(self.arena, one, name="other") for one in [other] if one is not None
         ]
-        stores = [(self.tier, relay), *((one, EpochRelay()) for one in self.others)]
-        self.epochs = epochs = Epochs(self.core, stores, EpochNotes(folders))
+        stores = [(self.tier, relay), *((one, GenerationRelay()) for one in self.others)]
+        self.generations = generations = Generations(self.core, stores, GenerationNotes(folders))
         below = None
         if disk is not None:
             tier = MemoryTier(self.arena, disk)
-            below = TierBelow(self.core, tier, self.verifier, epochs, most_bytes)
-        self.shared = TierShared(self.core, self.tier, self.verifier, epochs, most_bytes)
+            below = TierBelow(self.core, tier, self.verifier, generations, most_bytes)
+        self.shared = TierShared(self.core, self.tier, self.verifier, generations, most_bytes)
         shared = [
-            TierShared(self.core, one, self.verifier, epochs, most_bytes) for one in self.others
+            TierShared(self.core, one, self.verifier, generations, most_bytes) for one in self.others
         ]
         self.tiers = Tiers(
-            self.core, self.arena, lookup_wait_s, epochs, below, [self.shared, *shared]
+            self.core, self.arena, lookup_wait_s, generations, below, [self.shared, *shared]
         )
         if left is None:
             self.open()
 
     async def start(self, *, tells: bool = True) -> None:
-        """Starts the tiers, which then copy blocks, and reads the epoch (number that each flush
+        """Starts the tiers, which then copy blocks, and reads the generation (number that each flush
         raises) of the node's key space.
 
-        tells: True waits until each store without a problem has told its epoch. The product waits
-            only MEET_S, and deletes blocks that were stored before the answer (`Epochs.meet`).
+        tells: True waits until each store without a problem has told its generation. The product waits
+            only MEET_S, and deletes blocks that were stored before the answer (`Generations.meet`).
         """
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
-        await (self.until_told() if tells else self.epochs.meet(1))
+        await (self.until_told() if tells else self.generations.meet(1))
 
     async def until_told(self) -> None:
-        """Waits until each store without a problem has told its epoch. Blocks that are stored
-        earlier are deleted when a store answers (`Epochs.meet`)."""
+        """Waits until each store without a problem has told its generation. Blocks that are stored
+        earlier are deleted when a store answers (`Generations.meet`)."""
 
         def are_told() -> bool:
             # Marks the key space as in use, or else the stores would not be asked.
-            self.epochs.may_serve(1)
+            self.generations.may_serve(1)
             stores = self.tiers.shared
-            return all(self.epochs.get(one.name, 1) or one.tier.problem() for one in stores)
+            return all(self.generations.get(one.name, 1) or one.tier.problem() for one in stores)
 
-        await eventually(are_told, "a store's epoch is not known")
+        await eventually(are_told, "a store's generation is not known")
 
     async def flush(self) -> tuple[str, ...]:
         """Flushes the key space (a model in a configuration), as if an engine had requested it.
         Returns the names of the tiers in which the flush is not complete."""
-        return (await self.epochs.flush(1)).pending_tiers
+        return (await self.generations.flush(1)).pending_tiers
 
-    def epoch(self) -> int:
-        """Returns the epoch (number that each flush raises) of the shared store to which the node's
+    def generation(self) -> int:
+        """Returns the generation (number that each flush raises) of the shared store to which the node's
         blocks belong; 0 if it is not known."""
-        return self.epochs.get("shared", 1)
+        return self.generations.get("shared", 1)
 
     async def until_down(self, count: int) -> None:
         """Waits until exactly `count` blocks were demoted to the disk tier."""
@@ -245,7 +245,7 @@ class SharedNode(Node):
     async def share(self, numbers: list[int]) -> None:
         """Stores blocks, and waits until all of them are copied to the shared tier. If the store
         has refused some of them after all tries, as a busy store may, evicts the blocks and stores
-        them once more. Waits first until the stores have told their epochs (`until_told`)."""
+        them once more. Waits first until the stores have told their generations (`until_told`)."""
         await self.until_told()
         for _ in range(3):
             if await self._copied(numbers):
@@ -283,9 +283,9 @@ class SharedNode(Node):
         whether the lease pinned it."""
         lists = [HashList(0, words_of(numbers))]
         held = None
-        if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
+        if self.tiers.has_some(self.session, lists) or not self.generations.may_serve(1):
             held = await self.tiers.bring_up(self.session, lists)
-            if not await self.epochs.wait_to_serve(1):
+            if not await self.generations.wait_to_serve(1):
                 lists = [HashList(0, words_of([1000 + number for number in numbers]))]
         return lease(self, lists, numbers, held)
 
@@ -325,7 +325,7 @@ async def nodes(
 
 def patient_flushes(patch: pytest.MonkeyPatch) -> None:
     """Makes flushes wait a minute for the stores, so that no tier is pending on a busy machine."""
-    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
+    for module, name in ((generation_book, "TELL_S"), (generation_book, "SPARE_S"), (tier_generations, "TELL_S")):
         patch.setattr(module, name, 60.0)
 
 

@@ -178,9 +178,9 @@ def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[
     # Keeps the arena's memory until the test process ends.
     _kept.append(memory)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
-    on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
+    on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
     with contextlib.closing(
-        S3Tier(arena, settings_of(server, prefix, **options), on_epoch=on_epoch)
+        S3Tier(arena, settings_of(server, prefix, **options), on_generation=on_generation)
     ) as tier:
         yield tier, arena
 

@@ -73,15 +73,15 @@ class Store:
 
     bench: opens a tier that connects to the store through the proxy.
     direct: opens a tier that connects to the store directly.
-    set_epoch: replaces the epoch (a number that each flush raises) of the key space
-        `flush_contract.NAME` in the store; None removes the epoch.
+    set_generation: replaces the generation (a number that each flush raises) of the key space
+        `flush_contract.NAME` in the store; None removes the generation.
     name: the text with which each of the tier's error messages begins.
     """
 
     proxy: FaultProxy
     bench: Callable[..., AbstractContextManager[Bench]]
     direct: Callable[..., AbstractContextManager[Bench]]
-    set_epoch: Callable[[bytes | None], object]
+    set_generation: Callable[[bytes | None], object]
     name: str
 
     @property

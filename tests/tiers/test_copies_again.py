@@ -17,11 +17,11 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.values import Entries, Run
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.book import epochs as epoch_book
+from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.book.copies import MAX_TRIES, STORED
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive import copies as tier_copies
-from hotkv_server.tiers.drive import epochs as tier_epochs
+from hotkv_server.tiers.drive import flushes as tier_generations
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
@@ -127,7 +127,7 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
         assert all(await b.leased([*BLOCKS, 20]))
 
 
-async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
+async def test_what_a_restart_brings_back_is_offered_once_the_generation_is_known(
     tmp_path: Path,
 ) -> None:
     """Restarts a node with six blocks, while the store can't be reached. The store already has two
@@ -149,25 +149,25 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
             assert await other.leased(BLOCKS) == [True] * 4 + [False, True]
 
 
-@pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
+@pytest.mark.parametrize("noted", ["nothing", "the generation before", "the generation before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
     """Restarts a node with blocks that may be older than a flush. `noted`: what the node's record
-    of flushes has: no epoch (a number that each flush raises), or the epoch before that flush, in
+    of flushes has: no generation (a number that each flush raises), or the generation before that flush, in
     this store or in another one. The node must not copy the blocks to the store, because they would
     then count as stored after the flush."""
     store, other = MemoryStore(places=False), None
     flushed = store
-    if noted == "the epoch before in another":
+    if noted == "the generation before in another":
         flushed = other = MemoryStore(places=False)
     if noted != "nothing":
         await earlier(store, tmp_path, [99], other)
-        for name in flushed.epochs:
-            flushed.epochs[name] += 1
+        for name in flushed.generations:
+            flushed.generations[name] += 1
     before, node = dict(store.content), SharedNode(store, 10.0, tmp_path, BLOCKS, other=other)
     for tier in node.others:
         tier.faults.problem = "away"
     async with running(node):
-        await eventually(node.epoch, "no epoch")
+        await eventually(node.generation, "no generation")
         await asyncio.sleep(0.3)
         for tier in node.others:
             tier.faults.problem = ""
@@ -205,28 +205,28 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
     loads an old block from the second store, demotes it to its disk, and promotes it again. It must
     not copy this block to the first store, which has been flushed already."""
     for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):
-        monkeypatch.setattr(epoch_book, name, 60.0)
-    monkeypatch.setattr(tier_epochs, "TELL_S", 60.0)
+        monkeypatch.setattr(generation_book, name, 60.0)
+    monkeypatch.setattr(tier_generations, "TELL_S", 60.0)
     store, other = MemoryStore(places=False), MemoryStore(places=False)
     a = SharedNode(store, 10.0, other=other)
     b, c = (SharedNode(store, 10.0, disk=MemoryStore(places=True), other=other) for _ in range(2))
     async with running(a, b):
         await a.share([1])
         await eventually(lambda: len(other.content) == 1, "not copied")
-        before, raised, raise_epoch = b.epoch(), list[Any](), a.others[0].raise_epoch
-        monkeypatch.setattr(a.others[0], "raise_epoch", lambda *one: raised.append(one))
+        before, raised, raise_generation = b.generation(), list[Any](), a.others[0].raise_generation
+        monkeypatch.setattr(a.others[0], "raise_generation", lambda *one: raised.append(one))
         flushing = asyncio.create_task(a.flush())
-        await eventually(lambda: raised and b.epoch() not in (0, before), "no new epoch")
+        await eventually(lambda: raised and b.generation() not in (0, before), "no new generation")
         assert await b.leased([1]) == [True]
         await b.until_down(1)
         evict(b.core, 1, 0, words_of([1]))
         assert await b.leased([1]) == [True] and b.books.lower.counters.promoted
-        raise_epoch(*raised[0])
+        raise_generation(*raised[0])
         assert not await flushing
         async with running(c):
             assert await c.leased([1]) == [False] and len(store.content) == 1
-        monkeypatch.setattr(epoch_book, "CALM_S", 0.0)
-        await eventually(lambda: b.epochs.may_offer("shared", 1), "nothing is offered any more")
+        monkeypatch.setattr(generation_book, "CALM_S", 0.0)
+        await eventually(lambda: b.generations.may_offer("shared", 1), "nothing is offered any more")
 
 
 @pytest.mark.parametrize("is_full", [False, True])

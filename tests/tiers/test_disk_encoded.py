@@ -133,7 +133,7 @@ def test_the_last_place_ends_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_sealed_form_that_is_none_is_corrupt(tmp_path: Path) -> None:
-    """Writes noise in place of a block's encoded form, with a valid seal (check value). A read of
+    """Writes noise in place of a block's encoded form, with a valid seal (checksum). A read of
     the block must return CORRUPT."""
     with encoding(tmp_path, content=noise) as (_, bench):
         place, size = np.array([SLOT_BYTES]), np.array([ROOM_BYTES], np.int64)

@@ -1,5 +1,5 @@
 """Tests the compiled functions with which the disk tier reads and writes its file. They must move
-the same bytes as Python's file functions, and compute the same check values as Python."""
+the same bytes as Python's file functions, and compute the same checksums as Python."""
 
 import errno
 import os
@@ -168,7 +168,7 @@ def test_kernels_go_on_after_signals_and_short_moves() -> None:
 
 @given(st.lists(st.integers(241, 3 * SLOT_ALIGN), max_size=5), st.integers(0, 63), st.data())
 def test_seals_are_those_of_the_package(sizes: list[int], first: int, data: st.DataObject) -> None:
-    """Compares the kernel's seals (check values) with those of `tiers.seals.seal`, for random keys,
+    """Compares the kernel's seals (checksums) with those of `tiers.seals.seal`, for random keys,
     addresses and sizes."""
     room = memory(sum(sizes) + 64)
     room[:] = np.frombuffer(np.random.default_rng(sum(sizes)).bytes(len(room)), np.uint8)

@@ -97,7 +97,7 @@ def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) ->
         assert bench.write([3, 3], [SLOTS - 1, SLOTS]).tolist() == [STORED, FAILED]
         assert bench.answer(bench.blocks([3], [3], [0]))[0].tolist() == [FAILED]
         assert made.file.path.stat().st_size == size
-        # Reads a block that has a check value, but was never written to the file.
+        # Reads a block that has a checksum, but was never written to the file.
         bench.seals[40] = 1
         assert bench.read([40], [5]).tolist() == [Read.CORRUPT]
 

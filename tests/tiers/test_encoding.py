@@ -19,12 +19,12 @@ from hotkv_server.testing.flush_contract import answer
 from hotkv_server.testing.tier_contract import Bench, Rig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.protocol import Blocks, Codes, Epochs, Read, TierMemory, Write
+from hotkv_server.tiers.protocol import Blocks, Codes, Generations, Read, TierMemory, Write
 from hotkv_server.tiers.remote.client import LostError
 from hotkv_server.tiers.remote.encoding import EncodingClient
 from hotkv_server.tiers.remote.tier import CONNECTION_BYTES, RemoteTier
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
-from hotkv_server.tiers.valkey.epochs import epoch_key
+from hotkv_server.tiers.valkey.generation_keys import generation_key
 from hotkv_server.tiers.valkey.resp_client import RespClient
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
@@ -73,7 +73,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: 
 
 
 def put(server: Server, name: bytes, content: bytes) -> None:
-    """Stores a value as the tier does: a valid head (size and check value), then `content`."""
+    """Stores a value as the tier does: a valid head (size and checksum), then `content`."""
     server.client.set(name, head(name, memoryview(content)) + content)
 
 
@@ -189,9 +189,9 @@ def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain(
 ) -> None:
     with over(server, staging_slots=2) as bench:
         check_larger_blocks(bench, 2)
-        server.client.set(epoch_key("f"), 7)
+        server.client.set(generation_key("f"), 7)
         large = bench.blocks([92], [1], [3 * SLOT_BYTES])
-        assert read(bench.tier, replace(large, epochs={"f": 6})).tolist() == [Read.ABSENT]
+        assert read(bench.tier, replace(large, generations={"f": 6})).tolist() == [Read.ABSENT]
         assert server.client.exists(encoded_key(key(91)), key(92)) == 2
 
 
@@ -298,24 +298,24 @@ def test_a_flush_during_a_read_refuses_all_its_blocks(
     """Reads two encoded and two plain blocks in one call. The staging memory has room for one
     block, so the call needs six requests. If a flush comes before any of them (`raised_at`: its
     number; None: no flush), the call must report all blocks as ABSENT."""
-    server.client.set(epoch_key("f"), 7)
+    server.client.set(generation_key("f"), 7)
     asked: list[str] = []
 
     def count(name: str, *_: Any) -> None:
         asked.append(name)
         if len(asked) == raised_at:
-            server.client.set(epoch_key("f"), 8)
+            server.client.set(generation_key("f"), 8)
 
     with over(server, 1, staging_slots=1, content=lambda n: mixed(2 + n % 2)) as bench:
         bench.fill(range(4), range(4))
         assert (bench.write(range(4), range(4)) == Write.STORED).all()
         watch(monkeypatch, count, "read", "probe")
-        blocks = replace(bench.blocks(range(4), range(10, 14)), epochs={"f": 7})
+        blocks = replace(bench.blocks(range(4), range(10, 14)), generations={"f": 7})
         found = Read.FOUND if raised_at is None else Read.ABSENT
         assert read(bench.tier, blocks).tolist() == [found] * 4
 
 
-def test_epochs_and_depths_reach_the_store(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_and_depths_reach_the_store(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[bytes, int] = {}
     watch(
         monkeypatch,
@@ -323,8 +323,8 @@ def test_epochs_and_depths_reach_the_store(server: Server, monkeypatch: pytest.M
         "write",
     )
     with over(server) as bench:
-        first, raised = flush_contract.epoch(bench.tier), flush_contract.flush(bench.tier)
-        assert first < raised == flush_contract.epoch(bench.tier)
+        first, raised = flush_contract.generation(bench.tier), flush_contract.flush(bench.tier)
+        assert first < raised == flush_contract.generation(bench.tier)
         bench.fill([1, 3], [1, 3])
         bench.answer(replace(bench.blocks([1, 3], [1, 3]), depths=np.array([5, 6], np.int64)))
         assert said == {encoded_key(key(1)): 5, key(3): 6}
@@ -337,8 +337,8 @@ def test_a_probe_asks_for_both_forms() -> None:
 
     class Inner:
         def probe(
-            self, keys: list[bytes], expected: Epochs, codes: Codes, until_s: float
-        ) -> Epochs:
+            self, keys: list[bytes], expected: Generations, codes: Codes, until_s: float
+        ) -> Generations:
             assert [*keys[3:]] == [b"a", b"b", b"c"] and len({*keys}) == 6
             codes[:] = [
                 *(Read.FAILED, Read.FOUND, Read.ABSENT),

@@ -23,8 +23,8 @@ from hotkv_server.tiers.mooncake.child import (
     Child,
     MasterLostError,
 )
-from hotkv_server.tiers.mooncake.words import Line, epoch_key, quoted
-from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+from hotkv_server.tiers.mooncake.words import Line, generation_key, quoted
+from hotkv_server.tiers.protocol import NO_GENERATION, Read, Write
 from hotkv_server.tiers.remote.client import StoreError
 
 SIZE = 4096
@@ -90,7 +90,7 @@ class Store:
         return int(self.codes.get("size", size))
 
     def get(self, name: str) -> bytes:
-        self.said.append("epoch")
+        self.said.append("generation")
         return b"" if "unreadable" in self.codes else self.values.get(name, b"")
 
     def put(self, name: str, value: bytes, config: Any) -> int:
@@ -109,10 +109,10 @@ class Made:
         self.bytes = np.frombuffer(self.arena, np.uint8)
         self.bytes[: 3 * SIZE] = np.random.default_rng(1).integers(0, 256, 3 * SIZE, np.uint8)
 
-    def ask(self, do: str, first: int = 0, epochs: tuple[str, ...] = (), **more: Any) -> Any:
+    def ask(self, do: str, first: int = 0, generations: tuple[str, ...] = (), **more: Any) -> Any:
         slots = [(first + n) * SIZE for n in range(3)]
         rows = {"names": NAMES, "keys": [name.encode().hex() for name in NAMES], "slots": slots}
-        asked = {"do": do, "sizes": [SIZE] * 3, "epochs": epochs, **rows, **more}
+        asked = {"do": do, "sizes": [SIZE] * 3, "generations": generations, **rows, **more}
         return self.child.requests[do](asked)
 
 
@@ -153,7 +153,7 @@ def test_a_get_that_fails_is_no_damage(made: Made) -> None:
 @pytest.mark.parametrize("do, codes", [
     ("probe", {"exist": [[1, RPC_FAIL, 1]]}), ("write", {"exist": [[0, RPC_FAIL, 1]]}),
     ("write", {"put": [0, RPC_FAIL, 0]}), ("read", {"get": [SIZE + 24, RPC_FAIL, ABSENT_CODE]}),
-    ("read", {"get": [OTHER] * 3, "size": RPC_FAIL}), ("epochs", {"put_one": RPC_FAIL}),
+    ("read", {"get": [OTHER] * 3, "size": RPC_FAIL}), ("generations", {"put_one": RPC_FAIL}),
     ("raise", {"remove_one": RPC_FAIL}), ("raise", {"remove_one": OTHER}),
 ])  # fmt: skip
 def test_a_lost_master_answers_nothing(made: Made, do: str, codes: dict[str, Any]) -> None:
@@ -174,72 +174,72 @@ def test_memory_that_is_refused_ends_the_child() -> None:
 )
 @pytest.mark.parametrize("do", ["read", "write"])
 def test_slots_outside_the_arena_are_refused(made: Made, do: str, slot: int, size: int) -> None:
-    asked = {"names": ["a"], "keys": ["61"], "slots": [slot], "sizes": [size], "epochs": []}
+    asked = {"names": ["a"], "keys": ["61"], "slots": [slot], "sizes": [size], "generations": []}
     with pytest.raises(ValueError, match="outside"):
         made.child.requests[do](asked)
     assert not {"put", "get"} & set(made.store.said)
 
 
-def test_epochs_are_read_behind_the_blocks(made: Made) -> None:
-    begun = made.ask("epochs", fingerprints=["f"])["epochs"]
-    epoch = begun["f"]
-    assert epoch > 0 and made.ask("epochs", fingerprints=["f"])["epochs"] == begun
+def test_generations_are_read_behind_the_blocks(made: Made) -> None:
+    begun = made.ask("generations", fingerprints=["f"])["generations"]
+    generation = begun["f"]
+    assert generation > 0 and made.ask("generations", fingerprints=["f"])["generations"] == begun
     for do, first in (("read", "get"), ("probe", "exist")):
         made.store.said.clear()
-        assert made.ask(do, 4, epochs=("f", "g"))["epochs"] == {"f": epoch, "g": NO_EPOCH}
-        assert made.store.said == [first, "epoch", "epoch"]
-    raised = made.ask("raise", fingerprint="f", floor=epoch + (1 << 40))["epoch"]
-    assert raised > epoch + (1 << 40)
-    assert made.ask("raise", fingerprint="g", floor=0)["epoch"] > 0
+        assert made.ask(do, 4, generations=("f", "g"))["generations"] == {"f": generation, "g": NO_GENERATION}
+        assert made.store.said == [first, "generation", "generation"]
+    raised = made.ask("raise", fingerprint="f", floor=generation + (1 << 40))["generation"]
+    assert raised > generation + (1 << 40)
+    assert made.ask("raise", fingerprint="g", floor=0)["generation"] > 0
     made.store.codes["size"] = RPC_FAIL
     with pytest.raises(MasterLostError):
-        made.ask("read", 4, epochs=("h",))
+        made.ask("read", 4, generations=("h",))
 
 
 @pytest.mark.parametrize("value", [b"x", b"-4", b"1.5", b"0", b"9" * 30])
-def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) -> None:
-    made.store.values[epoch_key("f")] = value
+def test_a_generation_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) -> None:
+    made.store.values[generation_key("f")] = value
     for do in ("read", "probe"):
         with pytest.raises(MasterLostError, match="no number"):
-            made.ask(do, 4, epochs=("f",))
-    assert made.ask("epochs", fingerprints=["f", "g"])["epochs"].keys() == {"g"}
-    assert made.ask("raise", fingerprint="f", floor=7)["epoch"] > 7
-    assert made.ask("read", 4, epochs=("f",))["epochs"]["f"] > 7
+            made.ask(do, 4, generations=("f",))
+    assert made.ask("generations", fingerprints=["f", "g"])["generations"].keys() == {"g"}
+    assert made.ask("raise", fingerprint="f", floor=7)["generation"] > 7
+    assert made.ask("read", 4, generations=("f",))["generations"]["f"] > 7
 
 
-def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
-    """Makes an epoch (number that each flush raises) unreadable: its key exists, but its bytes were
+def test_a_generation_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
+    """Makes a generation (number that each flush raises) unreadable: its key exists, but its bytes were
     in the memory of a process that has ended. Each call must raise AwayError, and not take the
-    epoch for absent, until Mooncake's master has dropped the key."""
-    epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
+    generation for absent, until Mooncake's master has dropped the key."""
+    generation = made.ask("generations", fingerprints=["f"])["generations"]["f"]
     made.store.codes["unreadable"] = True
-    for do in ("read", "probe", "epochs"):
+    for do in ("read", "probe", "generations"):
         with pytest.raises(AwayError, match="can't be read"):
-            made.ask(do, 4, epochs=("f",), fingerprints=["f"])
+            made.ask(do, 4, generations=("f",), fingerprints=["f"])
     with pytest.raises(AwayError):
-        made.ask("raise", fingerprint="f", floor=epoch)
+        made.ask("raise", fingerprint="f", floor=generation)
     del made.store.codes["unreadable"]
-    assert made.ask("raise", fingerprint="f", floor=epoch)["epoch"] > epoch
+    assert made.ask("raise", fingerprint="f", floor=generation)["generation"] > generation
 
 
-def test_an_old_epoch_that_another_node_puts_first_is_no_flush(made: Made) -> None:
-    epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
-    made.store.codes["rival"] = b"%d" % epoch
-    for floor in (0, epoch):
-        with pytest.raises(MasterLostError, match="old epoch"):
+def test_an_old_generation_that_another_node_puts_first_is_no_flush(made: Made) -> None:
+    generation = made.ask("generations", fingerprints=["f"])["generations"]["f"]
+    made.store.codes["rival"] = b"%d" % generation
+    for floor in (0, generation):
+        with pytest.raises(MasterLostError, match="old generation"):
             made.ask("raise", fingerprint="f", floor=floor)
         made.store.values.clear()
-    assert made.ask("raise", fingerprint="f", floor=epoch - 1)["epoch"] == epoch
+    assert made.ask("raise", fingerprint="f", floor=generation - 1)["generation"] == generation
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Flushes a key space twice in a store without room for a new epoch (number that each flush
-    raises). The first flush must succeed: it removes the old epoch, which other nodes notice. The
+    """Flushes a key space twice in a store without room for a new generation (number that each flush
+    raises). The first flush must succeed: it removes the old generation, which other nodes notice. The
     second flush changes nothing, so it must fail."""
-    made.ask("epochs", fingerprints=["f"])
+    made.ask("generations", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
-    assert made.ask("raise", fingerprint="f", floor=0)["epoch"] == NO_EPOCH
-    assert made.ask("epochs", fingerprints=["f"])["epochs"] == {"f": NO_EPOCH}
+    assert made.ask("raise", fingerprint="f", floor=0)["generation"] == NO_GENERATION
+    assert made.ask("generations", fingerprints=["f"])["generations"] == {"f": NO_GENERATION}
     with pytest.raises(MasterLostError, match="no room"):
         made.ask("raise", fingerprint="f", floor=0)
 

@@ -29,7 +29,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.protocol import NO_EPOCH
+from hotkv_server.tiers.protocol import NO_GENERATION
 from tests.core.support import begin_store, evict, flush, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode, patient_flushes
@@ -231,8 +231,8 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
     clears the key space. If the topic has blocks of other key spaces too (not `is_alone`), it must
     also clear the topic.
 
-    is_full: the store had no room for a new epoch (a number that each flush raises), so the flush
-        leaves NO_EPOCH.
+    is_full: the store had no room for a new generation (a number that each flush raises), so the flush
+        leaves NO_GENERATION.
     """
     patient_flushes(monkeypatch)
     store = MemoryStore(places=False)
@@ -246,7 +246,7 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
         evict(one.core, 1, 0, words_of(BLOCKS))
         assert ear.read() and not far.read()
         if is_full:
-            store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
+            store.generations[one.generations.fingerprint(1)] = NO_GENERATION
         else:
             assert all(await other.leased(BLOCKS))
             await eventually(lambda: len(far.listener.events) == len(BLOCKS), "not all come")
@@ -270,7 +270,7 @@ async def test_a_node_that_has_copied_nothing_clears_no_pool_for_a_flush_of_anot
         assert all(await other.leased(BLOCKS)) and other.core.space.index.num_entries
         ear.read()
         assert not await one.flush()
-        await eventually(lambda: other.epoch() == one.epoch(), "the flush does not arrive")
+        await eventually(lambda: other.generation() == one.generation(), "the flush does not arrive")
         assert ear.read() == [KeySpaceCleared(1)] and not far.read()
         assert not other.core.space.index.num_entries
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import Dam, changed_at, cut_after, nothing
-from hotkv_server.testing.flush_contract import NAME, epoch, flush, keys_of, probe, read, write
+from hotkv_server.testing.flush_contract import NAME, generation, flush, keys_of, probe, read, write
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
@@ -315,7 +315,7 @@ REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
 
 def test_flushes_keep_their_contract(store: Store) -> None:
     flush_contract.check_flushes(
-        flush_contract.Store(store.direct, lambda: store.set_epoch(None), store.set_epoch)
+        flush_contract.Store(store.direct, lambda: store.set_generation(None), store.set_generation)
     )
 
 
@@ -323,7 +323,7 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None:
     """Holds back a request of a call of node B, until a flush on node A is answered. The call must
     then find no block. The test does this for each request of the call that may come after the
-    flush. (With S3 these are the requests for blocks, and the request for the epoch, a number that
+    flush. (With S3 these are the requests for blocks, and the request for the generation, a number that
     each flush raises.)"""
     if store.is_valkey:
         name = b"GET" if ask is read else b"EXISTS"
@@ -332,7 +332,7 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None
                 store, ask, lambda key, number=number: Dam(number * len(command(name, key)))
             )
     else:
-        for part in ("/blocks/1/", "/epochs/1/") if ask is read else ("/epochs/1/",):
+        for part in ("/blocks/1/", "/generations/1/") if ask is read else ("/generations/1/",):
             flush_during_a_call(store, ask, lambda _, part=part: Gate(b"GET", part))
 
 
@@ -344,9 +344,9 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
     gate_of: returns the gate, given the key of the call's first block.
     """
     told, done = [], list[list[int]]()
-    options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
+    options = {"connections": 1, "on_generation": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
-        # A first flush gives the test an epoch (number that each flush raises) of its own, under
+        # A first flush gives the test a generation (number that each flush raises) of its own, under
         # which no blocks exist yet.
         now = flush(node_a.tier)
         keys = keys_of(now, 4)
@@ -364,7 +364,7 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
         thread.join()
         assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
         store.proxy.on_command = nothing
-        # Blocks that are written under the new epoch must be found.
+        # Blocks that are written under the new generation must be found.
         keys = keys_of(raised, 2)
         write(node_b, keys)
         assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
@@ -372,11 +372,11 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
 
 @pytest.mark.parametrize(("ask", "reply_bytes"), [(read, REPLY_BYTES), (probe, len(b":1\r\n"))])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_a_call_that_loses_its_epoch_finds_nothing(
+def test_a_call_that_loses_its_generation_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
     """The store answers for all blocks of a call, but the connection breaks before or in the middle
-    of its last answer, with the epoch (a number that each flush raises). Without the epoch, the
+    of its last answer, with the generation (a number that each flush raises). Without the generation, the
     blocks may be older than a flush. So the call must fail for all of them.
 
     reply_bytes: bytes of the answer for one block.
@@ -384,12 +384,12 @@ def test_a_call_that_loses_its_epoch_finds_nothing(
     """
 
     def lost(piece: bytes) -> Iterator[bytes]:
-        if b"/epochs/1/" in piece[:500]:
+        if b"/generations/1/" in piece[:500]:
             raise ConnectionAbortedError
         yield piece
 
     with store.bench(connections=1) as bench:
-        now = epoch(bench.tier)
+        now = generation(bench.tier)
         keys = keys_of(now, 2)
         write(bench, keys)
         assert ask(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
@@ -404,6 +404,6 @@ def test_a_call_that_loses_its_epoch_finds_nothing(
 
 def test_nobody_answers_for_a_dead_store(store: Store) -> None:
     with store.bench() as bench:
-        assert epoch(bench.tier)
+        assert generation(bench.tier)
         with broken(store.proxy):
-            assert epoch(bench.tier) is None and flush(bench.tier) is None
+            assert generation(bench.tier) is None and flush(bench.tier) is None

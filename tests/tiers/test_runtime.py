@@ -18,13 +18,13 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
-from hotkv_server.tiers.book import epochs as epoch_book
+from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.drive import breaker
-from hotkv_server.tiers.drive import epochs as tier_epochs
+from hotkv_server.tiers.drive import flushes as tier_generations
 from hotkv_server.tiers.drive import lookups as tier_lookups
 from hotkv_server.tiers.drive import tiers as tier_drive
-from hotkv_server.tiers.drive.epochs import Epochs
-from hotkv_server.tiers.drive.tasks import check_values
+from hotkv_server.tiers.drive.flushes import Generations
+from hotkv_server.tiers.drive.tasks import checksums
 from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import WAIT_S, eventually
@@ -83,7 +83,7 @@ async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: A
     async with made() as one:
         await one.lie_below(BLOCKS)
         with monkeypatch.context() as patch:
-            patch.setattr(tier_drive, "check_values", lambda *_: 1 // 0)
+            patch.setattr(tier_drive, "checksums", lambda *_: 1 // 0)
             assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
         assert all(await one.leased(BLOCKS)) and not one.lower.counters.lost
 
@@ -105,7 +105,7 @@ async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: 
     confirmed = [True]
     async with made() as one:
         await one.lie_below(BLOCKS)
-        monkeypatch.setattr(Epochs, "are_all_confirmed", lambda *_: bool(confirmed))
+        monkeypatch.setattr(Generations, "are_all_confirmed", lambda *_: bool(confirmed))
         monkeypatch.setattr(one.core, "make_room_above", lambda *_: iter(confirmed.clear() or ()))
         assert not any(await one.leased(BLOCKS))
 
@@ -140,7 +140,7 @@ async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any,
             return waiting[-2:] != [len(BLOCKS), 0] or waiting.count(len(BLOCKS)) > 1
 
         if came == "a flush":
-            monkeypatch.setattr(Epochs, "are_seals_saved", property(lambda _: are_kept()))
+            monkeypatch.setattr(Generations, "are_seals_saved", property(lambda _: are_kept()))
         else:
             monkeypatch.setattr(below, "_keep_key_spaces", are_kept)
         one.put(BLOCKS)
@@ -465,8 +465,8 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
 
 @pytest.mark.parametrize("where", ["disk", "shared"])
 async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, where: str) -> None:
-    # The hung store confirms no epoch any more, and what is not confirmed is not read.
-    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
+    # The hung store confirms no generation any more, and what is not confirmed is not read.
+    monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
     async with lying(where, 0.2) as one:
         one.tier.faults.is_hung = True
         lists = [HashList(0, words_of(BLOCKS))]
@@ -592,8 +592,7 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
 
 async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
     """Writes blocks to a tier that refuses the encoded (compressed) form of each. The server must
-    write all blocks plain. It computes no check values in this test, so only the tier's own check
-    values (seals) are compared at reads."""
+    write all blocks plain. It computes no checksums in this test, so only the tier's own checksums (seals) are compared at reads."""
     size = 2 * SLOT_ALIGN
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
@@ -645,15 +644,15 @@ async def test_a_close_ends_what_is_under_way() -> None:
 
 
 async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_epochs, "TICK_S", 3600.0)
+    monkeypatch.setattr(tier_generations, "TICK_S", 3600.0)
     async with made() as one:
-        flushed = await asyncio.wait_for(one.tiers.epochs.flush(1), 60)
+        flushed = await asyncio.wait_for(one.tiers.generations.flush(1), 60)
         assert not flushed.pending_tiers and one.num_flushed_here == 1
 
 
 async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
     """Gives up a promotion, as the event loop does if the tier hangs, while a thread computes the
-    check values of the blocks that were read into the arena. The computation must not fail, and the
+    checksums of the blocks that were read into the arena. The computation must not fail, and the
     state must stay consistent."""
     async with made() as one:
         await one.lie_below(BLOCKS)
@@ -669,7 +668,7 @@ async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> 
             return found
 
         index.keys = given_up  # type: ignore[method-assign]
-        assert len(check_values(one.core, one.arena, move)) == len(BLOCKS)
+        assert len(checksums(one.core, one.arena, move)) == len(BLOCKS)
         index.keys = keys  # type: ignore[method-assign]
         codes, none = np.full(len(BLOCKS), Read.FOUND, np.uint8), np.zeros(0, np.uint64)
         one.below.end_up(move, codes, none, 1.0)

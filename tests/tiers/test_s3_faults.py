@@ -19,7 +19,7 @@ from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench
 from hotkv_server.tiers.drive.breaker import MAX_STALL_S
-from hotkv_server.tiers.drive.epochs import EpochRelay
+from hotkv_server.tiers.drive.flushes import GenerationRelay
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import LateError, UnusableError
 from hotkv_server.tiers.s3.bucket import Loop
@@ -154,7 +154,7 @@ def test_a_refused_key_ends_all_connections_with_it(s3_server: Server, proxy: Fa
         one, other = shared.connect(until_s), shared.connect(until_s)
         proxy.on_command = spoil
         with pytest.raises(UnusableError, match="rejects the access key"):
-            one.raise_epoch("0a", 0, until_s)
+            one.raise_generation("0a", 0, until_s)
         assert not one.is_fresh() and not other.is_fresh()
         proxy.on_command = nothing
         assert shared.connect(until_s).is_fresh()
@@ -259,8 +259,8 @@ async def test_what_a_slow_bucket_sends_late_serves_the_next_request(
             time.sleep(MAX_STALL_S + 0.5)
         yield piece
 
-    def make_tier(arena: Region, store: MemoryStore, on_epoch: EpochRelay) -> S3Tier:
-        return S3Tier(arena, settings, on_epoch=on_epoch)
+    def make_tier(arena: Region, store: MemoryStore, on_generation: GenerationRelay) -> S3Tier:
+        return S3Tier(arena, settings, on_generation=on_generation)
 
     endpoint = f"http://127.0.0.1:{proxy.port}"
     settings = settings_of(s3_server, new_prefix(), endpoint=endpoint)

@@ -211,7 +211,7 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     assert bucket.fronts == sorted(bucket.fronts) and len(bucket.looks) == 3
 
 
-def test_a_listing_ends_with_its_epoch(
+def test_a_listing_ends_with_its_generation(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lister_module, "FIRST_PACKS", LISTS_AT_ONCE)

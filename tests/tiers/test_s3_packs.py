@@ -193,11 +193,11 @@ class IndexAgainstDict(RuleBasedStateMachine):
     @rule(
         now_us=st.integers(1, 30),
         numbers=st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
-        epoch=st.integers(1, 2),
+        generation=st.integers(1, 2),
     )
-    def add(self, now_us: int, numbers: list[int], epoch: int) -> None:
+    def add(self, now_us: int, numbers: list[int], generation: int) -> None:
         self.count += 1
-        space = Space(f"ab/{epoch}")
+        space = Space(f"ab/{generation}")
         keys = [key(number, space) for number in numbers]
         pack, _ = pack_of(dict.fromkeys(keys, b"x"), space, now_us, self.count)
         has_room = True
@@ -227,9 +227,9 @@ class IndexAgainstDict(RuleBasedStateMachine):
             if self.index.add(pack):
                 self.index.drop(pack.path)
 
-    @rule(number=st.integers(0, 9), epoch=st.integers(1, 2))
-    def forget(self, number: int, epoch: int) -> None:
-        name = key(number, f"ab/{epoch}")
+    @rule(number=st.integers(0, 9), generation=st.integers(1, 2))
+    def forget(self, number: int, generation: int) -> None:
+        name = key(number, f"ab/{generation}")
         self.index.forget([name])
         self.where.pop(name, None)
 
@@ -242,9 +242,9 @@ class IndexAgainstDict(RuleBasedStateMachine):
             assert not self.index.has(pack.path)
         self.index.drop("blocks/1/none")
 
-    @rule(epoch=st.none() | st.integers(1, 2))
-    def flush(self, epoch: int | None) -> None:
-        kept = None if epoch is None else Space(f"ab/{epoch}")
+    @rule(generation=st.none() | st.integers(1, 2))
+    def flush(self, generation: int | None) -> None:
+        kept = None if generation is None else Space(f"ab/{generation}")
         self.index.drop_others("a", None)
         self.index.drop_others("ab", kept)
         for pack in [pack for pack in self.packs if pack.space != kept]:
@@ -257,7 +257,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
     @invariant()
     def finds_the_same(self) -> None:
         self.index.check_invariants()
-        keys = [key(number, f"ab/{epoch}") for number in range(10) for epoch in (1, 2)]
+        keys = [key(number, f"ab/{generation}") for number in range(10) for generation in (1, 2)]
         found = [None if at is None else (at.pack, at.row) for at in self.index.find(keys)]
         assert found == [self.where.get(name) for name in keys]
         assert len(self.index) == len(self.where)

@@ -87,9 +87,9 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
-            # A probe (lookup) with an old epoch (number that each flush raises) must find nothing,
-            # and must not make the node forget the packs (objects with blocks) of the new epoch.
-            s3_server.store.put(f"{prefix}/epochs/1/0a", b"7")
+            # A probe (lookup) with an old generation (number that each flush raises) must find nothing,
+            # and must not make the node forget the packs (objects with blocks) of the new generation.
+            s3_server.store.put(f"{prefix}/generations/1/0a", b"7")
             old = [key(1, "0a/6")]
             assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
             assert requests.taken() == {"LIST packs": 1, "GET other": 1}
@@ -202,11 +202,11 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
             assert not node_b.tier.problem()
             forbidden.remove(second)
             assert read(node_b, [1, 2]) == [Read.FOUND] * 2
-            forbidden.append(f"/epochs/1/{flush_contract.NAME}")
-            assert flush_contract.epoch(node_b.tier) is flush_contract.flush(node_b.tier) is None
-            assert flush_contract.epoch(node_b.tier) is None
+            forbidden.append(f"/generations/1/{flush_contract.NAME}")
+            assert flush_contract.generation(node_b.tier) is flush_contract.flush(node_b.tier) is None
+            assert flush_contract.generation(node_b.tier) is None
             assert caplog.text.count(f"fingerprint={flush_contract.NAME} that can be used") == 1
-            assert flush_contract.epoch(node_b.tier, "0b") and not node_b.tier.problem()
+            assert flush_contract.generation(node_b.tier, "0b") and not node_b.tier.problem()
             # If the store forbids everything, blocks are unknown (FAILED), not absent.
             forbidden[:] = [""]
             assert read(node_b, [1]) == [Read.FAILED]
@@ -249,7 +249,7 @@ def test_key_spaces_beyond_the_bound_are_looked_at_anew(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lister, "MAX_SPACES", 2)
-    keys = [key(1, f"0a/{epoch}") for epoch in range(5)]
+    keys = [key(1, f"0a/{generation}") for generation in range(5)]
     with bench_over(s3_server, new_prefix()) as bench:
         flush_contract.write(bench, keys)
         assert "Lister(2 key spaces" in repr(bench.tier._shared)

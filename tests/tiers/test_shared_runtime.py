@@ -17,13 +17,13 @@ from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import HashList
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.book import epochs as epoch_book
-from hotkv_server.tiers.drive import breaker, epoch_notes
+from hotkv_server.tiers.book import generations as generation_book
+from hotkv_server.tiers.drive import breaker, generation_notes
 from hotkv_server.tiers.drive import copies as tier_copies
-from hotkv_server.tiers.drive import epochs as tier_epochs
+from hotkv_server.tiers.drive import flushes as tier_generations
 from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.tiers.drive import tiers as tier_drive
-from hotkv_server.tiers.protocol import NO_EPOCH, OnEpoch
+from hotkv_server.tiers.protocol import NO_GENERATION, OnGeneration
 from tests.core.support import evict, make_key_space, words_of
 from tests.support.waiting import WAIT_S, eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, patient_flushes, running
@@ -91,7 +91,7 @@ async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
     async with nodes(lookup_wait_s=0.0) as (a, b):
         await a.share(BLOCKS)
         await b.looked_up(BLOCKS)
-        await eventually(lambda: b.epochs.is_confirmed("shared", 1), "no epoch is asked for")
+        await eventually(lambda: b.generations.is_confirmed("shared", 1), "no generation is asked for")
         # A busy store may answer a question too late (PROBE_S). Then the next lookup asks again.
         until_s = time.monotonic() + WAIT_S
         while len(b.shared._found) < len(BLOCKS):
@@ -111,15 +111,15 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         assert await a.flush() == ("shared",)
         assert time.monotonic() - began_s < 30.0
         assert not any(await a.looked_up(BLOCKS))
-        # While the store is away, a new block must not be copied under the old epoch (0).
+        # While the store is away, a new block must not be copied under the old generation (0).
         a.put([20])
         await asyncio.sleep(0.2)
         assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
                        for key in a.tier._store.content if isinstance(key, bytes))  # fmt: skip
         a.tier.faults.problem = ""
-        await eventually(a.epoch, "the flush was forgotten")
+        await eventually(a.generation, "the flush was forgotten")
         assert not any(await a.leased(BLOCKS))
-        await eventually(lambda: b.epoch() == a.epoch(), "the flush was not heard of")
+        await eventually(lambda: b.generation() == a.generation(), "the flush was not heard of")
         assert not any(await b.leased(BLOCKS))
 
 
@@ -142,7 +142,7 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
         await b.flush()
     assert all(await a.leased(BLOCKS))
     a.tier.faults.problem = ""
-    await eventually(a.epoch, "the epoch is not learned")
+    await eventually(a.generation, "the generation is not learned")
     assert not any(await a.leased(BLOCKS))
     await a.share([30])
     assert await b.leased([*BLOCKS, 30]) == [False] * 6 + [True]
@@ -153,20 +153,20 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefetches from a store that has just restarted, whose epochs (numbers that each flush
+    """Prefetches from a store that has just restarted, whose generations (numbers that each flush
     raises) are not trusted yet, because they may be old. The prefetch must wait until they are.
     Meanwhile the node must serve the blocks that it has in host memory."""
-    monkeypatch.setattr(epoch_book, "USED_S", 3600.0)
+    monkeypatch.setattr(generation_book, "USED_S", 3600.0)
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
         await a.share(BLOCKS)
-        store.restored_below = max(store.epochs.values()) + 1
+        store.restored_below = max(store.generations.values()) + 1
         b = SharedNode(store, 10.0)
-        # Opens a second key space, which has no epoch (number that each flush raises) in the store
-        # yet. The node must ask the store for its epoch too.
+        # Opens a second key space, which has no generation (number that each flush raises) in the store
+        # yet. The node must ask the store for its generation too.
         key_space = make_key_space("n", SLOT_ALIGN, SLOT_ALIGN)
         b.core.open_session("f", "worker", key_space, 0.0)
-        assert not b.epochs.may_serve(1) and not b.epochs.may_serve(2)
+        assert not b.generations.may_serve(1) and not b.generations.may_serve(2)
         await b.start(tells=False)
         b.put([50])
         assert await b.leased([50]) == [True], "a store that is not trusted counts as away"
@@ -182,24 +182,24 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
     """Flushes 200 times while the shared store is away. The flushes must be answered at once and
-    leave few tasks behind. When the store is back, its epoch (a number that each flush raises) must
+    leave few tasks behind. When the store is back, its generation (a number that each flush raises) must
     be raised only once."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
-        raises, raise_epoch = list[int](), a.tier.raise_epoch
+        raises, raise_generation = list[int](), a.tier.raise_generation
 
-        def counted(fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool) -> None:
-            def done(epoch: int | None) -> None:
-                raises.extend([epoch] if epoch else [])
-                on_done(epoch)
+        def counted(fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool) -> None:
+            def done(generation: int | None) -> None:
+                raises.extend([generation] if generation else [])
+                on_done(generation)
 
-            raise_epoch(fingerprint, floor, done, is_retry)
+            raise_generation(fingerprint, floor, done, is_retry)
 
-        a.tier.raise_epoch = counted  # type: ignore[method-assign]
+        a.tier.raise_generation = counted  # type: ignore[method-assign]
         await asyncio.gather(*(a.flush() for _ in range(200)))
         assert len(a.tiers._tasks._tasks) < 20
         a.tier.faults.problem = ""
-        await eventually(a.epoch, "the flushes were forgotten")
+        await eventually(a.generation, "the flushes were forgotten")
         assert len(raises) == 1
 
 
@@ -213,22 +213,22 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     # Waits until the key space counts as idle (not in use). Then the node no longer asks the store
     # regularly whether another node has flushed, so the next lease must ask first.
     with monkeypatch.context() as patch:
-        patch.setattr(epoch_book, "USED_S", 0.0)
-        await eventually(lambda: not node.epochs.are_all_confirmed(1), "it is still asked")
+        patch.setattr(generation_book, "USED_S", 0.0)
+        await eventually(lambda: not node.generations.are_all_confirmed(1), "it is still asked")
     node.tier._store.content.clear()
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     on_disk = [HashList(0, words_of(BLOCKS[:3]))]
-    assert node.tiers.lookups.must_ask(node.session, on_disk), "the store must confirm the epoch"
+    assert node.tiers.lookups.must_ask(node.session, on_disk), "the store must confirm the generation"
     assert all(await node.leased(BLOCKS))
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     before = node.shared.reads.asked_blocks
     await node.looked_up([*BLOCKS, 99])
     assert node.shared.reads.asked_blocks == before + 1, "it is asked for what the disk has"
     node.tier.faults.problem = "gone"
-    await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
+    await eventually(lambda: not node.generations.are_all_confirmed(1), "it stays confirmed")
     assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3
     node.tier.faults.problem = ""
-    await eventually(lambda: node.epochs.are_all_confirmed(1), "it is not asked")
+    await eventually(lambda: node.generations.are_all_confirmed(1), "it is not asked")
     assert all(await node.leased(BLOCKS))
     await node.tiers.close()
 
@@ -250,11 +250,11 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
         await node.share(BLOCKS)
         await node.until_down(6)
         node.others[0].faults.problem = "gone"
-        await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
+        await eventually(lambda: not node.generations.are_all_confirmed(1), "it stays confirmed")
         evict(node.core, 1, 0, words_of(BLOCKS))
         assert all(await node.looked_up(BLOCKS))
         # The first store hangs from now on. Its last answer must count until the end of the test.
-        monkeypatch.setattr(node.epochs.book, "is_fresh", lambda _, name, at_s: name == "shared")
+        monkeypatch.setattr(node.generations.book, "is_fresh", lambda _, name, at_s: name == "shared")
         node.tier.faults.is_hung = True
         leasing = asyncio.create_task(node.leased(BLOCKS))
         await eventually(lambda: len(node.books.moves) > 0, "nothing is read")
@@ -264,23 +264,23 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
         assert all(await leasing) and node.shared.num_fetched == 6
 
 
-async def test_a_store_that_answers_no_question_for_epochs_is_away(
+async def test_a_store_that_answers_no_question_for_generations_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The store fails all requests for epochs (numbers that each flush raises), but reports no
+    """The store fails all requests for generations (numbers that each flush raises), but reports no
     problem otherwise. The node must treat it as away, and go on serving blocks from host memory."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
-            patch.setattr(a.tier, "epochs", lambda names, until_s, on_done: on_done(None))
-            await eventually(lambda: not a.epochs.is_confirmed("shared", 1), "it stays confirmed")
+            patch.setattr(a.tier, "generations", lambda names, until_s, on_done: on_done(None))
+            await eventually(lambda: not a.generations.is_confirmed("shared", 1), "it stays confirmed")
 
             async def served() -> None:
                 while not all(await a.leased(BLOCKS)):
                     continue
 
             await asyncio.wait_for(served(), 60)
-        await eventually(lambda: a.epochs.is_confirmed("shared", 1), "it is not asked")
+        await eventually(lambda: a.generations.is_confirmed("shared", 1), "it is not asked")
 
 
 async def test_nobody_waits_long_for_a_store_that_never_answers(
@@ -289,16 +289,16 @@ async def test_nobody_waits_long_for_a_store_that_never_answers(
     """Looks up blocks with a limit of ten minutes, while the store never answers. The lookup must
     end within a minute, as soon as the store counts as away."""
     one = SharedNode(MemoryStore(places=False), 600.0)
-    monkeypatch.setattr(one.tier, "epochs", lambda names, until_s, on_done: None)
+    monkeypatch.setattr(one.tier, "generations", lambda names, until_s, on_done: None)
     async with running(one, tells=False):
         one.put([1])
         assert await asyncio.wait_for(one.looked_up([1, 2]), 60.0) == [True, False]
 
 
-async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
+async def test_nobody_waits_for_a_store_that_has_no_room_for_a_generation() -> None:
     store = MemoryStore(places=False)
     one = SharedNode(store, 600.0)
-    store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
+    store.generations[one.generations.fingerprint(1)] = NO_GENERATION
     async with running(one, tells=False):
         one.put([1])
         must_ask, lists = one.tiers.lookups.must_ask, [HashList(0, words_of([1, 2]))]
@@ -402,7 +402,7 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Flushes while blocks are about to be copied to the shared store: their bytes are being
-    compared with their check values. The blocks must not be written under the new epoch (number
+    compared with their checksums. The blocks must not be written under the new generation (number
     that each flush raises)."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
@@ -430,7 +430,7 @@ async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
     """Leases blocks of the disk, and a block that only the shared store could have, which hangs.
     The lease waits for the store; meanwhile, the blocks that it got from the disk must not be
     evicted. `is_ahead`: a prefetch has already begun to promote them."""
-    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
+    monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
     async with running(
         one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
     ):
@@ -491,20 +491,20 @@ async def test_a_hung_disk_leaves_the_store_its_room(monkeypatch: pytest.MonkeyP
         one.tiers.let_go(await waiting)
 
 
-async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
+async def test_a_read_that_sees_another_generation_has_the_store_asked_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
-    monkeypatch.setattr(epoch_book, "ASK_EVERY_S", 60.0)
+    monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
+    monkeypatch.setattr(generation_book, "ASK_EVERY_S", 60.0)
     store = MemoryStore(places=False)
     async with nodes(store=store) as (a, b):
         await b.share(BLOCKS)
         assert all(await a.looked_up(BLOCKS))
         # Another node flushes.
-        (fingerprint,) = store.epochs
-        store.epochs[fingerprint] += 1
+        (fingerprint,) = store.generations
+        store.generations[fingerprint] += 1
         assert not any(await a.leased(BLOCKS))
-        await eventually(lambda: a.epoch() == store.epochs[fingerprint], "it is not asked")
+        await eventually(lambda: a.generation() == store.generations[fingerprint], "it is not asked")
 
 
 @pytest.mark.parametrize("is_noted", [True, False])
@@ -518,10 +518,10 @@ async def test_a_flush_that_breaks_begins_again(
         folder's notes as pending, and it must be saved later.
     """
     patient_flushes(monkeypatch)
-    monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
-    monkeypatch.setattr(tier_epochs, "AGAIN_S", 0.1)
+    monkeypatch.setattr(tier_generations, "TELL_S", 60.0 if is_noted else 0.1)
+    monkeypatch.setattr(tier_generations, "AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
-        flushed_here, broken = one.epochs._flush, list[int]()
+        flushed_here, broken = one.generations._flush, list[int]()
 
         async def flush_here(key_space_id: int, *, elsewhere: bool) -> int:
             if not broken:
@@ -529,7 +529,7 @@ async def test_a_flush_that_breaks_begins_again(
                 raise OSError("broken")
             return await flushed_here(key_space_id, elsewhere=elsewhere)
 
-        one.epochs._flush = flush_here
+        one.generations._flush = flush_here
         seen: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(
             lambda loop, context: seen.append(str(context.get("exception")))
@@ -537,34 +537,34 @@ async def test_a_flush_that_breaks_begins_again(
         one.put(BLOCKS)
         with monkeypatch.context() as full:
             if not is_noted:
-                full.setattr(epoch_notes, "replace_file", failing)
-            assert await one.flush() == (() if is_noted else (tier_epochs.NOTES,))
+                full.setattr(generation_notes, "replace_file", failing)
+            assert await one.flush() == (() if is_noted else (tier_generations.NOTES,))
             assert broken == [1] and not any(await one.leased(BLOCKS))
             assert seen == ["broken"]
-        await eventually(lambda: one.epochs.are_seals_saved, "it is not noted")
+        await eventually(lambda: one.generations.are_seals_saved, "it is not noted")
         # Closes the tiers while a flush hangs.
         one.tier.faults.is_hung = True
         flushing = asyncio.create_task(one.flush())
         await asyncio.sleep(0)
         closing = asyncio.create_task(one.tiers.close())
-        assert await flushing == ("shared", tier_epochs.NOTES)
+        assert await flushing == ("shared", tier_generations.NOTES)
         await closing
 
 
 async def test_a_flush_that_breaks_does_not_begin_again_at_each_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tier_epochs, "AGAIN_S", 60.0)
+    monkeypatch.setattr(tier_generations, "AGAIN_S", 60.0)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0)):
         flush_here = AsyncMock(side_effect=OSError("broken"))
-        one.epochs._flush = flush_here
+        one.generations._flush = flush_here
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         one.put(BLOCKS)
         flushing = asyncio.create_task(one.flush())
         await eventually(lambda: flush_here.called, "it does not begin")
         for _ in range(20):
             await asyncio.sleep(0)
-            one.epochs._work()
+            one.generations._work()
         assert flush_here.await_count == 1
     await flushing
 
@@ -580,12 +580,12 @@ async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(
         writes.append(arguments)
         goes_on.wait(60.0)
 
-    monkeypatch.setattr(epoch_notes, "replace_file", slow)
+    monkeypatch.setattr(generation_notes, "replace_file", slow)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
         flushing = asyncio.create_task(one.flush())
         await eventually(lambda: writes, "the flush is not noted")
         for _ in range(20):
-            one.epochs._work()
+            one.generations._work()
         goes_on.set()
         await flushing
     assert len(writes) < 10

@@ -186,7 +186,7 @@ DISK = ("--tiers.disk.compress", "auto", "--tiers.disk.bytes", "32MiB", "--tiers
         (lambda patch, at: (at / "disk").touch(), "is no folder that this user may write"),
         (lambda patch, at: (at / "disk").mkdir(mode=0o755), "disk is open to others"),
         (slabs_folder, "can't open .*slabs"),
-        (lambda patch, at: (at / "epochs.json").mkdir(), "arena.dir: .*epochs.json"),
+        (lambda patch, at: (at / "generations.json").mkdir(), "arena.dir: .*generations.json"),
         (hang, "has not answered"),
         (lambda patch, at: patch.setattr(Staged, "open", fails), "compress: no memory"),
         (lambda patch, at: patch.setattr(ValkeyTier, "__init__", fails), "tiers.valkey: .*no more"),
@@ -290,14 +290,14 @@ def answers(code: Read) -> Callable[[Bad], None]:
     return lambda tier: setattr(tier, "answers", code)
 
 
-def has_no_epoch(tier: Bad) -> None:
-    tier.epochs = lambda names, until_s, done: done(Shown(dict.fromkeys(names, 0)))
+def has_no_generation(tier: Bad) -> None:
+    tier.generations = lambda names, until_s, done: done(Shown(dict.fromkeys(names, 0)))
 
 
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (has_no_epoch, "has no room for the epoch"),
+        (has_no_generation, "has no room for the generation"),
         (fault("is_hung", True), "does not answer within"),
         (fault("is_full", True), "is full: it took no block of 64 KiB"),
         (fault("fails", lambda key: True), "could not write a block of 64 KiB"),
@@ -332,7 +332,7 @@ def test_a_store_that_does_not_remove_blocks_works_and_is_named(
     monkeypatch.setattr(tier, "forget", lambda keys: None)
     checked = tier_check.check_shared(tier, arena)
     assert [(one.block_bytes, one.num_blocks) for one in checked.timings] == SIZES
-    (fingerprint,) = store.epochs
+    (fingerprint,) = store.generations
     assert checked.left.startswith("works, but 40 keys") and fingerprint in checked.left
 
 
@@ -340,14 +340,14 @@ def test_a_store_that_others_use_is_left_as_it_was(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client: Any = server.client
-    client.set(b"hotkv/1/abc/epoch", b"7")
+    client.set(b"hotkv/1/abc/generation", b"7")
     client.set(b"hotkv/1/abc/7/0/hash", b"bytes")
     flags = ["--tiers.valkey.address", f"unix:{server.path}"]
     # Longer than by default, because a busy machine may delay the server for a second.
     flags += ["--tiers.valkey.connect-timeout-s", "10"]
     assert main(["tiers", "check", "--json", *flags]) == 0
-    assert sorted(client.keys()) == [b"hotkv/1/abc/7/0/hash", b"hotkv/1/abc/epoch"]
-    assert client.get(b"hotkv/1/abc/epoch") == b"7"
+    assert sorted(client.keys()) == [b"hotkv/1/abc/7/0/hash", b"hotkv/1/abc/generation"]
+    assert client.get(b"hotkv/1/abc/generation") == b"7"
     said = json.loads(capsys.readouterr().out)
     assert said["problems"] == said["left"] == {}
     assert [(one["tier"], one["block_bytes"]) for one in said["timings"]] == [

@@ -1,5 +1,5 @@
 """Tests the Valkey tier over a real cluster. It must pass the checks for all tiers
-(`tier_contract`). Flushes must work although the epoch (a number that each flush raises) and the
+(`tier_contract`). Flushes must work although the generation (a number that each flush raises) and the
 blocks are on different servers. Dead and moved servers may cost only hits."""
 
 import contextlib
@@ -16,7 +16,7 @@ from hotkv_server.testing.flush_contract import (
     NAME,
     Store,
     check_flushes,
-    epoch,
+    generation,
     flush,
     keys_of,
     read,
@@ -25,13 +25,13 @@ from hotkv_server.testing.flush_contract import (
 from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, content, key
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.valkey.cluster import NUM_SLOTS, ClusterPipe, slot_of
-from hotkv_server.tiers.valkey.epochs import epoch_key
+from hotkv_server.tiers.valkey.generation_keys import generation_key
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
 from tests.tiers.cluster_support import NUM_NODES, QUICK_MS, Cluster, Node, running
 from tests.tiers.valkey_support import bench_over, tier_over
 
-EPOCH_KEY = epoch_key(NAME)
+GENERATION_KEY = generation_key(NAME)
 PASSWORD = "correct-horse-battery"
 RIGHTS = (
     "~hotkv/1/* +get +set +exists +unlink +incrby +hello +client|setname "
@@ -84,11 +84,11 @@ def test_a_user_of_few_rights_reads_and_writes(cluster: Cluster, tmp_path: Path)
 
 
 def test_flushes_keep_their_contract(cluster: Cluster) -> None:
-    owner = cluster.owner(EPOCH_KEY).client
+    owner = cluster.owner(GENERATION_KEY).client
     store = Store(
         lambda **options: over(cluster, **options),
-        lambda: owner.delete(EPOCH_KEY),
-        lambda value: owner.set(EPOCH_KEY, value),
+        lambda: owner.delete(GENERATION_KEY),
+        lambda value: owner.set(GENERATION_KEY, value),
     )
     check_flushes(store)
 
@@ -97,7 +97,7 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with over(cluster) as node_a, over(cluster) as node_b:
-        now = epoch(node_a.tier)
+        now = generation(node_a.tier)
         assert now
         keys = keys_of(now, 12)
         write(node_a, keys)
@@ -107,7 +107,7 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
             reply = value(self, *arguments)  # type: ignore[arg-type]
             if not self._sent:
                 asked.set()
-                cluster.owner(EPOCH_KEY).client.incr(EPOCH_KEY)
+                cluster.owner(GENERATION_KEY).client.incr(GENERATION_KEY)
             return reply
 
         monkeypatch.setattr(ClusterPipe, "value", flushed_after_the_last)
@@ -172,17 +172,17 @@ def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
-    """Kills the server that has the epoch (a number that each flush raises), while blocks are read.
-    After its replica has taken over, all blocks must be found, and the epoch must be that of the
+    """Kills the server that has the generation (a number that each flush raises), while blocks are read.
+    After its replica has taken over, all blocks must be found, and the generation must be that of the
     last flush."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2) as bench:
-        victim = cluster.owner(EPOCH_KEY)
+        victim = cluster.owner(GENERATION_KEY)
         with cluster.replica_of(victim, tmp_path / "replica") as replica:
             bench.fill(numbers, numbers)
             assert (bench.write(numbers, numbers) == Write.STORED).all()
             with over(cluster) as other:
-                before = epoch(other.tier)
+                before = generation(other.tier)
                 after = flush(other.tier)
             assert before and after and after > before
             assert victim.client.wait(1, 5000) == 1
@@ -203,33 +203,33 @@ def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> No
             assert all(np.array_equal(bench.slot(at), content(at)) for at in numbers)
             assert replica.client.info("replication")["role"] == "master"
             with over(cluster) as other:
-                wait_for(lambda: epoch(other.tier) == after)
+                wait_for(lambda: generation(other.tier) == after)
 
 
 def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
     with running(tmp_path) as cluster, over(cluster) as bench:
-        owner = cluster.owner(EPOCH_KEY)
-        # Connects the tier while the epoch's server has no replica yet.
+        owner = cluster.owner(GENERATION_KEY)
+        # Connects the tier while the generation's server has no replica yet.
         wait_for(lambda: flush(bench.tier))
         with cluster.replica_of(owner, tmp_path / "replica") as replica:
             before = flush(bench.tier)
             with replica.stopped():
                 assert flush(bench.tier) is None
-                # A retry must wait for the replica without raising the epoch again, because each
+                # A retry must wait for the replica without raising the generation again, because each
                 # raise makes all nodes flush.
-                raised = epoch(bench.tier)
+                raised = generation(bench.tier)
                 assert raised and flush(bench.tier, is_retry=True) is None
-                assert epoch(bench.tier) == raised
-                # A new flush must raise the epoch. Otherwise nodes would find blocks
+                assert generation(bench.tier) == raised
+                # A new flush must raise the generation. Otherwise nodes would find blocks
                 # stored since the last raise.
-                assert flush(bench.tier) is None and (epoch(bench.tier) or 0) > raised
+                assert flush(bench.tier) is None and (generation(bench.tier) or 0) > raised
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-            # The epoch's key moves to another server. The replica of the old server must not count
+            # The generation's key moves to another server. The replica of the old server must not count
             # as a replica of it.
             new = next(one for one in cluster.nodes if one is not owner)
-            end = begin_move(owner, new, {slot_of(EPOCH_KEY)})
-            move(owner, new, EPOCH_KEY)
+            end = begin_move(owner, new, {slot_of(GENERATION_KEY)})
+            move(owner, new, GENERATION_KEY)
             assert flush(bench.tier) is None
             end((new, owner))
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))

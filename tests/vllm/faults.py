@@ -1,5 +1,5 @@
 """Injects exceptions into any function of hotkv, to test that no exception reaches vLLM. Also lists
-the functions that the connector's hooks call (a hook is a connector method that vLLM calls).
+the functions that the connector's callbacks call (a callback is a connector method that vLLM calls).
 
 A fault replaces the function's code object, so it reaches every caller, even one that keeps a
 reference to the function.
@@ -16,11 +16,11 @@ from typing import Any
 
 import hotkv_vllm
 from hotkv_client.testing import fake
-from hotkv_vllm import hooks
+from hotkv_vllm import callbacks
 
 EDGE = {
     "HotKVConnector._count",
-    "HookEdge.broke",
+    "CallbackEdge.broke",
     "_answer",
     "HotKVScheduler.count",
     "HotKVWorker.count",
@@ -28,7 +28,7 @@ EDGE = {
     "StepReport.count",
     "HotKVStats.add",
 }
-"""Functions that must not be broken: those of `HookEdge`, which catches the exceptions of hooks,
+"""Functions that must not be broken: those of `CallbackEdge`, which catches the exceptions of callbacks,
 and those that count exceptions. `functions` leaves them out."""
 
 
@@ -108,26 +108,26 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
         found[one.__code__] = one
 
 
-OWN = sorted(name for name in hooks.FALLBACKS if "." not in name)
-"""The hooks (methods that vLLM calls) of HotKVConnector. The names of the other connector's hooks
+OWN = sorted(name for name in callbacks.FALLBACKS if "." not in name)
+"""The callbacks (methods that vLLM calls) of HotKVConnector. The names of the other connector's callbacks
 have a prefix ("part.")."""
 
 
-def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
-    """Calls `run` under a profiler. Returns, for each hook (connector method that vLLM calls), the
+def called_by_callbacks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
+    """Calls `run` under a profiler. Returns, for each callback (connector method that vLLM calls), the
     hotkv functions that it has called, including itself."""
     known, stack = functions(), list[str]()
-    guarded = {function.__code__: name for name, function in hooks.HOOKS.items()}
+    guarded = {function.__code__: name for name, function in callbacks.CALLBACKS.items()}
     calls: dict[str, set[FunctionType]] = {name: set() for name in OWN}
 
     def profile(frame: Any, event: str, _: Any) -> None:
-        hook = guarded.get(frame.f_code)
+        callback = guarded.get(frame.f_code)
         if event == "call":
-            if hook is not None:
-                stack.append(hook)
+            if callback is not None:
+                stack.append(callback)
             if stack and frame.f_code in known:
                 calls[stack[-1]].add(known[frame.f_code])
-        elif event == "return" and hook is not None and stack:
+        elif event == "return" and callback is not None and stack:
             stack.pop()
 
     sys.setprofile(profile)

@@ -3,7 +3,7 @@ as the model, so that a step takes microseconds.
 
 For each token the model writes a KV value that depends on all tokens up to it. Before each step the
 harness checks every value that attention would read, so KV that is wrong, late or overwritten fails
-at once. The connector's hooks (methods that vLLM calls) are called as vLLM's V1 runner calls them;
+at once. The connector's callbacks (methods that vLLM calls) are called as vLLM's V1 runner calls them;
 with `v2=True`, the code of vLLM's V2 runner calls them.
 
 `Engine(pipelined=True)` schedules a step before the previous step has run, as asynchronous
@@ -428,7 +428,7 @@ class Engine:
         return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the hooks (methods
+        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the callbacks (methods
         that vLLM calls) of the worker connector. Like the V1 runner, calls `handle_preemptions`
         before it (source: `GPUModelRunner.execute_model`) and, with a drafter, `wait_for_save`
         after it (`sample_tokens`)."""

@@ -44,7 +44,7 @@ def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
 def check_stored(
     server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
 ) -> int:
-    """Compares all blocks of the server with the model's values. Skips representations (compact
+    """Compares all blocks of the server with the model's values. Skips sketches (compact
     summaries of blocks' keys). Returns the number of compared blocks.
 
     weights: numbers that stand for weights an engine may have had; each changes the values. All
@@ -142,10 +142,10 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
     """Checks that an idle engine holds no request state, no transfer and no block: all device
     blocks are free, and none is quarantined (withheld because a failed load might still write).
 
-    may_count_errors: True if the test has made hooks (connector methods that vLLM calls) raise on
+    may_count_errors: True if the test has made callbacks (connector methods that vLLM calls) raise on
         purpose.
     """
-    assert may_count_errors or "hook_errors" not in one.counters, one.counters
+    assert may_count_errors or "callback_errors" not in one.counters, one.counters
     side = our_connector(one.connector)._scheduler
     if side.sharing.cache is not None:
         requests, in_flight = side.requests, side.cache.planner.in_flight
@@ -155,7 +155,7 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
         assert not requests.loads.quarantine.loading
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
         assert not side.cache.finder.failed_loads and not requests.written._matched_tokens
-        # If the test made the function `ended` raise in a hook, these records may still contain the
+        # If the test made the function `ended` raise in a callback, these records may still contain the
         # request that has ended, because `ended` removes it.
         assert may_count_errors or not requests._adapters._live
         assert may_count_errors or not requests._exactness._exact_tokens

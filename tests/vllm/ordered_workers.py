@@ -70,5 +70,5 @@ def lag(
                 engine.drop_local_if_idle()
     finish(engine, server, device)
     assert engine.counters["loads"] > 3 and engine.counters["stores"] > 8
-    assert "hook_errors" not in engine.counters
+    assert "callback_errors" not in engine.counters
     assert_nothing_is_kept(engine, device)

@@ -10,12 +10,12 @@ import numpy as np
 from hotkv_client.testing import FakeServer
 from hotkv_client.types import BlockResult, Role, SessionConfig
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import StepReport, StoreJob
-from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
+from hotkv_vllm.scheduler.groups import CachedGroups, SketchPlanner
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
@@ -68,7 +68,7 @@ class Parts:
     `StorePlanner`, which plans stores. Both use one session (connection) with a fake server.
 
     specs: the KV cache groups.
-    represented: the groups whose blocks have representations (compact summaries of keys).
+    represented: the groups whose blocks have sketches (compact summaries of keys).
     num_ranks: number of ranks that report each store.
     by_handoff: the groups of recurrent states of which vLLM itself offers states for storing.
     drafts: the drafter's groups.
@@ -101,7 +101,7 @@ class Parts:
     ) -> None:
         self.server = FakeServer()
         self.specs = tuple(specs)
-        kinds = tuple(Representation(index, "test", 1, (64,)) for index in represented)
+        kinds = tuple(Sketch(index, "test", 1, (64,)) for index in represented)
         space = KeySpace("model", "weights", "bfloat16", self.specs, TOKENS)
         self.space = space.fingerprint
         config = SessionConfig("unix:/none", "engine", Role.SCHEDULER, space, kinds)
@@ -116,7 +116,7 @@ class Parts:
             self.config,
             self.stats,
             "e",
-            RepresentationPlanner(len(self.specs), kinds),
+            SketchPlanner(len(self.specs), kinds),
             lambda hit_tokens: left_out,
             stores=stores,
             connection=lambda: self.connection,
@@ -154,7 +154,7 @@ class Parts:
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
         """Makes these blocks of a request ready in the server. `group` is the index of a KV cache
-        group, or a number that stands for a kind of representation (compact summary of keys)."""
+        group, or a number that stands for a kind of sketch (compact summary of keys)."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}

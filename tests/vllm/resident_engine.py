@@ -533,7 +533,7 @@ class ResidentEngine:
                 assert not set(other.names) & set(names), "stored twice at a time"
         number = next(self.numbers)
         job: Any = SimpleNamespace(
-            store_id=number, runs=(SimpleNamespace(depth=first),), representations=()
+            store_id=number, runs=(SimpleNamespace(depth=first),), sketches=()
         )
         state.store.stored_blocks[0] = until
         self.books.stores(name, job)

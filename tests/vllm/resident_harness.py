@@ -234,7 +234,7 @@ class Residents(Engine):
             self._lose(one)
             return
         offset = one.offsets[block]
-        if self.server.up and one.pin.generation == residencies.generation:
+        if self.server.up and one.pin.start_number == residencies.start_number:
             pinned = [r for r in residencies.open.values() if r.opened == one.pin]
             assert pinned, f"{name} reads block {block}, and its residency is closed"
             assert pinned[0].offsets.get((0, block)) == offset, f"{name}: block {block}"

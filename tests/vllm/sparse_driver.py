@@ -6,7 +6,7 @@ sparse: returns whether sparse decode is on, its layers, the number of tracked s
 select_always: makes layers select blocks even if the budget covers the context.
 rewrite_always: the same, and makes layers rewrite block tables that leave out no block.
 break_from_now: makes the selection of blocks raise in all later steps.
-pool: returns the number of representations (compact summaries of blocks' keys) built per layer, and
+pool: returns the number of sketches (compact summaries of blocks' keys) built per layer, and
     how many of them differ from those that the blocks' pages now give.
 lose (steps): reports bytes in host memory as lost after these numbers of steps.
 move (every): in every step whose number is a multiple of `every`, moves the old blocks of running
@@ -90,9 +90,9 @@ def pool(_: Any) -> dict[str, Any]:
     worker = _worker()
     built, wrong = {}, 0
     for layer in worker.layers.values():
-        rows = np.flatnonzero(worker.representations.built(layer.index)).astype(np.int32)
+        rows = np.flatnonzero(worker.sketches.built(layer.index)).astype(np.int32)
         built[layer.index] = len(rows)
-        for name, source in worker.representations.sources(layer.index).items():
+        for name, source in worker.sketches.sources(layer.index).items():
             fresh = build(name, layer.keys_of(rows), source.mu, axes=source.axes)
             # The result of a matrix product depends on its shape by rounding, so a
             # few codes may differ by one.

@@ -1,4 +1,4 @@
-"""Helpers that compare representations (compact summaries of blocks' keys) with the pages they were
+"""Helpers that compare sketches (compact summaries of blocks' keys) with the pages they were
 built from. Also a fake model with sparse layers for the test harness."""
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot3u",)}
 
 
 def page_bytes(pages: Any, layer: int, block: int) -> bytes:
-    """Returns the bytes of a block's representations (compact summaries of keys) in one layer,
+    """Returns the bytes of a block's sketches (compact summaries of keys) in one layer,
     computed from the block's page."""
     keys = pages[layer][[block]]
     return b"".join(build(name, keys).tobytes() for name in FORMATS[layer])
@@ -33,7 +33,7 @@ def page_bytes(pages: Any, layer: int, block: int) -> bytes:
 
 class Keys:
     """A fake of `KeyPages`, which reads a layer's keys. It has only the method `keys_of`, which the
-    worker's store of representations calls."""
+    worker's store of sketches calls."""
 
     page_bytes = 0
 
@@ -113,13 +113,13 @@ def sparse_engine(
 
 
 def pairs(server: Any, one: Any) -> int:
-    """Compares every representation (compact summary of keys) in the server with one computed from
-    the bytes of its block. Returns the number of representations."""
+    """Compares every sketch (compact summary of keys) in the server with one computed from
+    the bytes of its block. Returns the number of sketches."""
     session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0
-    for kind in session.config.representations:
-        salt, count = session.config.key_space.representation_salt(kind), 0
+    for kind in session.config.sketches:
+        salt, count = session.config.key_space.sketch_salt(kind), 0
         for (_, number, block_hash), shards in server.blocks.items():
             if number != salt:
                 continue
@@ -128,7 +128,7 @@ def pairs(server: Any, one: Any) -> int:
                 server.blocks[space, kind.group_index, block_hash][0], np.int16
             ).reshape(-1, HEADS, TOKENS, 2 * SIZE)
             names = dict.fromkeys(
-                rows.name for rows in one.worker._worker.sparse.worker.representations.rows
+                rows.name for rows in one.worker._worker.sparse.worker.sketches.rows
             )
             expected = b"".join(
                 build(name, toy_keys(page[None])).tobytes() for page in cells for name in names
@@ -140,9 +140,9 @@ def pairs(server: Any, one: Any) -> int:
 
 
 def rows_are_right(one: Any) -> None:
-    """Checks that every representation (compact summary of keys) that the worker marks as built
+    """Checks that every sketch (compact summary of keys) that the worker marks as built
     matches the block's page."""
-    manager = one.worker._worker.sparse.worker.representations
+    manager = one.worker._worker.sparse.worker.sketches
     for layer in one.worker._worker.sparse.worker.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)
         for name, source in manager.sources(layer.index).items():

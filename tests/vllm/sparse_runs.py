@@ -126,7 +126,7 @@ def check_counters(counted: dict[str, float], most_corrections: int) -> None:
     assert (
         counted["sparse_selects"] > 0
         and "sparse_faults" not in counted
-        and "hook_errors" not in counted
+        and "callback_errors" not in counted
     )
     assert counted.get("sparse_corrected_blocks", 0) <= most_corrections * counted["sparse_selects"]
     assert (

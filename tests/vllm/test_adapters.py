@@ -292,7 +292,7 @@ def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
         one.add("new", prompt(steps, length), 3 + steps, lora_request=lora())
         one.before_forward = functools.partial(rewrite_at, itertools.count(), steps, manager)
         one.run()
-        assert manager.num_reads == 2 and one.counters.get("hook_errors", 0) == 0
+        assert manager.num_reads == 2 and one.counters.get("callback_errors", 0) == 0
         for other in fresh:
             generate(other, f"new{steps}", lora(), prompt(steps, length))
             generate(other, f"long{steps}", lora(), prompt(100 + steps, 40))

@@ -1,5 +1,5 @@
 """Follows requests through the connector's scheduler side from arrival to end: lookups, loads,
-stores and releases. Calls hook by hook (a hook is a connector method that vLLM calls). The parts
+stores and releases. Calls callback by callback (a callback is a connector method that vLLM calls). The parts
 are real, the server is a fake, and there is no engine."""
 
 from types import SimpleNamespace
@@ -210,7 +210,7 @@ def test_rows_follow_every_request_and_the_memory_those_that_have_a_name(desk: A
     assert not one.edge.broken
 
 
-def test_a_load_whose_hook_broke_is_reported_as_failed_and_never_begun(desk: Any) -> None:
+def test_a_load_whose_callback_broke_is_reported_as_failed_and_never_begun(desk: Any) -> None:
     one = desk()
     one.load("a")
     one.desk.alloc_broke("a", 4 * TOKENS)
@@ -220,19 +220,19 @@ def test_a_load_whose_hook_broke_is_reported_as_failed_and_never_begun(desk: Any
     assert not one.parts.server.leases
 
 
-@pytest.mark.parametrize("why", ["hook broke", "no cache", "no state"])
+@pytest.mark.parametrize("why", ["callback broke", "no cache", "no state"])
 def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     desk: Any, why: str
 ) -> None:
     """A failed load is recorded until its request ends. The record must be deleted even after an
-    exception in a hook (connector method that vLLM calls). If it remained, all other requests would
+    exception in a callback (connector method that vLLM calls). If it remained, all other requests would
     lose their hits for ever."""
     one = desk()
     asks = request("a", LONG)
     one.arrive(asks)
     one.desk.failed_loads.add("a")
     match why:
-        case "hook broke":
+        case "callback broke":
             one.desk.request_broke("a")
         case "no cache":
             one.sharing.cache = None

@@ -63,8 +63,8 @@ def prefill(engine: Engine, one: Request) -> None:
         engine.step({one.name: min(128, one.prompt - one.context)})
 
 
-def check_representations(engine: Engine, one: Request) -> None:
-    """Checks the representations (compact summaries of keys) of the request's complete blocks. In
+def check_sketches(engine: Engine, one: Request) -> None:
+    """Checks the sketches (compact summaries of keys) of the request's complete blocks. In
     each, less than 2 % of the bytes may differ from what the sparse library computes from the
     block's keys; rounding allows a few."""
     sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
@@ -95,7 +95,7 @@ def test_what_is_counted_before_the_start_is_what_is_allocated(
     )
     found = cuda_setup.totals(CONFIG, 4096, engine.vllm_config, engine.kv_config)
     staging = engine.worker.staging
-    assert found.tables + found.representations == sum(allocated)
+    assert found.tables + found.sketches == sum(allocated)
     assert found.staging == staging.numel() * staging.element_size()
     assert found.pool == sum(one.numel() * one.element_size() for one in engine.caches.values())
 
@@ -116,15 +116,15 @@ def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(make: Any, i
         engine.step({"a": 1, "b": 1} if step % 2 else {"b": 1, "a": 1}, padding=2)
         assert not engine.lost
     assert engine.worker.take_counters()["resident_pulled_pages"] > 0
-    check_representations(engine, one)
-    check_representations(engine, other)
+    check_sketches(engine, one)
+    check_sketches(engine, other)
 
 
 def test_a_first_step_fills_the_hot_set(make: Any) -> None:
     engine = make()
     one = prefilled(engine, "a", 640, 64)
     engine.step({"a": 1})
-    check_representations(engine, one)
+    check_sketches(engine, one)
     budget = 384 // BLOCK_TOKENS
     for layer in range(len(NAMES)):
         assert len(engine.attended["a", layer]) == budget
@@ -158,14 +158,14 @@ def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(ma
 @pytest.mark.parametrize("left", [1, 40])
 def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
     """After a prefix hit, one token or many are left to compute. The hit's blocks are in the arena.
-    Their representations (compact summaries of keys) must equal those that a prefill would build.
+    Their sketches (compact summaries of keys) must equal those that a prefill would build.
     """
     engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)
     engine.step({"a": left})
     engine.step({"a": 1})
-    check_representations(engine, one)
+    check_sketches(engine, one)
 
 
 @pytest.mark.parametrize(
@@ -408,8 +408,8 @@ def test_a_request_that_was_stored_anew_reads_only_the_new_arena(
     assert list(engine.worker._arenas) == [(1, 3)]
 
 
-def test_too_few_rows_for_representations_lose_the_request(make: Any) -> None:
-    engine = make(representation_tokens=320)
+def test_too_few_rows_for_sketches_lose_the_request(make: Any) -> None:
+    engine = make(sketch_tokens=320)
     one = engine.add("a", 450, 40)
     for _ in range(2):
         engine.step({"a": 128})

@@ -169,7 +169,7 @@ def test_stores_behind_a_drafter_are_right_in_either_order(
     for engine in (one, other):
         engine.run()
         assert engine.rejected
-        assert not {"failed_stores", "failed_loads", "hook_errors"} & engine.counters.keys()
+        assert not {"failed_stores", "failed_loads", "callback_errors"} & engine.counters.keys()
     assert other.external and max(other.external.values()) > 0
 
 
@@ -193,7 +193,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
     assert_nothing_is_kept(one, device)
 
 
-def test_dummy_runs_and_graph_capture_reach_no_hook(
+def test_dummy_runs_and_graph_capture_reach_no_callback(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
     """vLLM's V2 runner disables the connector for dummy runs and graph capture. Meanwhile hotkv

@@ -88,4 +88,4 @@ def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -
         one.add(f"again {number}", prompt(seed, 150), 2)
     finish(one)
     assert one.counters["loads"] and one.counters["stores"]
-    assert not {"hook_errors", "failed_loads"} & one.counters.keys()
+    assert not {"callback_errors", "failed_loads"} & one.counters.keys()

@@ -127,4 +127,4 @@ def test_hits_are_what_both_caches_give_together(
         audit(server, [one])
         forget(dice, one, server, device=True, host=turn % 3 == 2)
     assert num_external > 4 and num_joined, (num_external, num_joined)
-    assert not {"failed_loads", "hook_errors"} & one.counters.keys() and not server.leases
+    assert not {"failed_loads", "callback_errors"} & one.counters.keys() and not server.leases

@@ -54,7 +54,7 @@ def test_parity_and_sharing_between_processes(
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
     assert generate(second, longer, 1)["cached"] == hits(longer)
     totals = second.ask("stats")["totals"]
-    assert totals["hit_requests"] > 0 and not {"failed_loads", "hook_errors"} & totals.keys()
+    assert totals["hit_requests"] > 0 and not {"failed_loads", "callback_errors"} & totals.keys()
 
 
 def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
@@ -93,7 +93,7 @@ def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
     assert generate(engine, asked)["tokens"] == cold["tokens"][:2]
     assert _state(daemon.pid) == "T", "it is stopped all the while"
     totals = engine.ask("stats")["totals"]
-    assert totals["hung_loads"] and totals["failed_loads"] and "hook_errors" not in totals
+    assert totals["hung_loads"] and totals["failed_loads"] and "callback_errors" not in totals
     assert answers_as_before()["seconds"] < 30
     engine.begin("generate", prompts=batch[2:] * 3, max_tokens=64)
     os.kill(daemon.pid, signal.SIGCONT)

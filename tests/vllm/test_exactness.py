@@ -231,5 +231,5 @@ def test_conversations_in_any_order(
         contexts[0] = contexts[0][: dice.randrange(20, 300)]
     # Compares no answers: the harness's model gives exact answers even
     # after it has read inexact KV.
-    assert not any("hook_errors" in one.counters for one in (sparse, *dense))
+    assert not any("callback_errors" in one.counters for one in (sparse, *dense))
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3

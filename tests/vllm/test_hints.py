@@ -168,7 +168,7 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
         report = reports_to(server)[-1]
         assert len(one.outputs["a"]) == 3 and report.session_id == ""
         assert len(report.hints.actions) <= MAX_ACTIONS
-    assert len(reports_to(server)) == 6 and "hook_errors" not in one.counters
+    assert len(reports_to(server)) == 6 and "callback_errors" not in one.counters
     assert one.counters["wrong_hints"] == 10
 
 
@@ -225,4 +225,4 @@ def test_pins_releases_and_resets_reach_the_server(
         settled(engine)
         engine.ask("reset")
     totals = engine.ask("stats")["totals"]
-    assert totals["resets"] == 1 and not {"failed_loads", "hook_errors"} & totals.keys()
+    assert totals["resets"] == 1 and not {"failed_loads", "callback_errors"} & totals.keys()

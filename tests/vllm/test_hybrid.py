@@ -119,7 +119,7 @@ def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
             (at, count) for at, count in wanted if count
         ]
         assert all((run.block_ids != 0).all() for run in loaded)
-    assert "failed_loads" not in one.counters and "hook_errors" not in one.counters
+    assert "failed_loads" not in one.counters and "callback_errors" not in one.counters
 
 
 def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:

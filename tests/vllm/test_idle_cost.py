@@ -96,9 +96,9 @@ def state(planner: Any) -> str:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Makes each quiet step be planned, and each resting worker run its hooks. Returns a counter:
+    """Makes each quiet step be planned, and each resting worker run its callbacks. Returns a counter:
     how often this was done, and how often there was something to do or to change. (An exception
-    would not leave the hook.)"""
+    would not leave the callback.)"""
     is_quiet, plan, rests = StepPlanner._is_quiet, StepPlanner.plan, HotKVWorker.rests
     take_report, take_results = HotKVWorker.take_report, HotKVWorker.take_results
     checked, resting = Counter[str](), set[int]()
@@ -183,7 +183,7 @@ def test_a_quiet_step_leaves_nothing_out(
     traffic(one, server, seed)
     assert checked["plans"] and checked["reports"], checked
     assert not checked["left out"] and not checked["changed"], checked
-    assert "hook_errors" not in one.counters
+    assert "callback_errors" not in one.counters
 
 
 # ------------------------------------------------------------------------------------ short or not

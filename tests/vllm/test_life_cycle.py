@@ -164,7 +164,7 @@ def test_shutdown_at_any_time_and_twice(
         one.fill(OTHER)
         assert one.hit(OTHER) == 0
         audit(server, [one])
-        assert "hook_errors" not in one.counters
+        assert "callback_errors" not in one.counters
         assert all(session.closed for session in server.sessions)
 
 
@@ -224,4 +224,4 @@ def test_memory_that_is_registered_twice(
     if busy:
         assert one.outputs["b"] == answer_of(longer, 4)
     audit(server, [one])
-    assert "hook_errors" not in one.counters
+    assert "callback_errors" not in one.counters

@@ -51,7 +51,7 @@ def test_beside_one_that_checks_its_handshake(
     other.drop_local()
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
-    assert other.counters["failed_loads"] == 1 and "hook_errors" not in other.counters
+    assert other.counters["failed_loads"] == 1 and "callback_errors" not in other.counters
     # The other connector can't receive handshakes by pipeline stage; vLLM's base class refuses
     # them. hotkv must then send no handshake.
     beside_another = engine(within=beside("LoadingConnector", ours_first=ours_first))
@@ -238,7 +238,7 @@ def test_asynchronous_load_of_another(
         one.step()
     plan.fails, plan.holds = ending == "failed", False
     one.run()
-    assert "failed_loads" not in one.counters and "hook_errors" not in one.counters
+    assert "failed_loads" not in one.counters and "callback_errors" not in one.counters
     if ending == "aborted":
         one.generate("next step", prompt(9, 10), 2)
         assert not server.blocks
@@ -290,4 +290,4 @@ def test_synchronous_load_of_another(
     # Blocks of later requests must be stored.
     stored = len(server.blocks)
     one.generate("c", prompt(3, 200), 40)
-    assert len(server.blocks) >= stored + 6 and "hook_errors" not in one.counters
+    assert len(server.blocks) >= stored + 6 and "callback_errors" not in one.counters

@@ -42,7 +42,7 @@ def test_a_prefill_that_nixl_hands_over(daemon: Daemon, engines: Engines, tmp_pa
         log = decoder.log()
         assert "NIXL compatibility check passed" in log and "transfer failure" not in log
         totals = settled(decoder)
-        assert not totals.get("hit_requests") and "hook_errors" not in totals
+        assert not totals.get("hit_requests") and "callback_errors" not in totals
         decoder.ask("reset")
         again = decoder.ask("generate", prompts=batch, max_tokens=8)
         assert again["tokens"] == expected and again["cached"] == hits(batch)

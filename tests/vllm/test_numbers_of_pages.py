@@ -12,7 +12,7 @@ from hotkv_server.logs import MAX_LINES_PER_S
 from hotkv_server.node.transfers import MARK_TIMEOUT_S
 from hotkv_server.tiers.remote.workers import LONGEST_WAIT_S
 from hotkv_server.tiers.s3.tier import LINGER_S
-from hotkv_server.tiers.valkey.epochs import GRACE_S
+from hotkv_server.tiers.valkey.generation_keys import GRACE_S
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S
 from hotkv_vllm.compat.residency import SPARE_SLOTS
 from hotkv_vllm.offloading.requests import SHARE_ALONE, SHARE_TOGETHER

@@ -152,4 +152,4 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
     second.step()
     assert second.outputs["busy"] and not second.outputs["waits"] and not rests
     assert second.counters["awaited_requests"] == (4 if role == "kv_consumer" else 2)
-    assert "hook_errors" not in second.counters
+    assert "callback_errors" not in second.counters

@@ -138,7 +138,7 @@ def test_ranks_that_lag_at_random(
     assert not server.leases and not server.writes.leases
     assert sum(one.counters.get("failed_loads", 0) for one in engines)
     assert any(one.preemptions for one in engines)
-    assert not any("hook_errors" in one.counters for one in engines)
+    assert not any("callback_errors" in one.counters for one in engines)
 
 
 def end_all(server: FakeServer, engines: list[RankedEngine]) -> None:

@@ -332,7 +332,7 @@ def test_engines_with_other_weights_never_meet(
     assert three.hit(PROMPT) == 192
     # Load the original weights again.
     load(one, 0)
-    assert not any("hook_errors" in engine.counters for engine in (one, two, three))
+    assert not any("callback_errors" in engine.counters for engine in (one, two, three))
 
 
 @contextlib.contextmanager
@@ -516,4 +516,4 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     one.drop_local()
     one.fill(prompt(4, 150))
     assert other.hit(prompt(4, 150)) == 128
-    assert "hook_errors" not in one.counters
+    assert "callback_errors" not in one.counters

@@ -127,7 +127,7 @@ def test_a_request_that_goes_on_over_a_reset(
     holds for a later request that hits vLLM's cache.
 
     how: "kept": vLLM keeps its own cache; "computed anew": it empties its cache and computes the
-        request again; "broken": hotkv's hook (method that vLLM calls) for the reset raises.
+        request again; "broken": hotkv's callback (method that vLLM calls) for the reset raises.
     """
     one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)

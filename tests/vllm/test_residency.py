@@ -54,7 +54,7 @@ def test_a_prefix_hit_moves_next_to_nothing(
     start: Start, daemon: Daemon, references: References
 ) -> None:
     """Hits 4,000 tokens in an engine with residency (contexts in host memory). The engine must load
-    only the first and the latest blocks, and copy the other blocks' representations (compact
+    only the first and the latest blocks, and copy the other blocks' sketches (compact
     summaries of their keys). The other blocks stay in host memory."""
     target = daemon.start().target
     first, second = (
@@ -72,7 +72,7 @@ def test_a_prefix_hit_moves_next_to_nothing(
     # A token's KV takes 2 KiB: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes each.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
-    # The representations (compact summaries of keys) of the hit's blocks are copied. Only those of
+    # The sketches (compact summaries of keys) of the hit's blocks are copied. Only those of
     # the blocks after the hit are built, at most five in each of four layers.
     assert totals["sparse_built_blocks"] <= 4 * 5
 
@@ -132,7 +132,7 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
     assert found["ended"] == ["stop"] * 4
     counted = one.ask("stats")["totals"]
     assert counted["parked_residencies"] >= 1
-    assert not {"failed_residencies", "lost_residencies", "hook_errors"} & counted.keys()
+    assert not {"failed_residencies", "lost_residencies", "callback_errors"} & counted.keys()
 
 
 def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(

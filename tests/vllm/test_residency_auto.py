@@ -29,7 +29,7 @@ POOL = POOL_BLOCKS + 41
 """Number of device blocks; they hold 3,328 tokens. With asynchronous scheduling, a request that has
 moved to host memory still holds 41 of them."""
 EXACT_AUTO = EXACT | {"residency": "auto"}
-TROUBLES = {"failed_residencies", "lost_residencies", "hook_errors", "failed_loads"}
+TROUBLES = {"failed_residencies", "lost_residencies", "callback_errors", "failed_loads"}
 
 
 def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[float]:
@@ -85,7 +85,7 @@ def test_moves_at_any_step_change_no_token(
         assert same(found, references.ask(prompts=lost, max_tokens=50))
         moved, pulled = grown(one, before, "moved_residencies", "resident_pulled_pages")
         assert moved >= 3 and pulled > 0
-    assert not {"hook_errors", "failed_residencies"} & totals(one).keys()
+    assert not {"callback_errors", "failed_residencies"} & totals(one).keys()
 
 
 @pytest.mark.long

@@ -83,7 +83,7 @@ def test_a_server_is_killed_and_comes_back(
     time.sleep(0.5)
     daemon.start()
     assert same(one.answer(), references.ask(**reference, prompts=batch, max_tokens=60))
-    assert "hook_errors" not in totals(one)
+    assert "callback_errors" not in totals(one)
 
 
 @pytest.mark.long
@@ -135,7 +135,7 @@ def test_requests_that_fit_on_the_device_run_without_the_server(
     daemon.start()
     one.ask("wait", connected=True, timeout_s=60.0)
     assert one.ask("generate", prompts=long, max_tokens=20)["ended"] == ["length"]
-    assert not {"failed_residencies", "hook_errors"} & totals(one).keys()
+    assert not {"failed_residencies", "callback_errors"} & totals(one).keys()
 
 
 @pytest.mark.long
@@ -161,7 +161,7 @@ def test_bytes_are_lost_again_and_again(
     found = one.ask("generate", prompts=batch, max_tokens=50)
     assert same(found, references.ask(prompts=batch, max_tokens=50))
     counted = totals(one)
-    assert counted["lost_residencies"] >= 2 and "hook_errors" not in counted
+    assert counted["lost_residencies"] >= 2 and "callback_errors" not in counted
 
 
 @pytest.mark.long
@@ -186,4 +186,4 @@ def test_requests_are_preempted_and_resume(
     assert same(found, references.ask(prompts=batch, max_tokens=80))
     counted = totals(one)
     assert one.ask("sparse")["preemptions"] > 0
-    assert counted["resident_pulled_pages"] > 0 and "hook_errors" not in counted
+    assert counted["resident_pulled_pages"] > 0 and "callback_errors" not in counted

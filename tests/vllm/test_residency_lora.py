@@ -101,4 +101,4 @@ def test_an_adapter_that_is_left_out_of_sharing_still_outgrows_the_device(two: T
         assert found["cached"] == [0] and same(found, expected)
     assert f"requests of LoRA adapter 'live' ({path}) do not use" in two.one.log()
     totals = two.one.ask("stats")["totals"]
-    assert not {"failed_residencies", "hook_errors"} & totals.keys()
+    assert not {"failed_residencies", "callback_errors"} & totals.keys()

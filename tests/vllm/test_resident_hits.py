@@ -32,7 +32,7 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
     named = [request("a", LONG).block_hashes[block] for block in (0, 3)]
     assert [hashes for _, hashes in lease] == [named, named]
     job = parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
-    for run in (*job.runs, *job.representations):
+    for run in (*job.runs, *job.sketches):
         assert run.lease_positions.tolist() == [0, 1] and run.block_ids.tolist() == [1, 4]
     assert parts.finder.end_load(state, False) == (4,)
 
@@ -62,7 +62,7 @@ def test_what_is_left_out_of_a_lease_can_not_be_loaded(table: list[int]) -> None
     assert parts.load(granted(parts), 4 * TOKENS, [table]) is None
 
 
-def test_a_block_of_a_resident_that_came_without_its_representation_is_looked_at_again() -> None:
+def test_a_block_of_a_resident_that_came_without_its_sketch_is_looked_at_again() -> None:
     parts = Parts(left_out=LEFT_OUT, represented=[0])
     parts.put("a", [0], group=1)
     state = granted(parts)
@@ -173,7 +173,7 @@ def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
     assert "streamed input" in pool.failed["a"]
 
 
-def test_a_broken_hook_of_a_resident_engine_ends_its_request(desk: Any) -> None:
+def test_a_broken_callback_of_a_resident_engine_ends_its_request(desk: Any) -> None:
     one = desk()
     one.arrive(request("a", LONG))
     one.desk._pool = pool = SmallPool()

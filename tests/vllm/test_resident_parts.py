@@ -1,5 +1,5 @@
 """Tests parts of `ResidentWorker`, the worker side of residency (old KV only in host memory).
-`PageCopier` copies pages by address, and `KeptRows` stores the representations (compact summaries
+`PageCopier` copies pages by address, and `KeptRows` stores the sketches (compact summaries
 of keys) of blocks that have left the device."""
 
 import gc
@@ -217,23 +217,23 @@ def test_rows_that_no_message_names_are_lost_if_they_need_blocks_of_the_arena() 
 
 
 @pytest.mark.parametrize("missing", [[], [2, 4, 5], [2, 3, 4, 5]])
-def test_representations_of_blocks_in_the_arena_are_read_there_or_built(
+def test_sketches_of_blocks_in_the_arena_are_read_there_or_built(
     monkeypatch: pytest.MonkeyPatch, missing: list[int]
 ) -> None:
-    """The worker needs the representations (compact summaries of keys) of blocks that are only in
+    """The worker needs the sketches (compact summaries of keys) of blocks that are only in
     the arena. It must read them from the arena, except those in `missing`, which it must build from
     the blocks' pages. The layer's own pages stand for slots of the arena."""
     monkeypatch.setattr(resident_worker_module, "BUILD_PAGES", 2)
     worker, positions = resident_worker(), np.arange(2, 6)
     (layer,) = worker.layers.values()
-    built = worker.representations
+    built = worker.sketches
     built.update(layer.index, np.arange(8, dtype=np.int32))
     wanted = built.sources(layer.index)[ROT].pool
     sequence = ResidentSequence("a")
     slots = worker._pages.on_device(layer, layer.pages.tensor, np.arange(8))
-    representations = addresses(wanted.reshape(8, -1), list(range(8)))
-    representations[missing] = -1
-    sequence.kept(0, slots, representations)
+    sketches = addresses(wanted.reshape(8, -1), list(range(8)))
+    sketches[missing] = -1
+    sequence.kept(0, slots, sketches)
     sequence.rows = worker._kept.take(8)
     worker._keep_away(layer, sequence, positions)
     kept = worker._kept.sources(layer.index)[ROT].pool[sequence.rows]
@@ -259,14 +259,14 @@ def some_axes() -> Axes:
     return found[1]
 
 
-def arena_of(path: Path, generation: int) -> Arena:
+def arena_of(path: Path, start_number: int) -> Arena:
     """Returns the mapped arena of a server, in a new file.
 
-    generation: a number that identifies the server's run.
+    start_number: a number that identifies the server's run.
     """
     size = 1 << 20
     numbers = np.zeros(words.WORD_COUNT, np.uint64)
-    numbers[[words.GENERATION, words.LATEST, 1]] = generation, generation, 1
+    numbers[[words.OLDEST_START, words.LATEST_START, 1]] = start_number, start_number, 1
     path.write_bytes(bytes(words.words_offset_bytes(size)) + numbers.tobytes())
     with path.open("rb") as file:
         return Arena(file.fileno(), size, words.words_offset_bytes(size), words.WORD_COUNT)
@@ -277,12 +277,12 @@ def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path)
     back with an empty arena. So the request stores them there again. When it later reads them
     there, it must not count as lost, and the earlier server's arena must not stay mapped."""
     residents = resident_worker().residents
-    for name, generation in (("old", 2), ("new", 1)):
-        arena = arena_of(tmp_path / name, generation)
+    for name, start_number in (("old", 2), ("new", 1)):
+        arena = arena_of(tmp_path / name, start_number)
         residents.arena_of = lambda arena=arena: arena  # type: ignore[misc]
         nowhere = np.full(4, -1, np.int64)
         kept = KeptBlocks(0, np.arange(4, dtype=np.int64) << 12, nowhere, arena.file_id)
-        pin = ResidencyOpened("a", 1, 1, generation)
+        pin = ResidencyOpened("a", 1, 1, start_number)
         row = ResidentRow("a", 7, 3, True, 0, kept=(kept,), pin=pin)
         residents.begin_step((row,))
         sequence = residents.of_step[7]

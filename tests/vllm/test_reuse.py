@@ -302,4 +302,4 @@ def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) 
     first = pooled(engine, "token_embed", batch)
     again = engine.ask("token_embed", requests=batch)
     assert first == again == {"lengths": [100, 257, 500], "cached": [0, 0, 0]}
-    assert "hook_errors" not in engine.ask("stats")["totals"]
+    assert "callback_errors" not in engine.ask("stats")["totals"]

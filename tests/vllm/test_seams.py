@@ -1,5 +1,5 @@
 """Tests how parts of the connector work together: a scheduler side that connects to the server
-again, changed weights, revoked stores, and hooks (methods that vLLM calls) that raise."""
+again, changed weights, revoked stores, and callbacks (methods that vLLM calls) that raise."""
 
 from dataclasses import replace
 from typing import Any
@@ -88,5 +88,5 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
     load(one, 7)
     for _ in range(2):
         assert one.hit(prompt(4, 200)) == 0
-    assert one.counters["hook_errors"] and closing
+    assert one.counters["callback_errors"] and closing
     assert two.hit(prompt(4, 200)) == 0 and not worker.stores

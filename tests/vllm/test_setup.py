@@ -57,7 +57,7 @@ PROMPT = prompt(1, 200)
         ("hotkv.max_load_retries", -1, "whole number"),
         ("hotkv.max_load_retries", 1.5, "whole number"),
         ("hotkv.max_load_retries", True, "whole number"),
-        ("hotkv.representation_tokens", 1 << 63, "64 bits"),
+        ("hotkv.sketch_tokens", 1 << 63, "64 bits"),
         ("hotkv.use_table", "yes", "true and false"),
         ("hotkv.targt", "x", "hotkv.target"),
         ("hotkv.tls_certificate", "/engine.pem", "hotkv.tls_key = None: set both"),
@@ -197,17 +197,17 @@ def test_memory_that_cannot_be_shown_turns_hotkv_off(
     assert answer and external == 0 and not server.sessions
 
 
-def test_hook_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None:
-    path = tmp_path / "hooks.json"
+def test_callback_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "callbacks.json"
     path.write_text("{ not json")
     began_s = time.perf_counter()
-    one = engine(extra={"hook_timing_file": str(path)})
+    one = engine(extra={"callback_timing_file": str(path)})
     one.generate("a", PROMPT, 4)
     one.shutdown()
     written = json.loads(path.read_text())
     assert set(written["sides"]) == {"scheduler", "worker-0"} and written["steps"] >= 4
-    assert 0 < written["hook_s"] < time.perf_counter() - began_s
-    assert "get_num_new_matched_tokens" in written["sides"]["scheduler"]["by_hook_s"]
+    assert 0 < written["callback_s"] < time.perf_counter() - began_s
+    assert "get_num_new_matched_tokens" in written["sides"]["scheduler"]["by_callback_s"]
 
 
 def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
@@ -224,7 +224,7 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
     assert REGISTRY.get_sample_value("vllm:hotkv_loads_total", {"engine": "0"}) == 3
 
 
-def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
+def test_callbacks_cost_little_per_step(engine: Any, server: Any) -> None:
     """Counts how often decode steps call functions of hotkv. The steps have 60 requests, which
     neither hit nor fill a block. A step may make at most two calls per request."""
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)

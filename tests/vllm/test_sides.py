@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm import connector, hooks
+from hotkv_vllm import connector, callbacks
 from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
-from hotkv_vllm.hooks import HookEdge, hook
+from hotkv_vllm.callbacks import CallbackEdge, callback
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.stats import HookClock
+from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
 
 OWNERS = {
@@ -52,17 +52,17 @@ def test_no_answer_and_no_part_is_of_nothing() -> None:
 def test_if_a_fallback_raises_too_vllm_gets_the_last_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hooks, "HOOKS", {})
+    monkeypatch.setattr(callbacks, "CALLBACKS", {})
     counted: list[str] = []
 
     class Side:
-        edge = HookEdge(HookClock("test", "engine"), counted.append)
+        edge = CallbackEdge(CallbackClock("test", "engine"), counted.append)
 
-        @hook(lambda _: 1 // 0, last="last")
+        @callback(lambda _: 1 // 0, last="last")
         def reset_cache(self) -> str:
             raise OSError("no")
 
-    assert Side().reset_cache() == "last" and counted == ["hook_errors"] * 2
+    assert Side().reset_cache() == "last" and counted == ["callback_errors"] * 2
     assert Side.edge.broken == {"reset_cache", "reset_cache (its fallback)"}
 
 

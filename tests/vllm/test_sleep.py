@@ -264,7 +264,7 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     """vLLM 0.33 may admit a request with a load, but call `update_state_after_alloc` some steps
     later (`Scheduler.deferred_loads`), or never. Meanwhile the load's blocks must not be stored.
 
-    is_reset: if True, a reset was requested, but its hook raised. So the lease of the load still
+    is_reset: if True, a reset was requested, but its callback raised. So the lease of the load still
         protects blocks from before the reset.
     """
     answer = engine().fill(PROMPT)

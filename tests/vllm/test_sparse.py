@@ -141,7 +141,7 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     assert counted["sparse_selected_blocks"] <= (selected * counted["sparse_selects"]) + 3 * 2 * 8
     assert counted["sparse_attended_blocks"] <= 16 * counted["sparse_selects"]
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
-    # In each of three sparse layers, the representation (compact summary of keys) of each complete
+    # In each of three sparse layers, the sketch (compact summary of keys) of each complete
     # block must be built once.
     assert counted["sparse_built_blocks"] == 3 * sum(
         (length + 39) // BLOCK_TOKENS for length in (1400, 800)
@@ -152,12 +152,12 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_a_hit_brings_representations_and_nothing_is_built_again(
+def test_a_hit_brings_sketches_and_nothing_is_built_again(
     start: Start, daemon: Daemon
 ) -> None:
-    """A second engine with the same settings must load blocks with their representations (compact
+    """A second engine with the same settings must load blocks with their sketches (compact
     summaries of their keys), and answer as the first engine does. An engine with another format of
-    representations must share only the blocks."""
+    sketches must share only the blocks."""
     target = daemon.start().target
     batch = prompts(4, (700, 1100))
     num_hit = sum((length - 1) // BLOCK_TOKENS for length in (700, 1100))
@@ -175,7 +175,7 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     assert found["cached"] == expected["cached"] == apart["cached"] == [672, 1088]
     assert same(found, expected)
     counted = totals(second)
-    # In each of three sparse layers, the representations (compact summaries of keys) of the hit's
+    # In each of three sparse layers, the sketches (compact summaries of keys) of the hit's
     # blocks must be loaded, and only those of the blocks after the hit must be built.
     assert counted["sparse_loaded_blocks"] == 3 * num_hit
     assert counted["sparse_built_blocks"] == 3 * (
@@ -183,7 +183,7 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     )
     assert "sparse_loaded_blocks" not in totals(other)
     assert all(engine.ask("pool")["wrong"] == 0 for engine in (first, second, other))
-    assert not {"failed_loads", "hook_errors", "sparse_faults"} & counted.keys()
+    assert not {"failed_loads", "callback_errors", "sparse_faults"} & counted.keys()
 
 
 # -------------------------------------------------------------------------------------------- fails

@@ -1,4 +1,4 @@
-"""Tests the descriptions by which engines share representations (compact summaries of a block's
+"""Tests the descriptions by which engines share sketches (compact summaries of a block's
 keys): only engines with equal descriptions share them. If the format, the layers or the centre (a
 layer's mean key) differ, the description must differ. Also tests that a centre must fit the model.
 """
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import build
 from hotkv_sparse.centre import Centres, LayerCentre
@@ -39,7 +39,7 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
     random_mu = np.random.default_rng(0).standard_normal((HEADS, SIZE)).astype(np.float32)
     centres = Centres("m", 2048, {1: LayerCentre(random_mu, {})})
     plain = [layer_of(1, ("rot2u",)), layer_of(2, ("rot2u",))]
-    kinds: list[Representation] = [
+    kinds: list[Sketch] = [
         described(layers, given).kinds[0]
         for layers, given in (
             (plain, None),

@@ -1,5 +1,5 @@
 """Tests layers that calibrate themselves from the first prompt: from its keys and queries they
-compute the axes (directions) along which representations (compact summaries of a block's keys) are
+compute the axes (directions) along which sketches (compact summaries of a block's keys) are
 encoded. Tests when they do so, from which tokens, and to which blocks requests attend before and
 after."""
 
@@ -157,8 +157,8 @@ def test_rows_attend_to_everything_until_their_layer_is_calibrated() -> None:
     counted = engine.worker.take_counters()
     assert counted["sparse_built_blocks"] == 2 * (BLOCKS - 1) and "sparse_faults" not in counted
     for layer in engine.layers:
-        (source,) = engine.worker.representations.sources(layer.index).values()
-        blocks = np.flatnonzero(engine.worker.representations.built(layer.index)).astype(np.int32)
+        (source,) = engine.worker.sketches.sources(layer.index).values()
+        blocks = np.flatnonzero(engine.worker.sketches.built(layer.index)).astype(np.int32)
         assert len(blocks) == BLOCKS - 1
         expected = build("mix2", layer.keys_of(blocks), source.mu, axes=source.axes)
         assert np.array_equal(source.pool[blocks], expected)
@@ -180,9 +180,9 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """Calibrates a layer with two formats of representations (compact summaries of keys), rot2u and
+    """Calibrates a layer with two formats of sketches (compact summaries of keys), rot2u and
     mix2. Calibration gives the layer a centre (mean key), which both formats use, so it also
-    changes the meaning of rot2u's bytes. All representations must be built again."""
+    changes the meaning of rot2u's bytes. All sketches must be built again."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})

@@ -86,7 +86,7 @@ class Model:
         self.handler = SparseOffloadingHandler(
             config, dict.fromkeys(LAYERS, shape), slots, self.host, self.hot, keys_of
         )
-        self.manager = SparseOffloadingManager(config, num_host, T, self.handler.representations)
+        self.manager = SparseOffloadingManager(config, num_host, T, self.handler.sketches)
         self.tokens: dict[str, np.ndarray] = {}
         self.table: dict[str, np.ndarray] = {}
         self.jobs = itertools.count()
@@ -105,7 +105,7 @@ class Model:
         pages = tokens.reshape(4, num_blocks, -1).view(np.uint8)
         for layer in LAYERS:
             self.host.store(layer, table, pages[layer], np.arange(num_blocks, dtype=np.int32))
-            self.handler.representations.update(layer, table)
+            self.handler.sketches.update(layer, table)
         self.manager.complete_store(table, success=True)
         self.tokens[name], self.table[name] = tokens, table
         self.handler.begin(name)
@@ -150,7 +150,7 @@ class Model:
             self.check(name, layer, query, metadata)
             job = next(self.jobs)
             self.handler.transfer_async(job, swap_out)
-            self.handler.representations.update(layer, swap_out.blocks)
+            self.handler.sketches.update(layer, swap_out.blocks)
             self.handler.wait({job})
             stored = swap_out.blocks
         self.manager.complete_load(load_spec.blocks)
@@ -198,7 +198,7 @@ def loop(model: Model) -> None:
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
     # The 50 new tokens have filled three blocks. These must be in host memory, and their
-    # representations (compact summaries of keys) must have been built.
+    # sketches (compact summaries of keys) must have been built.
     for name, count in (("a", 63), ("b", 48)):
         table = model.table[name][:count]
         for layer in LAYERS:
@@ -206,7 +206,7 @@ def loop(model: Model) -> None:
                 model.host.read(layer, table).view(np.float32).ravel(),
                 model.tokens[name][layer, : count * T].ravel(),
             )
-            assert model.handler.representations.update(layer, table) == 0
+            assert model.handler.sketches.update(layer, table) == 0
         rows, _ = model.manager.lookup_with_sparse(
             model.hashes(name, count), np.ones((H * G, D), np.float32), 2
         )

@@ -265,7 +265,7 @@ def test_exact_mass_of_blocks(sink_logits: np.ndarray | None) -> None:
 # ----------------------------------------------------------------------------------------- hot sets
 
 
-def representations(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManager]:
+def sketches(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManager]:
     """Returns random keys of `count` blocks, and a `BlockReprManager` (store of compact summaries
     of keys) whose layer 5 reads these keys."""
     keys = rng.standard_normal((count, BLOCK, HEADS, 32)).astype(np.float32)
@@ -304,7 +304,7 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
         min_context_tokens=256,
     )
     rng = np.random.default_rng(seed)
-    keys, manager = representations(rng, 80)
+    keys, manager = sketches(rng, 80)
     rows = rng.permutation(80).astype(np.int32)
     manager.update(5, rows)
     sequence, context, before = LayerSequence(config, 5, BLOCK), start, np.empty(0, np.int32)
@@ -332,7 +332,7 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
 def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
     config = SparseConfig(sparse_topk=640, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
-    _, manager = representations(rng, 60)
+    _, manager = sketches(rng, 60)
     rows = np.arange(60, dtype=np.int32)
     manager.update(5, rows)
     sequence, always = LayerSequence(config, 5, BLOCK), np.full(QUERIES, -5.0, np.float32)
@@ -350,7 +350,7 @@ def test_new_blocks_of_the_window_leave_a_step_its_corrections() -> None:
     count against `max_correction_blocks`."""
     config = SparseConfig(sparse_topk=0.4, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
-    _, manager = representations(rng, 60)
+    _, manager = sketches(rng, 60)
     rows = np.arange(60, dtype=np.int32)
     manager.update(5, rows)
     sequence, always = LayerSequence(config, 5, BLOCK), np.full(QUERIES, -5.0, np.float32)

@@ -1,5 +1,5 @@
-"""Tests the memory (pool) in which an engine holds representations (compact summaries of blocks'
-keys) beside its KV pages. Stores must read the right representations from the pool, and only loads
+"""Tests the memory (pool) in which an engine holds sketches (compact summaries of blocks'
+keys) beside its KV pages. Stores must read the right sketches from the pool, and only loads
 and builds may write to it."""
 
 import mmap
@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
             CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS),
             CacheGroup(3, GroupKind.FULL_ATTENTION, TOKENS),
         ]
-        self.pool = shared_pool(self.worker.representations, layers, groups, 1, None)
+        self.pool = shared_pool(self.worker.sketches, layers, groups, 1, None)
         self.layout = Layout(
             0, BLOCKS, (MemoryHandle(HANDLE, self.pool.num_bytes),), self.pool.tensors
         )
@@ -88,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
-        """Returns the ranges of engine memory whose bytes a slot with the block's representations
+        """Returns the ranges of engine memory whose bytes a slot with the block's sketches
         holds, in the order of the slot, as (offset, length)."""
         (runs,) = self.layout.copy_runs(
             kind, self.pool.kinds[kind], np.array([block]), np.array([0])
@@ -139,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def attend(self, layer: int, blocks: set[int]) -> None:
         chosen = self._idle(blocks)
-        num_built = self.worker.representations.update(layer, np.array(chosen, np.int32))
+        num_built = self.worker.sketches.update(layer, np.array(chosen, np.int32))
         assert num_built == len(set(chosen) - self.built[layer])
         self.built[layer] |= set(chosen)
 
@@ -167,13 +167,13 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Ends a load, which writes pages and representations (compact summaries of keys).
+        """Ends a load, which writes pages and sketches (compact summaries of keys).
 
         well: the load succeeds.
         kind: which KV cache group the blocks belong to: 0 (layers 1 and 2) or 1 (layer 5).
-        alone: the server has the blocks without representations.
+        alone: the server has the blocks without sketches.
 
-        If the load fails or the blocks are alone, the memory of their representations contains
+        If the load fails or the blocks are alone, the memory of their sketches contains
         random bytes, and must not count as built.
         """
         chosen, self.loading = sorted(self.loading), set()
@@ -194,15 +194,15 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_marked_built_is_what_the_page_gives(self) -> None:
         for layer, names in FORMATS.items():
-            marked = np.flatnonzero(self.worker.representations.built(layer))
+            marked = np.flatnonzero(self.worker.sketches.built(layer))
             assert set(marked.tolist()) == self.built[layer]
             for name in names:
-                rows = self.worker.representations.sources(layer)[name].pool[marked]
+                rows = self.worker.sketches.sources(layer)[name].pool[marked]
                 assert np.array_equal(rows, build(name, self.pages[layer][marked]))
 
     @invariant()
     def layers_lack_what_is_not_built_and_lose_marks_only_when_told(self) -> None:
-        known = self.worker.representations
+        known = self.worker.sketches
         for blocks in (set[int](), {0}, set(range(BLOCKS)), *self.built.values()):
             lacking = {layer for layer, built in self.built.items() if blocks - built}
             assert known.lacking(np.array(sorted(blocks), np.int32)) == lacking
@@ -220,7 +220,7 @@ TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def loaded(one: Any) -> tuple[float, float]:
-    """Returns how many representations (compact summaries of keys) the engine has loaded and how
+    """Returns how many sketches (compact summaries of keys) the engine has loaded and how
     many it has built. Runs two short requests first, because counters reach the scheduler with
     later steps."""
     one.generate("tick", prompt(99, 3))
@@ -240,7 +240,7 @@ def test_they_go_with_blocks_and_come_with_hits(
     assert second.generate("b", prompt(1, 200), 4) == (answer, 192)
     assert loaded(second) == (12, 0)
     rows_are_right(second)
-    # Loads the blocks again. The server has them with their representations (compact summaries of
+    # Loads the blocks again. The server has them with their sketches (compact summaries of
     # keys), so the engine must store nothing.
     second.drop_local()
     stored_bytes = second.counters.get("store_bytes", 0)
@@ -249,9 +249,9 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """An engine without sparse decode stores blocks without representations (compact summaries of
+    """An engine without sparse decode stores blocks without sketches (compact summaries of
     keys). Then an engine with sparse decode hits these blocks in the server, and later in its own
-    cache. It must build their representations and store them."""
+    cache. It must build their sketches and store them."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0
@@ -280,7 +280,7 @@ def test_another_version_shares_blocks_alone(engine: Any, server: Any, toy: Toy)
     assert fewer.generate("b", prompt(1, 200), 4) == (answer, 192) and loaded(fewer) == (0, 6)
 
 
-def test_a_grant_without_representations_is_a_whole_hit(engine: Any, server: Any, toy: Toy) -> None:
+def test_a_grant_without_sketches_is_a_whole_hit(engine: Any, server: Any, toy: Toy) -> None:
     answer, _ = sparse_engine(engine).generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     for limit, come in ((6, 0), (10, 4)):
@@ -293,16 +293,16 @@ def test_a_grant_without_representations_is_a_whole_hit(engine: Any, server: Any
     assert "short_grants" not in one.counters
 
 
-def test_ranks_that_disagree_keep_representations_to_themselves(
+def test_ranks_that_disagree_keep_sketches_to_themselves(
     engine: Any, server: Any, toy: Toy
 ) -> None:
     one = sparse_engine(engine)
     found = one.worker.get_handshake_metadata()
-    assert len(found.representations) == 1
+    assert len(found.sketches) == 1
     one.connector.set_xfer_handshake_metadata_pp_aware(
         {(0, 0): found, (0, 1): HotKVHandshake(found.key_space)}
     )
-    assert server.sessions[-1].config.representations == ()
+    assert server.sessions[-1].config.sketches == ()
 
 
 def test_memory_that_cannot_be_shared_stays_private(
@@ -314,7 +314,7 @@ def test_memory_that_cannot_be_shared_stays_private(
     monkeypatch.setattr("hotkv_vllm.sparse.pool.os.memfd_create", refuse)
     one = sparse_engine(engine)
     answer, _ = one.generate("a", prompt(1, 200), 4)
-    assert one.worker._worker.rank.session.config.representations == () and len(server.blocks) == 6
+    assert one.worker._worker.rank.session.config.sketches == () and len(server.blocks) == 6
     one.drop_local()
     assert one.generate("b", prompt(1, 200), 4) == (answer, 192)
 
@@ -326,7 +326,7 @@ def test_random_requests_and_faults(
     engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any
 ) -> None:
     """Runs random requests with preemptions, aborts, late and failing transfers, and lost blocks
-    and representations (compact summaries of keys). At every step, the engine's representations
+    and sketches (compact summaries of keys). At every step, the engine's sketches
     must match its pages, and those in the server must match the server's blocks."""
     dice = random.Random(0)
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
@@ -383,7 +383,7 @@ def test_random_requests_and_faults(
     assert len(planner.in_flight) == 0
     assert not planner.in_flight.reading
     assert planner.in_flight.num_bytes == 0
-    assert not server.leases and "hook_errors" not in one.counters
+    assert not server.leases and "callback_errors" not in one.counters
     assert most_pairs > 0
     assert one.counters["sparse_loaded_blocks"] > 0
     assert one.counters["sparse_built_blocks"] > 0

@@ -217,7 +217,7 @@ def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
             one.step()
             counts.append(read[0] - before)
         one.run()
-        assert len(one.outputs["a"]) == 100 and "hook_errors" not in one.counters
+        assert len(one.outputs["a"]) == 100 and "callback_errors" not in one.counters
         most.append(max(counts))
     assert most[0] == most[1] <= 4, "blocks that the step fills, or writes"
 

@@ -128,7 +128,7 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
 def test_a_request_that_goes_on_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
-    """hotkv switches off, or a hook raises, while a request runs. The request's span must be
+    """hotkv switches off, or a callback raises, while a request runs. The request's span must be
     exported with the error LEFT, because without it the server's spans would have no parent."""
     engine().generate("cold", PROMPT, 2)
     one = traced()
@@ -183,7 +183,7 @@ def test_without_tracing_its_package_is_not_needed(
     one = engine()
     ask(one, "cold")
     ask(one, "hit")
-    assert one.external["hit"] == 192 and "hook_errors" not in one.counters
+    assert one.external["hit"] == 192 and "callback_errors" not in one.counters
 
 
 def test_wrong_settings_and_a_missing_package_say_what_to_do(

@@ -1,4 +1,4 @@
-"""Tests the loads of a rank's worker side, from the hook (method that vLLM calls) that begins a
+"""Tests the loads of a rank's worker side, from the callback (method that vLLM calls) that begins a
 load to the report of its end."""
 
 from typing import Any

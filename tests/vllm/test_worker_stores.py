@@ -1,4 +1,4 @@
-"""Tests the stores of a rank's worker side, from the hook (method that vLLM calls) that begins a
+"""Tests the stores of a rank's worker side, from the callback (method that vLLM calls) that begins a
 store to the report of its end. Also tests the revocation of stores whose blocks a step overwrites,
 and what a rank prepares for transfers."""
 
@@ -24,7 +24,7 @@ def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
         answer.set_result(None)
     report = one.report()
     assert report.stores == {1: {0: FAILED}}
-    assert report.counters == ({"hook_errors": 1} if how == "unreadable" else {})
+    assert report.counters == ({"callback_errors": 1} if how == "unreadable" else {})
     assert one.report().is_empty()
 
 
@@ -45,7 +45,7 @@ def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why
 
 def test_a_store_of_nothing_but_what_could_not_be_built_has_ended(rig: Any) -> None:
     one = rig()
-    one.step(stores=(store(blocks=0, representations=(REPRESENTED,)),))
+    one.step(stores=(store(blocks=0, sketches=(REPRESENTED,)),))
     assert not one.session.sent and one.results() == {1: b""}
 
 
@@ -157,7 +157,7 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     # Unless all went well, there is no session (connection to the server) any more, and the step
     # must try to open one.
     assert bool(one.opened) == (how != "well")
-    assert one.counters == ({"hook_errors": 1} if how == "breaks" else {})
+    assert one.counters == ({"callback_errors": 1} if how == "breaks" else {})
     assert one.results() == {1: FAILED, 2: FAILED} and not one.worker.stores.active
     # Each store's mark (a point in the device's queue) must be returned for reuse exactly once.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
@@ -196,7 +196,7 @@ def test_what_is_computed_from_lost_blocks_is_not_stored(
 
 
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
-def test_representations_go_with_a_store_if_they_are_built(
+def test_sketches_go_with_a_store_if_they_are_built(
     rig: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     one = rig()
@@ -204,7 +204,7 @@ def test_representations_go_with_a_store_if_they_are_built(
     sparse.breaks, one.session.connected = how == "breaks", how != "absent"
     if how == "not shared":
         one.rank.shared = None
-    one.step(stores=(store(representations=() if how == "none" else (REPRESENTED,)),))
+    one.step(stores=(store(sketches=() if how == "none" else (REPRESENTED,)),))
     assert sparse.built == ([(11, [5])] if how == "built" else [])
     assert one.counters == ({"sparse_faults": 1} if how == "breaks" else {})
     if how != "absent":

@@ -12,10 +12,10 @@ from hotkv_client.types import BlockResult, BlockRun, LoadRun, TransferResult, T
 from hotkv_proto.order import OrderKind
 from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StepReport, StoreJob
 from hotkv_vllm.report_ids import HeardReports
-from hotkv_vllm.stats import HookClock
+from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker import rank_loads, rank_stores, side
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.parts import ids
@@ -120,7 +120,7 @@ class Rig:
             parallel_config=SimpleNamespace(rank=0),
         )
         kv = SimpleNamespace(num_blocks=64)
-        edge = HookEdge(HookClock("test", "engine"), lambda name: None)
+        edge = CallbackEdge(CallbackClock("test", "engine"), lambda name: None)
         self.config = ConnectorConfig(**{"flush_timeout_s": 0.0} | settings)
         self.worker = HotKVWorker(vllm_config, kv, self.config, None, edge)
         self.rank: Any = self.worker.rank
@@ -139,7 +139,7 @@ class Rig:
         self.opened.append(self.rank.session)
 
     def step(self, **meta: Any) -> None:
-        """Runs a step: calls all hooks (methods that vLLM calls) of the worker side with this
+        """Runs a step: calls all callbacks (methods that vLLM calls) of the worker side with this
         metadata."""
         told = HotKVMetadata(**meta)
         self.worker.before_step(told)
@@ -176,7 +176,7 @@ REPRESENTED = BlockRun(1, [b"h"], ids([5]))
 
 
 class Sparse:
-    """A stand-in for the worker of sparse decode, which shares its representations (compact
+    """A stand-in for the worker of sparse decode, which shares its sketches (compact
     summaries of blocks' keys) with the server."""
 
     def __init__(self) -> None:

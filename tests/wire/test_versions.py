@@ -16,7 +16,7 @@ from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto import versions
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation, signed_salt, unsigned_salt
+from hotkv_proto.keys import KeySpace, Sketch, signed_salt, unsigned_salt
 from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ FLAGS = ("--arena.slab-bytes", "64KiB")
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096,), 64)
 SPACE = KeySpace("m", "w", "bfloat16", (FULL, WINDOW), 16)
-KINDS = tuple(Representation(group, "mean", 3, (64,)) for group in range(2))
+KINDS = tuple(Sketch(group, "mean", 3, (64,)) for group in range(2))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_version_that_is_agreed_on_is_spoken_by_both(oldest: int, newest: int)
 
 def open_with(server: Server, **changes: Any) -> session_pb2.SessionOpened:
     config = SessionConfig(server.target, "e", Role.TOOL, SPACE, KINDS)
-    assert [*map(config.representation_group, KINDS)] == [2, 3], "the places of their salts"
+    assert [*map(config.sketch_group, KINDS)] == [2, 3], "the places of their salts"
     request = _wire.open_session(config)
     for name, value in changes.items():
         if isinstance(value, list):
@@ -108,7 +108,7 @@ def test_a_server_serves_each_request_of_a_batch_if_both_know_of_batches(
 
 
 def test_salts_are_those_that_the_server_writes_the_table_with(server: Server) -> None:
-    salts = [*map(SPACE.group_salt, range(2)), *map(SPACE.representation_salt, KINDS)]
+    salts = [*map(SPACE.group_salt, range(2)), *map(SPACE.sketch_salt, KINDS)]
     assert [unsigned_salt(salt) for salt in open_with(server).salts] == salts
 
 

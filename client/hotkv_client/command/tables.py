@@ -135,14 +135,14 @@ def block_rows(listed: list[dict[str, Any]]) -> str:
             b["depth"],
             b["state"],
             human_bytes(b["byte_count"]),
-            human_bytes(b["representation_byte_count"]) if b["representation_byte_count"] else "-",
+            human_bytes(b["sketch_byte_count"]) if b["sketch_byte_count"] else "-",
             b["pin_count"],
             human_seconds(b["idle_s"]),
             b["parent_hash"][:16] or "-",
         )
         for b in listed
     ]
-    head = "hash,key space,model,group,depth,state,size,representation,pins,idle,parent"
+    head = "hash,key space,model,group,depth,state,size,sketch,pins,idle,parent"
     return table(head.split(","), rows)
 
 
@@ -318,7 +318,7 @@ def show_status(answer: dict[str, Any]) -> str:
                 "share",
                 "unusable",
                 "pinned",
-                "representations",
+                "sketches",
                 "blocks",
             ),
             [
@@ -329,7 +329,7 @@ def show_status(answer: dict[str, Any]) -> str:
                     f"{t['used_byte_count'] / max(1, t['capacity_byte_count']):.1%}",
                     human_bytes(t["unusable_byte_count"]),
                     human_bytes(t["pinned_byte_count"]),
-                    human_bytes(t["representation_byte_count"]),
+                    human_bytes(t["sketch_byte_count"]),
                     t["block_count"],
                 )
                 for t in answer["tiers"]

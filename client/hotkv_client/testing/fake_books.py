@@ -13,12 +13,12 @@ from hotkv_client.types import BlockResult, Int64s, ResidencyOpened, SessionConf
 from hotkv_proto import words
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupSpec
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import Layout
 
 Key = tuple[bytes, int, bytes]
-"""The key of a block or of a representation (compact form of a block's keys): its key space, its
-group index (for a representation its salt), and the block hash."""
+"""The key of a block or of a sketch (compact form of a block's keys): its key space, its
+group index (for a sketch its salt), and the block hash."""
 LeaseName = tuple[str, str]
 """The name of a write lease: engine id and lease id."""
 Shards = dict[int, bytes]
@@ -40,25 +40,25 @@ class FakeMemory:
             for name, fd in fds.items()
         }
 
-    def shape(self, group: int) -> GroupSpec | Representation:
+    def shape(self, group: int) -> GroupSpec | Sketch:
         """Returns the group with this index. An index behind the last group stands for a kind of
-        representation (compact form of blocks' keys, for sparse attention) that the session
+        sketch (compact form of blocks' keys, for sparse attention) that the session
         declares."""
         groups = self._config.key_space.groups
         return (
             groups[group]
             if group < len(groups)
-            else self._config.representations[group - len(groups)]
+            else self._config.sketches[group - len(groups)]
         )
 
     def number(self, group: int) -> int:
         """Returns the number that stands for `group` in the server's keys (`Key`). For a group of
-        KV blocks this is its index. For a kind of representation (compact form of keys) this is its
+        KV blocks this is its index. For a kind of sketch (compact form of keys) this is its
         salt, a number that differs for each format, version and size."""
         shape = self.shape(group)
         return (
-            self._config.key_space.representation_salt(shape)
-            if isinstance(shape, Representation)
+            self._config.key_space.sketch_salt(shape)
+            if isinstance(shape, Sketch)
             else group
         )
 
@@ -115,7 +115,7 @@ class FakeArena:
     def __init__(self, num_bytes: int) -> None:
         self.memory: NDArray[np.uint8] = np.zeros(num_bytes, np.uint8)
         self.words: NDArray[np.uint64] = np.zeros(words.WORD_COUNT, np.uint64)
-        self.words[words.GENERATION] = self.words[words.LATEST] = 1
+        self.words[words.OLDEST_START] = self.words[words.LATEST_START] = 1
         self.file_id = (0, id(self))
 
     def holds(self, opened: ResidencyOpened) -> bool:
@@ -155,7 +155,7 @@ class FakeResidencies:
         # The residency ids that stores named, in order. Stores need not pin blocks for a residency
         # here, because this test double never evicts blocks.
         self.stored_into: list[str] = []
-        self.generation = 1
+        self.start_number = 1
         self._next_offset = 0
         self._next_word = 1
 
@@ -186,7 +186,7 @@ class FakeResidencies:
             return known.opened
         index, self._next_word = self._next_word, self._next_word % words.MAX_SESSION_WORD + 1
         self.arena.words[index] += np.uint64(1)
-        opened = ResidencyOpened(name[1], index, int(self.arena.words[index]), self.generation)
+        opened = ResidencyOpened(name[1], index, int(self.arena.words[index]), self.start_number)
         self.open[name] = FakeResidency(opened, asked)
         return opened
 
@@ -249,14 +249,14 @@ class FakeResidencies:
 
     def restart(self) -> None:
         """Simulates a restart of the server: removes the open residencies (rooms reserved for
-        requests), and increments the generation, a number that all residencies of the restarted
+        requests), and increments the start number, a number that all residencies of the restarted
         server get.
 
         The validity words stay as they are, so readers of the old residencies may continue.
         """
         self.open.clear()
         self.refused.clear()
-        self.generation += 1
+        self.start_number += 1
 
 
 # ------------------------------------------------------------------------------------------- writes
@@ -264,12 +264,12 @@ class FakeResidencies:
 
 @dataclass(frozen=True, slots=True)
 class WriteRun:
-    """A run of a store: consecutive blocks of a group, or their representations (compact forms of
+    """A run of a store: consecutive blocks of a group, or their sketches (compact forms of
     blocks' keys).
 
-    keys: key of each block or representation.
-    blocks: None for a run of blocks. For a run of representations: the key of the block of each
-        representation.
+    keys: key of each block or sketch.
+    blocks: None for a run of blocks. For a run of sketches: the key of the block of each
+        sketch.
     """
 
     keys: Sequence[Key]
@@ -282,7 +282,7 @@ class FakeWriteLease:
 
     session: the session whose call opened the lease.
     listed: keys of the blocks that the first call under the lease named.
-    parts: the blocks and representations that the lease has reserved and that are not ready yet,
+    parts: the blocks and sketches that the lease has reserved and that are not ready yet,
         with the written shards of each.
     aborted: keys of `parts` that can't become ready any more.
     shards_seen: shards whose store has ended.

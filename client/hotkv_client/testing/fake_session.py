@@ -39,7 +39,7 @@ from hotkv_client.types import (
 )
 from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 
@@ -482,7 +482,7 @@ class FakeSession:
         for run in runs:
             shape, number = self.memory.shape(run.group_index), self.memory.number(run.group_index)
             keys = [(self.space, number, block_hash) for block_hash in run.hashes]
-            goes_with = shape.group_index if isinstance(shape, Representation) else None
+            goes_with = shape.group_index if isinstance(shape, Sketch) else None
             blocks = (
                 None
                 if goes_with is None

@@ -124,13 +124,13 @@ def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -
         case "open_residency":
             room = response.open_residency
             return ResidencyOpened(
-                room.residency_id, room.word_index, room.word_value, room.generation
+                room.residency_id, room.word_index, room.word_value, room.start_number
             )
         case "extend_residency":
             extended = response.extend_residency
             found = fields.int64s(extended.offsets)
-            rows = fields.int64s(extended.representation_offsets)
-            # Without offsets of representations (compact forms of keys), all of them count as not
+            rows = fields.int64s(extended.sketch_offsets)
+            # Without offsets of sketches (compact forms of keys), all of them count as not
             # pinned (-1). The engine then builds them itself.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))

@@ -30,7 +30,7 @@ from hotkv_proto.messages.layout import (
     device_order_message,
     key_space_message,
     layout_message,
-    representation_message,
+    sketch_message,
 )
 from hotkv_proto.messages.session import (
     MAX_REPORTS,
@@ -76,7 +76,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
             role=session_pb2.SessionRole.ValueType(int(config.role)),
             key_space=key_space_message(config.key_space),
             client_name=f"{config.client_name} {hotkv_proto.__version__}",
-            representations=list(map(representation_message, config.representations)),
+            sketches=list(map(sketch_message, config.sketches)),
             ticket=ticket,
             without_eviction_notices=config.on_evicted is None,
             model_names=config.model_names,

@@ -31,7 +31,7 @@ def _read_int32s(packed: bytes) -> Int32s:
 def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
     config = value.config
     message = sparse_pb2.SelectConfig(
-        representation_group_index=value.representation_group,
+        sketch_group_index=value.sketch_group,
         layer_indices=value.layer_indices,
         kv_head_count=value.kv_heads,
         head_size=value.head_size,

@@ -208,7 +208,7 @@ def begin_reading(vllm_config: Any, named: str = "") -> "Future[str]":
             answer.set_result(weights_identity(vllm_config))
         except (Unsupported, OSError) as error:
             answer.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - hook edge: whoever asks for the result logs it
+        except Exception as error:  # noqa: BLE001 - callback edge: whoever asks for the result logs it
             answer.set_exception(Unsupported(f"{type(error).__name__}: {error}"))
 
     try:

@@ -64,7 +64,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
         why = "it does not work with speculative decoding; leave out speculative_config"
     elif str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
         why = (
-            f"its representations are built from keys as attention reads them, and it has no "
+            f"its sketches are built from keys as attention reads them, and it has no "
             f"kernel for the scaled keys of kv_cache_dtype {vllm_config.cache_config.cache_dtype}; "
             "use auto"
         )

@@ -1,7 +1,7 @@
 """Checks whether an untested version of vLLM still has the API that hotkv uses.
 
 A *door* is one of hotkv's two connectors. `uses.json` lists the API that each door uses (its
-*uses*): modules, classes, members, calls and hooks of vLLM. The file also lists every attention
+*uses*): modules, classes, members, calls and callbacks of vLLM. The file also lists every attention
 backend and KV cache spec class that an author of hotkv has reviewed. `make fix` generates the file
 from the sources of the tested versions (`tools/vllm_list.py`).
 

@@ -4,7 +4,7 @@ tier.
 It adds two things to vLLM's connector. It completes the settings, so that users need to set only
 the connector's name and `cpu_bytes_to_use`. And it passes information to hotkv's tier that vLLM
 gives to connectors but not to tiers. Exceptions of vLLM's code reach vLLM; exceptions of hotkv's
-code do not (`hooks`).
+code do not (`callbacks`).
 
 If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
 """
@@ -38,15 +38,15 @@ try:
 except ImportError as error:
     raise ImportError(versions.why_not_imported(error, versions.OFFLOADING)) from error
 
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.scheduler.request import is_fetched_elsewhere
-from hotkv_vllm.stats import HookClock, HotKVStats
+from hotkv_vllm.stats import CallbackClock, HotKVStats
 
 SPEC = "TieringOffloadingSpec"
 
 
 class HotKVOffloadingConnector(OffloadingConnector):
-    """Extends vLLM's OffloadingConnector: each method that vLLM calls (hook) does what vLLM's class
+    """Extends vLLM's OffloadingConnector: each method that vLLM calls (callback) does what vLLM's class
     does, and also calls hotkv's object in this process (`DoorScheduler` on the scheduler side,
     `DoorWorker` in a rank). The constructor raises ConfigError if the configuration is wrong."""
 
@@ -69,7 +69,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         tiers = self._tiers() if is_scheduler else []
         stats = tiers[0].stats if tiers else HotKVStats()
-        edge = HookEdge(HookClock(who, str(transfer.engine_id)), stats.add)
+        edge = CallbackEdge(CallbackClock(who, str(transfer.engine_id)), stats.add)
         if not is_scheduler:
             assert self.connector_worker is not None
             offloading = self.connector_worker.spec.config
@@ -89,7 +89,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
         return [tier for tier in tiers if isinstance(tier, HotKVTier)]
 
-    # --------------------------------------------------------------------------------- worker hooks
+    # --------------------------------------------------------------------------------- worker callbacks
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -120,7 +120,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         # class, joining it with the other ranks' reports would drop hotkv's part of them.
         return None if ours.is_empty else DoorReport.of({next(self._door_worker.report_ids): ours})
 
-    # ------------------------------------------------------------------------------ scheduler hooks
+    # ------------------------------------------------------------------------------ scheduler callbacks
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -83,14 +83,14 @@ class RankReport:
     weights: the report about its weights; None without one.
     format: its page format, if the scheduler has asked for it.
     timed_step: `DoorMetadata.timed_step` of the step; 0 if its time is not measured.
-    hook_errors: number of exceptions in hotkv's hooks since the last report.
+    callback_errors: number of exceptions in hotkv's callbacks since the last report.
     """
 
     theirs: OffloadingWorkerMetadata | None = None
     weights: WeightsReport | None = None
     format: PageFormat | None = None
     timed_step: int = 0
-    hook_errors: int = 0
+    callback_errors: int = 0
 
     @property
     def is_empty(self) -> bool:

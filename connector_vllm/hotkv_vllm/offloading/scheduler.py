@@ -40,7 +40,7 @@ from hotkv_vllm.compat.model_weights import READ_WAIT_S, UNREAD
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying, WeightsOrder
 from hotkv_vllm.link import OPENING_S, logger
@@ -71,7 +71,7 @@ class DoorScheduler:
     pages). The parameter `offloading` of its methods is vLLM's `OffloadingConnectorScheduler`.
 
     tier: hotkv's tier below vLLM's CPU tier.
-    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
+    edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
     wants_formats: True while page formats of ranks are missing.
     heard: the ranks' reports that were handled.
     spoilt: keys of the chunks of stores in progress whose KV is wrong; vLLM's offloading is made to
@@ -84,7 +84,7 @@ class DoorScheduler:
         kv_cache_config: Any,
         config: ConnectorConfig,
         tier: HotKVTier,
-        edge: HookEdge,
+        edge: CallbackEdge,
     ) -> None:
         self.edge = edge
         self._vllm_config = vllm_config
@@ -136,7 +136,7 @@ class DoorScheduler:
         self._is_clean = True
         # True if the engine's caches (on the device and in CPU memory) have no blocks. Set to True
         # at the start and by a reset that has emptied the caches. Set to False when the engine
-        # computes tokens, when the last check of the weights ends, or when a hook raises. (In a
+        # computes tokens, when the last check of the weights ends, or when a callback raises. (In a
         # step, the ranks answer a check before they compute blocks.)
         self._is_empty = True
         # Id of the present check of the weights, and whether the caches were empty when it began.
@@ -170,7 +170,7 @@ class DoorScheduler:
 
     # ---------------------------------------------------------------------------------------- start
 
-    @hook(nothing, of="door")
+    @callback(nothing, of="door")
     def connect(self, formats: Collection[PageFormat]) -> None:
         """Opens the tier's session for the engine's key space, if `formats` has the page formats of
         all ranks (how each packs K and V inside pages). Waits for the server up to
@@ -277,7 +277,7 @@ class DoorScheduler:
     def _keys(self, request: Any) -> Any:
         return () if self._is_excluded(request) else request.block_hashes
 
-    @hook(lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door")
+    @callback(lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door")
     def arrived(self, request: Any) -> None:
         """Registers a new request and passes it to the tier."""
         self._agree_late()
@@ -287,7 +287,7 @@ class DoorScheduler:
         self._states[request.request_id] = state
         self._tier.tell(request, state.retention, is_excluded=self._is_excluded(request))
 
-    @hook(lambda *_: False, of="door")
+    @callback(lambda *_: False, of="door")
     def awaits(self, request: Any, device_hit_tokens: int, manager: Any) -> bool:
         """Returns True while the request should wait for chunks that another engine computes
         (`PrefillWait`). Meanwhile the tier must not look up the request's chunks: that could begin
@@ -310,7 +310,7 @@ class DoorScheduler:
         chunks = AwaitedChunks(self._tier, space, manager.primary_tier)
         return self._wait.goes_on(chunks, state, device_hit_tokens, time.monotonic())
 
-    @hook(nothing, of="door")
+    @callback(nothing, of="door")
     def comes(self, request: Any, kv_cache_manager: Any) -> None:
         """Notifies `LoadRoom` (which limits loads to the device's free blocks) that vLLM asks for
         the request's hit. Must be called each time that vLLM asks, even if hotkv loads nothing:
@@ -323,13 +323,13 @@ class DoorScheduler:
             self._room.bind(kv_cache_manager)
         self._room.comes(request)
 
-    @hook(lambda *_: True, of="door")
+    @callback(lambda *_: True, of="door")
     def has_room(self, request: Any) -> bool:
         """Returns True if the device has enough free blocks for a load of this request beside the
         loads of other requests (`LoadRoom`). `comes` must have been called for the request."""
         return self._room.has_room(request)
 
-    @hook(nothing, of="door")
+    @callback(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
         """Records how long the request's hit is, each time that vLLM asks for it, for the report
         about the request to the server.
@@ -348,7 +348,7 @@ class DoorScheduler:
         self._reports.answered(state, answer is None, None if may_read else Miss.NOT_ASKED)
         state.hit.miss = self._tier.miss_of(request.request_id)
 
-    @hook(nothing, of="door")
+    @callback(nothing, of="door")
     def allocated(self, request: Any, external_tokens: int) -> None:
         """Records that the engine has admitted a request, and reports its hit to the server. Tokens
         that were already in vLLM's primary tier (CPU memory) count as a hit in the engine's own
@@ -388,12 +388,12 @@ class DoorScheduler:
 
     def _share_nothing(self, *_: Any) -> None:
         """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is
-        called if a hook (method that vLLM calls) raises whose task is to prevent that wrong KV is
+        called if a callback (method that vLLM calls) raises whose task is to prevent that wrong KV is
         stored: from then on wrong KV might be in vLLM's caches."""
         self._tier.is_held = True
         self._is_clean = False
 
-    @hook(_share_nothing, of="door")
+    @callback(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
         """Records the blocks that vLLM has allocated to a request. Also excludes the request from
         hotkv if it must not use hotkv any more (`_is_excluded`). This may change during a request:
@@ -407,7 +407,7 @@ class DoorScheduler:
         self._written.allocated(request, blocks)
         self._room.admitted(request.request_id, blocks)
 
-    @hook(_share_nothing, of="door")
+    @callback(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
         """Informs vLLM's offloading about the step: which blocks the step writes (see
         `steps.tell_written`), which recurrent states must not be stored (`steps.withdraw_states`),
@@ -439,7 +439,7 @@ class DoorScheduler:
         steps.withdraw_states(block_state, written, sizes, self._num_drafts, offloading)
         self._written.take()
 
-    @hook(_share_nothing, of="door")
+    @callback(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
         """Handles that another connector of a MultiConnector has failed to load blocks. KV that was
         computed from these blocks is wrong, so stores of it to vLLM's primary tier (CPU memory) are
@@ -449,14 +449,14 @@ class DoorScheduler:
         """
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
-    @hook(_share_nothing, of="door")
+    @callback(_share_nothing, of="door")
     def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
         """Prevents that vLLM's offloading stores chunks of several blocks wrongly: a chunk without
         one of the blocks that a hit needs, or with a block in the place of another
         (`steps.leave_out_holes`)."""
         steps.leave_out_holes(offloading, scheduler_output)
 
-    @hook(_share_nothing, of="door")
+    @callback(_share_nothing, of="door")
     def planned(self, meta: Any, offloading: Any) -> None:
         """Makes stores fail whose blocks the step may overwrite before vLLM has copied them to its
         CPU memory. vLLM waits for the end of such copies when the workers' connector receives the
@@ -470,7 +470,7 @@ class DoorScheduler:
         ):
             self.spoilt |= steps.flushed_stores(offloading, meta)
 
-    @hook(_share_nothing, of="door")
+    @callback(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
         """Prevents vLLM's offloading from storing blocks of an ended request that the request has
         not computed, or that vLLM has freed.
@@ -485,7 +485,7 @@ class DoorScheduler:
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 
-    @hook(nothing, of="door")
+    @callback(nothing, of="door")
     def finished(self, request: Any) -> None:
         """Forgets a request that has finished or was aborted, and reports its end."""
         self._admitted.discard(request.request_id)
@@ -515,7 +515,7 @@ class DoorScheduler:
         self._passed(1)
         return 0
 
-    @hook(_hold, of="door", last=0)
+    @callback(_hold, of="door", last=0)
     def begin_step(self, scheduler_output: Any) -> int:
         """Advances the tasks that span several steps: checks of the weights, resets of the caches,
         reports to the server. Returns an id of the step, which the ranks send back with the step's
@@ -563,7 +563,7 @@ class DoorScheduler:
         from the server into vLLM's CPU memory) delays nothing else."""
         return self._may_wait and not self._admitted
 
-    @hook(lambda *_: False, of="door")
+    @callback(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
         """Makes vLLM begin at once the promotions (copies from the server into vLLM's CPU memory)
         that this step's lookups ask for. Then waits up to IDLE_WAIT_S until one of them has ended.
@@ -581,7 +581,7 @@ class DoorScheduler:
         manager.on_schedule_end(ScheduleEndContext((), ()))
         return transfers.wait_for_end(IDLE_WAIT_S)
 
-    @hook(nothing, of="door")
+    @callback(nothing, of="door")
     def end_step(self, meta: Any) -> None:
         """Records the step's synchronous loads as ended: vLLM 0.33 waits for such loads within the
         step, and does not report their end. Then, if the engine has nothing to compute, waits for
@@ -629,7 +629,7 @@ class DoorScheduler:
         states = self._states.items()
         self._tier.exclude([name for name, state in states if self._is_excluded(state.request)])
 
-    @hook(_hold, of="door")
+    @callback(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
         """Processes those reports of ranks that were not handled before. Must be called before
         vLLM's offloading processes the step's results, and so before it passes stored chunks to the
@@ -639,7 +639,7 @@ class DoorScheduler:
         """
         now_s = time.monotonic()
         for rank, one in report.parts:
-            self._tier.stats.add("hook_errors", one.hook_errors)
+            self._tier.stats.add("callback_errors", one.callback_errors)
             if one.format is not None:
                 self._formats[rank] = one.format
         if self.wants_formats:
@@ -685,7 +685,7 @@ class DoorScheduler:
                 "reset_connector)"
             )
 
-    @hook(lambda _, theirs, *__: theirs, of="door")
+    @callback(lambda _, theirs, *__: theirs, of="door")
     def take_events(self, theirs: list[Any], kv_cache_manager: Any, manager: Any) -> list[Any]:
         """Returns the events of vLLM's offloading (`theirs`), and the events about blocks in the
         server, which vLLM publishes as events of this engine (`SharedEvents`).
@@ -732,7 +732,7 @@ class DoorScheduler:
             self._reset.hold()
         return checks.is_pausing()
 
-    @hook(_reset_broke, of="door", last=False)
+    @callback(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
         """Makes the server delete the blocks of this key space (a flush), unless the engine only
         pauses. Returns False if a connected server did not do so. Blocks for at most
@@ -766,7 +766,7 @@ class DoorScheduler:
         self._tier.stats.add("resets")
         return self._reset.begin(self._config.reset_timeout_s)
 
-    @hook(lambda _: False, of="door")
+    @callback(lambda _: False, of="door")
     def wants_steps(self) -> bool:
         """Returns True if vLLM must plan steps even if the engine is idle. There are two reasons:
         - A reset is not finished (`CacheReset.wants_steps`).

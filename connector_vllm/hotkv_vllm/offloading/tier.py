@@ -65,21 +65,21 @@ from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.counter_help import COUNTERS
 from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.link import logger
 from hotkv_vllm.offloading.key_space import stated_key_space
 from hotkv_vllm.offloading.region import NoRegion, Region, region_of
 from hotkv_vllm.offloading.requests import Promotions, Room
 from hotkv_vllm.offloading.transfers import Ended, GroupRows, Transfers
-from hotkv_vllm.stats import HookClock, HotKVStats
+from hotkv_vllm.stats import CallbackClock, HotKVStats
 
 CLIENT_NAME = "hotkv-offloading"
 BY_CONNECTOR = "opened_by_connector"
 """Name of a setting that `HotKVOffloadingConnector` adds to the tier's settings. It tells the tier
 not to open a session by itself, because the connector does that (`HotKVTier.open`)."""
 HANDLE = "primary"
-HOOK_ERRORS = "vllm:hotkv_offloading_hook_errors"
-"""Name of the metric that counts exceptions in hotkv's hooks (methods that vLLM calls). It differs
+CALLBACK_ERRORS = "vllm:hotkv_offloading_callback_errors"
+"""Name of the metric that counts exceptions in hotkv's callbacks (methods that vLLM calls). It differs
 from the metric of `HotKVConnector`, because both connectors may be in one MultiConnector, and vLLM
 registers a name only once."""
 PROBE_AGAIN_S = 0.25
@@ -180,7 +180,7 @@ class HotKVTier(SecondaryTierManager):
         self.settings = settings_of(settings)
         self.row_bytes = self.block_size_bytes
         self.stats = HotKVStats()
-        self.edge = HookEdge(HookClock("tier", str(self.config.engine_id)), self.stats.add)
+        self.edge = CallbackEdge(CallbackClock("tier", str(self.config.engine_id)), self.stats.add)
         self.may_load = self.may_store = self.may_repeat = True
         self.model_names: tuple[str, ...] = (str(self.config.model.name),)
         self.is_held = False
@@ -378,7 +378,7 @@ class HotKVTier(SecondaryTierManager):
 
     # -------------------------------------------------------------------------------------- lookups
 
-    @hook(lambda *_: RequestOffloadingContext(), of="tier")
+    @callback(lambda *_: RequestOffloadingContext(), of="tier")
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         known = self._told.get(req_context.req_id)
         if known is None:
@@ -390,7 +390,7 @@ class HotKVTier(SecondaryTierManager):
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
-    @hook(lambda *_: LookupResult.MISS, of="tier")
+    @callback(lambda *_: LookupResult.MISS, of="tier")
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         known = self._told.get(req_context.req_id)
         if known is None or known.is_excluded or not self.may_load:
@@ -545,7 +545,7 @@ class HotKVTier(SecondaryTierManager):
 
     # ----------------------------------------------------------------------------------------- jobs
 
-    @hook(lambda self, job_metadata: self._end_unbegun(job_metadata), of="tier")
+    @callback(lambda self, job_metadata: self._end_unbegun(job_metadata), of="tier")
     def submit_load(self, job_metadata: TransferJob) -> None:
         job, context = job_metadata, job_metadata.req_context
         known = self._told.get(context.req_id)
@@ -568,7 +568,7 @@ class HotKVTier(SecondaryTierManager):
         ]
         self._transfers.load(job, groups)
 
-    @hook(lambda self, job_metadata: self._end_unbegun(job_metadata), of="tier")
+    @callback(lambda self, job_metadata: self._end_unbegun(job_metadata), of="tier")
     def submit_store(self, job_metadata: TransferJob) -> None:
         job, context = job_metadata, job_metadata.req_context
         known = self._told.get(context.req_id)
@@ -672,11 +672,11 @@ class HotKVTier(SecondaryTierManager):
             self._note_end(one)
         return [self._result(one) for one in ended]
 
-    @hook(nothing, of="tier", is_part=True)
+    @callback(nothing, of="tier", is_part=True)
     def _collect_rows(self) -> None:
         self._rows.collect()
 
-    @hook(nothing, of="tier", is_part=True)
+    @callback(nothing, of="tier", is_part=True)
     def _note_end(self, one: Ended) -> None:
         request_id = one.job.req_context.req_id
         if one.job.is_promotion:
@@ -707,19 +707,19 @@ class HotKVTier(SecondaryTierManager):
 
     # ----------------------------------------------------------------------------- steps and ends
 
-    @hook(nothing, of="tier")
+    @callback(nothing, of="tier")
     def serve_external_requests(self, parent: ParentManager) -> None:
         """Binds `PrimaryRows`: vLLM gives a tier its manager nowhere else."""
         if not self._rows.is_bound:
             self._rows.bind(parent)
 
-    @hook(nothing, of="tier")
+    @callback(nothing, of="tier")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._step += 1
         self._say_on()
         self._room.end_step()
 
-    @hook(nothing, of="tier")
+    @callback(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forgets a request that has ended, and reports to the server which chunks the request has
         used without loading them from the server, because it hit them on the device or in vLLM's
@@ -736,7 +736,7 @@ class HotKVTier(SecondaryTierManager):
         if used:
             self._session.report_use(self._named(self._by_group(used)))
 
-    @hook(nothing, of="tier")
+    @callback(nothing, of="tier")
     def shutdown(self) -> None:
         """Closes the session and the file of the primary tier (vLLM's CPU memory). The server ends
         the session's transfers."""
@@ -752,17 +752,17 @@ class HotKVTier(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
         """Returns the definition of the counter that `get_stats` counts."""
-        return {HOOK_ERRORS: OffloadingCounterMetadata(COUNTERS["hook_errors"])}
+        return {CALLBACK_ERRORS: OffloadingCounterMetadata(COUNTERS["callback_errors"])}
 
-    @hook(nothing, of="tier")
+    @callback(nothing, of="tier")
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Returns how many exceptions in hotkv's hooks (methods that vLLM calls) were counted since
+        """Returns how many exceptions in hotkv's callbacks (methods that vLLM calls) were counted since
         the last call; None if there were none."""
-        count = self.stats.data.pop("hook_errors", 0)
+        count = self.stats.data.pop("callback_errors", 0)
         if not count:
             return None
         stats = OffloadingConnectorStats()
-        stats.increase_counter(HOOK_ERRORS, count)
+        stats.increase_counter(CALLBACK_ERRORS, count)
         return stats
 
     # ---------------------------------------------------------------------------------------- names

@@ -10,7 +10,7 @@ from hotkv_vllm.compat.key_space import packing
 from hotkv_vllm.compat.kv_groups import cache_groups
 from hotkv_vllm.compat.reuse import check_reuse
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.identity.weights_watch import watch_callers
 from hotkv_vllm.offloading.key_space import rank_factors
@@ -24,7 +24,7 @@ class DoorWorker:
     whether its weights have changed.
 
     offloading_config: vLLM's `OffloadingConfig`.
-    edge: measures the hooks (methods that vLLM calls), logs their exceptions and counts these in
+    edge: measures the callbacks (methods that vLLM calls), logs their exceptions and counts these in
         `stats`.
     is_child: True if the connector is in a MultiConnector.
     report_ids: generates the ids of the rank's reports.
@@ -36,7 +36,7 @@ class DoorWorker:
         kv_cache_config: Any,
         offloading_config: Any,
         config: ConnectorConfig,
-        edge: HookEdge,
+        edge: CallbackEdge,
         stats: HotKVStats,
         is_child: bool,
     ) -> None:
@@ -60,7 +60,7 @@ class DoorWorker:
             self._rank, why_off="its KV caches could not be described; see the engine's log"
         )
 
-    @hook(_register_broke, of="door")
+    @callback(_register_broke, of="door")
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Computes the rank's page format (how it packs K and V inside pages), and begins to watch
         the rank's weights. Must be called while vLLM's worker registers its KV caches, because it
@@ -94,14 +94,14 @@ class DoorWorker:
         the format (`DoorMetadata`)."""
         return None if self._is_child else self._format
 
-    @hook(nothing, of="door")
+    @callback(nothing, of="door")
     def before_step(self, meta: DoorMetadata) -> None:
         """Carries out the scheduler's order to check the rank's weights, if this step's message has
         one, before the step computes anything."""
         if self._weights is not None:
             self._weights.obey(meta.weights)
 
-    @hook(lambda *_: RankReport(), of="door")
+    @callback(lambda *_: RankReport(), of="door")
     def report(self, meta: DoorMetadata | None) -> RankReport:
         """Returns the rank's report about a step, without the report of vLLM's own offloading.
 
@@ -113,5 +113,5 @@ class DoorWorker:
             report.timed_step = meta.timed_step
             if meta.wants_formats:
                 report.format = self._format
-        report.hook_errors = self._stats.data.pop("hook_errors", 0)
+        report.callback_errors = self._stats.data.pop("callback_errors", 0)
         return report

@@ -3,8 +3,8 @@ engine, once, when vLLM registers its KV caches.
 
 All device memory is allocated here, before vLLM captures graphs:
 - tables of hot sets (the blocks that each request attends to in each layer),
-- representations of blocks (compact forms of keys, by which sparse attention selects blocks), for
-  as many tokens as `hotkv.representation_tokens` sets,
+- sketches of blocks (compact forms of keys, by which sparse attention selects blocks), for
+  as many tokens as `hotkv.sketch_tokens` sets,
 - a staging area, a buffer for copies of one layer's pages of the longest context.
 """
 
@@ -38,7 +38,7 @@ logger = link.logger
 
 def install(
     config: SparseConfig,
-    representation_tokens: int,
+    sketch_tokens: int,
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
@@ -49,10 +49,10 @@ def install(
     attaches it to all layers. Raises Unsupported, with the reason, if a layer can't attend to
     blocks that are only in host memory.
 
-    representation_tokens: number of tokens for whose representations (compact forms of keys) memory
+    sketch_tokens: number of tokens for whose sketches (compact forms of keys) memory
         is allocated.
     kv_caches: the tensor of each layer, by layer name.
-    centres: the model's mean keys, by which representations are computed; None without them.
+    centres: the model's mean keys, by which sketches are computed; None without them.
     device: the device to use; None for the device of `kv_caches`.
     """
     from hotkv_vllm.residency.cuda_backend import HotFlashImpl
@@ -80,7 +80,7 @@ def install(
     sizes = (heads, block_tokens, width // 2)
     num_heads = found[0].impl.num_heads
     workspace = _workspace(config, vllm_config, kv_cache_config, num_heads, sizes, device)
-    num_rows = -(-representation_tokens // workspace.shape.block_tokens)
+    num_rows = -(-sketch_tokens // workspace.shape.block_tokens)
     layers = [
         _layer(
             config, workspace, one, kv_caches[one.name], offsets[one.name], num_rows, place, centres
@@ -133,7 +133,7 @@ def _why_not(impl: Any, is_ours: bool) -> str:
     if impl.sinks is not None:
         return "has learned sinks, which no kernel of hotkv's counts on CUDA"
     if impl.logits_soft_cap:
-        return "caps its logits, which representations don't know"
+        return "caps its logits, which sketches don't know"
     if impl.fa4_hd256:
         return "uses FlashAttention 4's kernel for heads of 256, which takes tables of one width"
     return ""
@@ -178,11 +178,11 @@ class _Shaped:
 
 
 def totals(
-    config: SparseConfig, representation_tokens: int, vllm_config: Any, kv_cache_config: Any
+    config: SparseConfig, sketch_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
     """Computes the memory that a rank needs: vLLM's pool, and all memory that `install` allocates.
 
-    representation_tokens: number of tokens for whose representations (compact forms of keys) memory
+    sketch_tokens: number of tokens for whose sketches (compact forms of keys) memory
         is allocated.
     """
     spec = residency.resident_spec(kv_cache_config)
@@ -192,21 +192,21 @@ def totals(
     device = _Counter()
     sizes = (spec.num_kv_heads, spec.block_size, spec.head_size)
     workspace = _workspace(config, vllm_config, kv_cache_config, num_heads, sizes, device)
-    num_rows = -(-representation_tokens // spec.block_size)
+    num_rows = -(-sketch_tokens // spec.block_size)
     tables = device.num_bytes + 4 * workspace.shape.max_blocks
-    representations, nowhere = 0, Pages(0, "bfloat16", 1, 1, 1)
+    sketches, nowhere = 0, Pages(0, "bfloat16", 1, 1, 1)
     for layer in range(num_layers):
         (name,) = config.scorers_of(layer)
         device.num_bytes = 0
         index = _index(workspace, name, num_rows, None, None)
-        representations += device.num_bytes
+        sketches += device.num_bytes
         device.num_bytes = 0
         hot = CudaHotSets(workspace, [Fragment(0, 0, 1)], 1)
         CudaSelector(workspace, layer, index, nowhere, nowhere, hot)
         tables += device.num_bytes
     return Totals(
         int(kv_cache_config.num_blocks) * num_layers * spec.page_size_bytes,
-        representations,
+        sketches,
         0,
         workspace.shape.max_blocks * spec.page_size_bytes,
         tables,

@@ -21,7 +21,7 @@ Always true:
   that has blocks only in host memory as sparse.
 - Bytes read from the arena are valid only if the server still pinned their blocks after the step's
   last kernel. To test this, `take_lost` waits for the device.
-- Each state index (place of a request in the device's arrays) and each row of representations
+- Each state index (place of a request in the device's arrays) and each row of sketches
   (compact forms of keys) belongs to at most one request at a time.
 - The worker treats a block as freed only after it has written the block's arena address to device
   memory. If it does not know the address of a freed block, it marks the request as lost. A lost
@@ -82,12 +82,12 @@ class CudaSequence:
         request as lost by this id.
     num_freed: the blocks between the sinks (first blocks, which stay on the device) and this
         position are not on the device.
-    num_built: number of leading blocks whose representations (compact forms of keys, by which
+    num_built: number of leading blocks whose sketches (compact forms of keys, by which
         blocks are chosen) are built, or are built by the present step.
     context_tokens: length of the context, including the step's `new_tokens`.
     is_sparse: True if the request attends sparsely in the present step.
     has_hot_slots: True if its hot slots (device blocks for copies of chosen blocks) are known.
-    rows: by position, the row of the block's representation in the device's arrays, int32.
+    rows: by position, the row of the block's sketch in the device's arrays, int32.
     addresses: by position, the address at which the device reads the block in the arena, int64; 0
         if not known.
     pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`; None before
@@ -121,12 +121,12 @@ class CudaSequence:
 class CudaSequences:
     """Holds the `CudaSequence` of each resident request (a request whose old blocks may be only in
     the server's memory), and the request's entries in the kernels' arrays: the rows with its
-    representations (compact forms of keys), the ids of its hot slots (device blocks for copies of
+    sketches (compact forms of keys), the ids of its hot slots (device blocks for copies of
     chosen blocks) and its arena addresses. Allocates state indices (places in these arrays) and
     rows to requests. Used by one thread.
 
     workspace: the kernels' arrays in device memory.
-    num_rows: number of rows for representations; one row holds those of one block.
+    num_rows: number of rows for sketches; one row holds those of one block.
     slot_bytes: bytes of a block in the arena.
     arena_of: takes the id of an arena's file, and returns the mapped arena; None if this process
         does not map it.
@@ -187,7 +187,7 @@ class CudaSequences:
 
     def end(self, request_id: str) -> None:
         """Forgets a request that has ended or was preempted. Frees its state index (place in the
-        device's arrays), and its rows for representations (compact forms of keys)."""
+        device's arrays), and its rows for sketches (compact forms of keys)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             del self._by_state[sequence.state]
@@ -335,7 +335,7 @@ class CudaSequences:
         self._work.device.write(self._work.arena, (sequence.state, 0), nothing)
 
     def _give_rows(self, sequence: CudaSequence) -> None:
-        """Allocates rows for the representations (compact forms of keys) of the context's blocks
+        """Allocates rows for the sketches (compact forms of keys) of the context's blocks
         that have no row yet. If too few rows are free, marks the request as lost, so that vLLM
         computes it anew."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
@@ -347,8 +347,8 @@ class CudaSequences:
         if more > len(self._free_rows):
             self.lose(
                 sequence,
-                f"no room for its representations: {len(self._free_rows)} of {more} rows are "
-                "free; raise hotkv.representation_tokens",
+                f"no room for its sketches: {len(self._free_rows)} of {more} rows are "
+                "free; raise hotkv.sketch_tokens",
             )
             return
         rows = np.array([self._free_rows.pop() for _ in range(more)], np.int32)
@@ -378,7 +378,7 @@ class CudaLayer:
     """A layer of the model, as the worker's kernels use it.
 
     scale: the factor of its attention scores (q · k is multiplied by it).
-    selector: launches the kernels that build representations (compact forms of keys) and choose
+    selector: launches the kernels that build sketches (compact forms of keys) and choose
         blocks.
     places: where the layer's pages are: on the device, and in a slot of the arena.
     pages: its KV cache [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels of key and
@@ -439,7 +439,7 @@ class CudaWorker:
     are only in the server's arena. The module describes how vLLM and the connector call it.
 
     workspace: the kernels' arrays in device memory.
-    num_rows: number of rows for representations (compact forms of keys); one row per block.
+    num_rows: number of rows for sketches (compact forms of keys); one row per block.
     slot_bytes: bytes of a block in the arena.
     plans_in_build: True with vLLM's model runner V1, which calls `begin_resident` before
         `begin_batch`; the batch is then planned in `begin_batch`. Runner V2 calls `begin_batch`
@@ -568,8 +568,8 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds the representations (compact forms of keys) that are missing for blocks that were
-        complete before this step, such as the blocks of a hit. The representations of blocks that
+        """Builds the sketches (compact forms of keys) that are missing for blocks that were
+        complete before this step, such as the blocks of a hit. The sketches of blocks that
         the step itself completes are built by `layer_step`."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
@@ -607,7 +607,7 @@ class CudaWorker:
         return tuple(runs)
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
-        """Launches the kernels that prepare a layer's attention. They build the representations
+        """Launches the kernels that prepare a layer's attention. They build the sketches
         (compact forms of keys) of blocks that the step has completed, choose the blocks to attend
         to, and copy chosen blocks from the arena into hot slots (device blocks for such copies).
         Afterwards `table` and `lengths` say which blocks the layer's attention must read.

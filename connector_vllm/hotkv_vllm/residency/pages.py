@@ -6,9 +6,9 @@ side by side.
 
 `SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds one
 shard (part) per rank, in the order of the ranks. A shard holds the pages of the group's layers, in
-vLLM's order. A block's representation (a compact form of its keys, by which sparse attention
+vLLM's order. A block's sketch (a compact form of its keys, by which sparse attention
 selects blocks) has a slot of its own, also with one shard per rank. A shard there holds the
-representations of all sparse layers, in the model's order. A layer may have representations in
+sketches of all sparse layers, in the model's order. A layer may have sketches in
 several formats, in the order of the configuration (`sparse.shared`).
 
 Always true:
@@ -58,12 +58,12 @@ class SlotPlaces:
     bytes from the start of the slot.
 
     pages: by layer index, the offset of the layer's page in the slot of a block.
-    representations: by layer index and format, the offset of the layer's representation (compact
-        form of keys) in the slot of a block's representation.
+    sketches: by layer index and format, the offset of the layer's sketch (compact
+        form of keys) in the slot of a block's sketch.
     """
 
     pages: dict[int, int] = field(default_factory=dict)
-    representations: dict[int, dict[str, int]] = field(default_factory=dict)
+    sketches: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
 def slot_places(
@@ -91,7 +91,7 @@ def slot_places(
     ]
     at = shard_index * sum(num_bytes for _, _, num_bytes in row_bytes)
     for layer, name, num_bytes in row_bytes:
-        places.representations.setdefault(layer.index, {})[name] = at
+        places.sketches.setdefault(layer.index, {})[name] = at
         at += num_bytes
     return places
 
@@ -320,7 +320,7 @@ class LostBytesError(Exception):
 
 
 class ResidentPages:
-    """Copies pages and representations (compact forms of keys) that are only in the server's arena,
+    """Copies pages and sketches (compact forms of keys) that are only in the server's arena,
     for the requests of a step.
 
     staging: copies all pages that a batch needs into a staging area. Used in steps in which a
@@ -380,16 +380,16 @@ class ResidentPages:
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies a layer's representations of blocks (compact forms of their keys) from arena slots
+        """Copies a layer's sketches of blocks (compact forms of their keys) from arena slots
         into rows of `pool`.
 
-        name: format of the representations to copy.
-        pool: the layer's representations in that format, uint8 [rows, KV heads, bytes].
+        name: format of the sketches to copy.
+        pool: the layer's sketches in that format, uint8 [rows, KV heads, bytes].
         rows: for each block, the row to copy to, int32.
         slots: for each block, the address of the arena slot to copy from, int64.
         """
         row_bytes = layer.shape.row_bytes(name)
-        place = self._places.representations[layer.index][name]
+        place = self._places.sketches[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes
         self._copier.copy(to, slots + place, row_bytes)
 

@@ -186,8 +186,8 @@ class Resident:
         missing = np.flatnonzero(found.offsets < 0)
         count = int(missing[0]) if len(missing) else len(found.offsets)
         if count:
-            offsets, representations = found.offsets[:count], found.representations[:count]
-            self.places.append(KeptBlocks(first, offsets, representations, file_id))
+            offsets, sketches = found.offsets[:count], found.sketches[:count]
+            self.places.append(KeptBlocks(first, offsets, sketches, file_id))
             self.kept = first + count
         if len(missing):
             self.store_from(first + count)

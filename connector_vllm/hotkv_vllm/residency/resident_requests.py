@@ -469,7 +469,7 @@ class ResidentRequests:
         """Records that `job` stores blocks of the request. The server is asked to pin these blocks
         after the store has ended."""
         one = self._residents.get(request_id)
-        runs = (*job.runs, *job.representations)
+        runs = (*job.runs, *job.sketches)
         if one is not None and runs:
             one.storing[job.store_id] = min(run.depth for run in runs)
 

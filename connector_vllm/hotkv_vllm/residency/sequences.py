@@ -1,5 +1,5 @@
 """A worker's record of the requests of an engine with residency (`ResidentSequences`), and the
-representations of these requests' blocks (`KeptRows`). A representation is a compact form of a
+sketches of these requests' blocks (`KeptRows`). A sketch is a compact form of a
 block's keys, by which sparse attention selects blocks. A *hot slot* is a block of the device's pool
 into which selected blocks are copied. A request is *lost* if the worker can't read its blocks that
 are only in the server's arena; vLLM then computes it anew. For CPU engines; CUDA engines use
@@ -34,7 +34,7 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Largest number of rows of `KeptRows` (a row holds the representations of a block, compact forms
+"""Largest number of rows of `KeptRows` (a row holds the sketches of a block, compact forms
 of its keys) that a request gets before its context has that many blocks."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
@@ -44,12 +44,12 @@ STEPS_IN_FLIGHT = 2
 request that the worker reports as lost may still be in the messages of this many steps."""
 
 
-# -------------------------------------------------------------------------- rows of representations
+# -------------------------------------------------------------------------- rows of sketches
 
 
 def num_rows_for(num_taken: int) -> int:
     """Returns for how many rows `KeptRows` allocates memory if requests need `num_taken` rows:
-    FIRST_ROWS, doubled until it is enough. A row holds the representations (compact forms of keys)
+    FIRST_ROWS, doubled until it is enough. A row holds the sketches (compact forms of keys)
     of a block."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
@@ -58,14 +58,14 @@ def num_rows_for(num_taken: int) -> int:
 
 
 class KeptRows:
-    """Holds the representations (compact forms of keys) of all complete blocks of resident
+    """Holds the sketches (compact forms of keys) of all complete blocks of resident
     contexts, also of blocks that are not on the device. Used by one thread.
 
     Each resident request has rows here as long as it runs, one per block of its context; a row has
-    the block's representations in all layers. The memory grows with the contexts that run at the
+    the block's sketches in all layers. The memory grows with the contexts that run at the
     same time, to about 7 % of their KV.
 
-    pool: the worker's `BlockReprManager`, which holds representations only of blocks on the device.
+    pool: the worker's `BlockReprManager`, which holds sketches only of blocks on the device.
         The rows have the same formats, centres (mean keys) and principal axes.
     """
 
@@ -85,7 +85,7 @@ class KeptRows:
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns, by format, a layer's representations (compact forms of keys) in all rows, in the
+        """Returns, by format, a layer's sketches (compact forms of keys) in all rows, in the
         form that the selection of blocks needs (`Source`). Valid until the next `take`, which may
         replace the arrays."""
         of_pool = self._pool.sources(layer_idx)
@@ -113,20 +113,20 @@ class KeptRows:
         self._free.extend(sorted(rows.tolist(), reverse=True))
 
     def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
-        """Copies a layer's representations (compact forms of keys) from `pool` into rows.
+        """Copies a layer's sketches (compact forms of keys) from `pool` into rows.
 
         rows: the row to copy to, for each block.
-        blocks: ids of the device blocks whose representations are copied.
+        blocks: ids of the device blocks whose sketches are copied.
         """
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
     def _of(self, layer_idx: int, name: str, source: Source) -> U8:
-        """Returns a layer's representations (compact forms of keys) in a format, for all rows,
+        """Returns a layer's sketches (compact forms of keys) in a format, for all rows,
         uint8 [rows, KV heads, bytes]. Enlarges the array if rows were added.
 
         name: name of the format.
-        source: the layer's representations in `pool`.
+        source: the layer's sketches in `pool`.
         """
         rows = self._rows.get((layer_idx, name))
         if rows is None or len(rows) < self._num_rows:
@@ -154,10 +154,10 @@ class ResidentSequence:
     hot_blocks: ids of the request's hot slots (device blocks for copies of selected blocks), int32.
     addresses: by position, the address of the block's arena slot in this process, int64; -1 if not
         known.
-    representations: by position, the address of the arena slot with the block's representations
+    sketches: by position, the address of the arena slot with the block's sketches
         (compact forms of keys), int64; -1 if the server lacks them.
-    rows: by position, the row of `KeptRows` with the block's representations, int32.
-    num_kept: by layer index, the number of leading blocks whose representations are in `rows`.
+    rows: by position, the row of `KeptRows` with the block's sketches, int32.
+    num_kept: by layer index, the number of leading blocks whose sketches are in `rows`.
     content: by layer index: for each hot slot, the position of the block that it holds, int32; -1
         if empty.
     pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`.
@@ -172,7 +172,7 @@ class ResidentSequence:
     num_freed: int = 0
     hot_blocks: I32 = field(default_factory=lambda: np.empty(0, np.int32))
     addresses: I64 = field(default_factory=lambda: np.empty(0, np.int64))
-    representations: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    sketches: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     rows: I32 = field(default_factory=lambda: np.empty(0, np.int32))
     num_kept: dict[int, int] = field(default_factory=dict)
     content: dict[int, I32] = field(default_factory=dict)
@@ -181,26 +181,26 @@ class ResidentSequence:
     is_lost: bool = False
     has_read: bool = False
 
-    def kept(self, first: int, slots: I64, representations: I64) -> None:
+    def kept(self, first: int, slots: I64, sketches: I64) -> None:
         """Records where the server has pinned consecutive blocks.
 
         first: position of the first of these blocks.
         slots: address of each block's slot, int64.
-        representations: address of the slot with each block's representation (compact form of
-            keys), int64; -1 for a missing representation.
+        sketches: address of the slot with each block's sketch (compact form of
+            keys), int64; -1 for a missing sketch.
         """
         stop = first + len(slots)
         if stop > len(self.addresses):
             more = max(stop, 2 * len(self.addresses), _FIRST_BLOCKS) - len(self.addresses)
             nothing = np.full(more, NOT_KEPT, np.int64)
             self.addresses = np.concatenate([self.addresses, nothing])
-            self.representations = np.concatenate([self.representations, nothing])
+            self.sketches = np.concatenate([self.sketches, nothing])
         self.addresses[first:stop] = slots
-        self.representations[first:stop] = representations
+        self.sketches[first:stop] = sketches
 
     def forget_kept(self) -> None:
         """Forgets the arena addresses of all blocks."""
-        self.addresses[:] = self.representations[:] = NOT_KEPT
+        self.addresses[:] = self.sketches[:] = NOT_KEPT
         self.arenas = []
 
     def hot_content(self, layer_idx: int) -> I32:
@@ -228,7 +228,7 @@ class ResidentSequences:
     """Holds the `ResidentSequence` of each request, and finds lost requests (requests whose blocks
     the worker can't read any more).
 
-    kept: holds the representations (compact forms of keys) of the requests' blocks.
+    kept: holds the sketches (compact forms of keys) of the requests' blocks.
     arena_of: a function that returns the arena that this process maps; None without an arena.
     of_step: the sequences of the present step, by the id of the last device block that the step
         writes for the request (`ResidentRow.written_block`).
@@ -259,7 +259,7 @@ class ResidentSequences:
 
     def end(self, request_id: str) -> None:
         """Forgets a request that has ended or was preempted, and frees its rows of `KeptRows`, the
-        memory for the representations (compact forms of keys) of its blocks."""
+        memory for the sketches (compact forms of keys) of its blocks."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
@@ -307,11 +307,11 @@ class ResidentSequences:
         if arena not in sequence.arenas:
             sequence.arenas.append(arena)
         base = arena.memory.ctypes.data
-        slots, representations = (
+        slots, sketches = (
             np.where(offsets >= 0, offsets + base, NOT_KEPT)
-            for offsets in (kept.offsets, kept.representations)
+            for offsets in (kept.offsets, kept.sketches)
         )
-        sequence.kept(kept.first, slots, representations)
+        sequence.kept(kept.first, slots, sketches)
 
     # ----------------------------------------------------------------------------------------- loss
 

@@ -14,7 +14,7 @@ from collections.abc import Set
 from typing import Any
 
 from hotkv_vllm.compat.residency import DevicePool
-from hotkv_vllm.hooks import HookEdge, hook
+from hotkv_vllm.callbacks import CallbackEdge, callback
 from hotkv_vllm.link import logger
 from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.sharing import Sharing
@@ -27,10 +27,10 @@ class ResidentSide:
     pool: gives access to vLLM's block manager and to the device's blocks.
     sharing: the scheduler side's part that depends on the key space. Its `cache.residencies` is the
         present `ResidentRequests`, None without residency.
-    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
+    edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
     """
 
-    def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:
+    def __init__(self, pool: DevicePool, sharing: Sharing, edge: CallbackEdge) -> None:
         self.edge = edge
         self._pool = pool
         self._sharing = sharing
@@ -44,19 +44,19 @@ class ResidentSide:
         if self._pool.spec is not None:
             logger.info("hotkv: %s", self._pool.describe())
 
-    @hook(lambda *_: 0, last=0, is_part=True)
+    @callback(lambda *_: 0, last=0, is_part=True)
     def _kept_tokens(self, request_id: str) -> int:
         """Returns how many leading tokens of a request the server holds and has pinned, so that
         their blocks need not stay on the device."""
         return 0 if self._residencies is None else self._residencies.kept_tokens(request_id)
 
-    @hook(lambda *_: False, last=False, is_part=True)
+    @callback(lambda *_: False, last=False, is_part=True)
     def _has_room(self, request_id: str) -> bool:
         """Returns True if the server has reserved room for all present blocks of the request, so
         that not all of them need to stay on the device."""
         return self._residencies is not None and self._residencies.has_room(request_id)
 
-    @hook(lambda *_: None, is_part=True)
+    @callback(lambda *_: None, is_part=True)
     def _step_starts(self) -> None:
         """Prepares the step that vLLM is about to plan: leaves requests out of it if the server has
         no room for their next block, and moves requests off the device (their old blocks are then

@@ -21,21 +21,21 @@ class KeptBlocks:
 
     first: index of the first of these blocks in the request.
     offsets: for each block, bytes from the start of the arena `file_id` to the block's slot, int64.
-    representations: for each block, bytes from the start of the arena to the slot of the block's
-        representation (a compact form of its keys, by which sparse attention selects blocks),
-        int64; -1 if the server lacks the representation.
+    sketches: for each block, bytes from the start of the arena to the slot of the block's
+        sketch (a compact form of its keys, by which sparse attention selects blocks),
+        int64; -1 if the server lacks the sketch.
     """
 
     first: int
     offsets: Int64s
-    representations: Int64s
+    sketches: Int64s
     file_id: FileId
 
     def up_to(self, stop: int) -> "KeptBlocks":
         """Returns the blocks before position `stop`."""
         count = max(0, stop - self.first)
         return replace(
-            self, offsets=self.offsets[:count], representations=self.representations[:count]
+            self, offsets=self.offsets[:count], sketches=self.sketches[:count]
         )
 
 

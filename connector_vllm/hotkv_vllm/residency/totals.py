@@ -24,10 +24,10 @@ class Totals:
     """The bytes that one rank needs, by purpose.
 
     pool: vLLM's KV cache, which includes the hot slots (blocks for copies of selected blocks).
-    representations: representations (compact forms of keys, for sparse attention) of the pool's
-        blocks. On CUDA: of as many blocks as `hotkv.representation_tokens` tokens fill.
-    rows: representations of the longest context's blocks (`KeptRows`); 0 on CUDA, where
-        `representations` includes them.
+    sketches: sketches (compact forms of keys, for sparse attention) of the pool's
+        blocks. On CUDA: of as many blocks as `hotkv.sketch_tokens` tokens fill.
+    rows: sketches of the longest context's blocks (`KeptRows`); 0 on CUDA, where
+        `sketches` includes them.
     staging: staging areas, which hold a copy of one layer's pages of the longest context; two in a
         CPU engine, one on CUDA.
     tables: on CUDA, block tables, hot sets (ids of the blocks to attend to) and scratch memory of
@@ -35,7 +35,7 @@ class Totals:
     """
 
     pool: int
-    representations: int
+    sketches: int
     rows: int
     staging: int
     tables: int = 0
@@ -60,7 +60,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
         from hotkv_vllm.residency import cuda_setup
 
         found = cuda_setup.totals(
-            config.sparse, config.representation_tokens, vllm_config, kv_cache_config
+            config.sparse, config.sketch_tokens, vllm_config, kv_cache_config
         )
         free = cuda_setup.free_bytes()
     else:

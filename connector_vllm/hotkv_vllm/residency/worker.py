@@ -47,8 +47,8 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
-"""Number of blocks whose pages are copied from the arena at a time, to build representations of the
-blocks. A representation is a compact form of a block's keys, by which blocks are chosen."""
+"""Number of blocks whose pages are copied from the arena at a time, to build sketches of the
+blocks. A sketch is a compact form of a block's keys, by which blocks are chosen."""
 
 
 @dataclass(slots=True)
@@ -121,12 +121,12 @@ class ResidentWorker(SparseWorker):
         """
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
-        self._kept = KeptRows(self.representations)
+        self._kept = KeptRows(self.sketches)
         self._pages = ResidentPages(layers, places, longest_blocks)
         self.residents = ResidentSequences(self._kept)
 
     def __repr__(self) -> str:
-        return f"ResidentWorker({self.residents}, {self._kept}, {self.representations})"
+        return f"ResidentWorker({self.residents}, {self._kept}, {self.sketches})"
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -189,7 +189,7 @@ class ResidentWorker(SparseWorker):
             try:
                 self._keep(layer, one)
             except (LostBytesError, IndexError, ValueError) as error:
-                self.residents.lose(one.sequence, f"its representations can't be had: {error}")
+                self.residents.lose(one.sequence, f"its sketches can't be had: {error}")
         began_s = time.perf_counter()
         chosen = self._chosen(layer, plan, query_of)
         if plan.rows:
@@ -198,7 +198,7 @@ class ResidentWorker(SparseWorker):
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
         """Plans a step: finds out which request each row of the batch belongs to, and which rows
-        attend sparsely. Also discards the representations (compact forms of keys) of blocks that
+        attend sparsely. Also discards the sketches (compact forms of keys) of blocks that
         the step overwrites."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
@@ -221,11 +221,11 @@ class ResidentWorker(SparseWorker):
                 plan.rows.append(SparseRow.of(row, token, request_id, blocks, kept, about))
         return plan
 
-    # ------------------------------------------------------------------------------ representations
+    # ------------------------------------------------------------------------------ sketches
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Allocates memory (rows of `KeptRows`) for the representations of the context's blocks, if
-        the request's decode steps may attend sparsely. A representation is a compact form of a
+        """Allocates memory (rows of `KeptRows`) for the sketches of the context's blocks, if
+        the request's decode steps may attend sparsely. A sketch is a compact form of a
         block's keys, by which blocks are chosen."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
@@ -237,13 +237,13 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Stores, in the request's rows of `KeptRows`, the representations (compact forms of keys)
+        """Stores, in the request's rows of `KeptRows`, the sketches (compact forms of keys)
         of the blocks that have become complete since the last call for this layer."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
         is_kept = complete > known and self._is_kept(one)
-        if not is_kept or not self.representations.is_calibrated(index):
+        if not is_kept or not self.sketches.is_calibrated(index):
             return
         positions = np.arange(known, complete)
         is_away = one.is_away(positions, self._num_sinks)
@@ -259,18 +259,18 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """Does the same as `_keep` for blocks that are only in the arena. Copies a representation
+        """Does the same as `_keep` for blocks that are only in the arena. Copies a sketch
         (compact form of keys) from the arena if the server has it, and otherwise builds it from the
         block's keys.
 
         positions: positions of these blocks in the context.
         """
         sources = self._kept.sources(layer.index)
-        has_own = sequence.representations[positions] >= 0
+        has_own = sequence.sketches[positions] >= 0
         there, missing = positions[has_own], positions[~has_own]
         if len(there):
             sequence.has_read = True
-            slots = sequence.representations[there]
+            slots = sequence.sketches[there]
             for name, source in sources.items():
                 self._pages.copy_rows(layer, name, source.pool, sequence.rows[there], slots)
             self._counters.add(layer.index, "loaded_blocks", len(there))
@@ -307,7 +307,7 @@ class ResidentWorker(SparseWorker):
         """
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
-        if is_resting or not self.representations.is_calibrated(layer.index):
+        if is_resting or not self.sketches.is_calibrated(layer.index):
             return chosen
         for row in plan.rows:
             if plan.residents[row.row].sequence.is_lost:

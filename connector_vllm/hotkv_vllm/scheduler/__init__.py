@@ -1,7 +1,7 @@
 """The connector's scheduler side. It runs in the process and thread of vLLM's scheduler.
 
 Its modules:
-- `side`: class `HotKVScheduler`, which creates the other parts and is called by vLLM's hooks.
+- `side`: class `HotKVScheduler`, which creates the other parts and is called by vLLM's callbacks.
 - `sharing`: decides whether the engine uses the shared cache.
 - `admission`: follows each request from its arrival to its end.
 - `hits`: finds the hit of a request.

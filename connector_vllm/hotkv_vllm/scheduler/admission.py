@@ -21,7 +21,7 @@ from hotkv_proto.reports import Miss
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.loads import REPORTED_S, CommonLoads, LoadOrders, OtherLoads
@@ -42,7 +42,7 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """Follows the requests of the engine.
 
-    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
+    edge: records the time and the exceptions of the callbacks (methods that vLLM calls).
     states: the unfinished requests that hotkv follows, by request id.
     short: the unfinished requests that fill no block, even with their longest answer: by request
         id, the time of the arrival; None once vLLM has admitted the request.
@@ -54,11 +54,11 @@ class Admission:
     has_sequences: True with sparse decode or residency.
     rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
         decode.
-    lost_track: True after a hook has raised: it is then not known which blocks the next step
+    lost_track: True after a callback has raised: it is then not known which blocks the next step
         reallocates, so that step revokes all stores in flight.
     """
 
-    def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
+    def __init__(self, engine: Engine, sharing: Sharing, edge: CallbackEdge) -> None:
         vllm_config, kv_cache_config = engine.vllm_config, engine.kv_cache_config
         transfer = vllm_config.kv_transfer_config
         self.edge = edge
@@ -167,7 +167,7 @@ class Admission:
         elif self._refusal(request) is None:
             cache.finder.arrive(state, now_s)
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def _begin_sequences(self, request: Any) -> None:
         if self.rows is not None:
             self.rows.arrived(request)
@@ -192,7 +192,7 @@ class Admission:
         return None if sharing.may_offer else Miss.NOT_ASKED
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers vLLM's hook `get_num_new_matched_tokens`: returns how many tokens of the request
+        """Answers vLLM's callback `get_num_new_matched_tokens`: returns how many tokens of the request
         can be loaded from hotkv, or ASK_AGAIN if the request must wait (for example because the hit
         is not known yet).
 
@@ -436,7 +436,7 @@ class Admission:
             self._adapters.ended(request.request_id)
 
     def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
-        # Looks the state up, but removes it only at the end: if a hook (method that vLLM calls)
+        # Looks the state up, but removes it only at the end: if a callback (method that vLLM calls)
         # raises before, its fallback finds the state, and releases the request's lease and load.
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is None or cache is None:
@@ -470,7 +470,7 @@ class Admission:
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
             cache.planner.finish(state, block_ids, min(known, steps.written_tokens(request)))
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def _end_sequences(self, request_id: str) -> None:
         if self._sharing.cache is not None and self._sharing.cache.residencies is not None:
             self._sharing.cache.residencies.ended(request_id)
@@ -479,16 +479,16 @@ class Admission:
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             self._sharing.cache.memory.ended(request_id, time.monotonic())
 
-    # -------------------------------------------------------------------- fallbacks of broken hooks
+    # -------------------------------------------------------------------- fallbacks of broken callbacks
 
     def request_broke(self, request_id: str) -> None:
-        """Forgets a request for which a hook has raised: releases its lease and cancels its load.
+        """Forgets a request for which a callback has raised: releases its lease and cancels its load.
         In an engine with residency (contexts beyond device memory), also makes vLLM end the request
         with an error."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request_id, None)
         if self._pool.spec is not None:
-            self._pool.fail(request_id, "a hook of hotkv's broke")
+            self._pool.fail(request_id, "a callback of hotkv's broke")
         self.short.pop(request_id, None)
         state, cache = self.states.pop(request_id, None), self._sharing.cache
         if state is not None:

@@ -2,8 +2,8 @@
 space (a model in a configuration).
 
 `CachedGroups` computes the hashes that identify a request's blocks in the server. It also computes
-the length of the hit that given ready blocks make. `RepresentationPlanner` plans which
-representations (compact forms of keys, for sparse decode) are stored and loaded together with
+the length of the hit that given ready blocks make. `SketchPlanner` plans which
+sketches (compact forms of keys, for sparse decode) are stored and loaded together with
 blocks.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, BoolMask, GroupHashes, LoadRun
 from hotkv_proto.groups import GroupSpec, longest_hit
-from hotkv_proto.keys import Representation, group_hashes
+from hotkv_proto.keys import Sketch, group_hashes
 from hotkv_vllm.compat import steps
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.scheduler.request import Masks
@@ -183,24 +183,24 @@ class CachedGroups:
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
 
-# ---------------------------------------------------------------------------------- representations
+# ---------------------------------------------------------------------------------- sketches
 
 
-class RepresentationPlanner:
-    """Plans which representations of a request's blocks to lease, to load, and to store. A
-    representation is a compact form of a block's keys, for sparse attention.
+class SketchPlanner:
+    """Plans which sketches of a request's blocks to lease, to load, and to store. A
+    sketch is a compact form of a block's keys, for sparse attention.
 
-    Representations are stored and loaded together with their blocks. They are optional: a hit is as
-    long without them, and the worker builds missing representations from the keys in the blocks. In
-    calls to the server, each kind of representation has a group index, as if it were a further
+    Sketches are stored and loaded together with their blocks. They are optional: a hit is as
+    long without them, and the worker builds missing sketches from the keys in the blocks. In
+    calls to the server, each kind of sketch has a group index, as if it were a further
     group: `kinds[i]` has the group index `num_groups + i`. A group for which no kind is declared
-    has no representations.
+    has no sketches.
 
     num_groups: number of groups of the key space.
     kinds: the kinds that the session declares, at most one per group.
     """
 
-    def __init__(self, num_groups: int, kinds: Sequence[Representation] = ()) -> None:
+    def __init__(self, num_groups: int, kinds: Sequence[Sketch] = ()) -> None:
         self.slot_bytes = tuple(kind.slot_bytes for kind in kinds)
         self._num_groups = num_groups
         self._of_group = {kind.group_index: num_groups + place for place, kind in enumerate(kinds)}
@@ -209,9 +209,9 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the hashes of the representations (compact forms of keys) of the blocks in
+        """Returns the hashes of the sketches (compact forms of keys) of the blocks in
         `groups`. A call for a lease on these blocks must list them too, so that the lease pins the
-        representations.
+        sketches.
 
         groups: the hashes of the blocks to lease, by group.
         """
@@ -223,20 +223,20 @@ class RepresentationPlanner:
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
         """Returns, by group, a mask of the leased blocks: True if the lease has also pinned the
-        block's representation (compact form of keys).
+        block's sketch (compact form of keys).
 
         pinned: for each `GroupHashes` that `asked` returned, in the same order: which of its
-            representations the lease has pinned.
+            sketches the lease has pinned.
         """
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """Returns the representations (compact forms of keys) to load together with the blocks in
-        `runs`. Only representations that the lease has pinned are loaded.
+        """Returns the sketches (compact forms of keys) to load together with the blocks in
+        `runs`. Only sketches that the lease has pinned are loaded.
 
-        granted: by group, a mask of the leased blocks whose representation is pinned.
+        granted: by group, a mask of the leased blocks whose sketch is pinned.
         runs: the blocks to load.
         """
         found = []
@@ -253,10 +253,10 @@ class RepresentationPlanner:
         return tuple(found)
 
     def lacking(self, session: Session, group: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Returns a mask over `hashes`: True if the server lacks the representation (compact form
+        """Returns a mask over `hashes`: True if the server lacks the sketch (compact form
         of keys) of this block, according to the mapped block table. The answer is a hint, because
         the server may evict at any time. All True if no block table is mapped. Returns None for a
-        group without representations."""
+        group without sketches."""
         kind = self._of_group.get(group)
         if kind is None:
             return None
@@ -265,14 +265,14 @@ class RepresentationPlanner:
 
     def of_run(self, run: BlockRun) -> BlockRun:
         """Returns a copy of `run` (consecutive blocks to store), changed so that it stores the
-        blocks' representations (compact forms of keys) instead of the blocks."""
+        blocks' sketches (compact forms of keys) instead of the blocks."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
         """Splits the runs (consecutive blocks of a group) of a store, by their group index, into
-        two: the runs of blocks, and the runs of representations (compact forms of the blocks'
+        two: the runs of blocks, and the runs of sketches (compact forms of the blocks'
         keys)."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

@@ -17,7 +17,7 @@ Always true:
 - Blocks of a failed load are not offered again until they are stored again, or until the server has
   lost its cache (it then has a new *epoch*, a number). An engine that stores nothing offers them
   again after a minute.
-- Representations (compact forms of keys, for sparse attention) never change the length of a hit.
+- Sketches (compact forms of keys, for sparse attention) never change the length of a hit.
 
 `HitFinder`, at the end of the file, is the entry point. It uses the other parts of the file:
 `HiddenKeys` (blocks whose load failed), `TableProbe` (looks up in the block table), arithmetic over
@@ -39,7 +39,7 @@ from hotkv_proto.reports import Miss
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.metadata import LoadJob
-from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
+from hotkv_vllm.scheduler.groups import CachedGroups, SketchPlanner
 from hotkv_vllm.scheduler.loads import FailedLoads
 from hotkv_vllm.scheduler.request import (
     ANY_LENGTH,
@@ -233,15 +233,15 @@ def leased_positions(blocks: range, left_out: range) -> Int32s:
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
     """Returns, per group, how many leading blocks of the request need not be stored after the load
-    of its hit, because the server has these blocks and their representations (compact forms of
+    of its hit, because the server has these blocks and their sketches (compact forms of
     keys)."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
         mask = hit.represented.get(index)
         if mask is not None and not mask.all():
-            # A block that was leased without its representation is considered for storing once
-            # more, so that its representation is stored.
+            # A block that was leased without its sketch is considered for storing once
+            # more, so that its sketch is stored.
             positions = leased_positions(hit.leased[index], hit.left_out)
             num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
         found.append(num_blocks)
@@ -421,7 +421,7 @@ class HitFinder:
         config: ConnectorConfig,
         stats: HotKVStats,
         id_prefix: str,
-        representations: RepresentationPlanner | None = None,
+        sketches: SketchPlanner | None = None,
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
         failed_loads: FailedLoads | None = None,
         *,
@@ -433,8 +433,8 @@ class HitFinder:
 
         groups: computes the hashes of a request's blocks, and lengths of hits.
         id_prefix: beginning of the ids of all leases and loads.
-        representations: plans which representations (compact forms of keys) are leased and loaded
-            with blocks; None without representations.
+        sketches: plans which sketches (compact forms of keys) are leased and loaded
+            with blocks; None without sketches.
         left_out: takes the length of a hit in tokens, and returns the blocks of the first group
             that a load of this hit omits, as indices among the request's blocks. In an engine with
             residency (contexts beyond device memory) these blocks stay in the server only.
@@ -446,7 +446,7 @@ class HitFinder:
         self._left_out = left_out
         self._connection = connection
         self.groups = groups
-        self.representations = representations or RepresentationPlanner(len(groups.specs))
+        self.sketches = sketches or SketchPlanner(len(groups.specs))
         self.hidden = HiddenKeys(stores=stores)
         self.patience = Patience()
         self.failed_loads = FailedLoads() if failed_loads is None else failed_loads
@@ -583,7 +583,7 @@ class HitFinder:
             hit.lease_id,
             tuple(runs),
             self._config.load_timeout_s,
-            self.representations.loads(hit.represented, runs),
+            self.sketches.loads(hit.represented, runs),
         )
 
     def load_failed(self, state: RequestState) -> None:
@@ -745,7 +745,7 @@ class HitFinder:
         ]
         hit.left_out = self._left_out(hit_tokens)
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
-        asked, ttl_s = groups + self.representations.asked(groups), self._config.lease_ttl_s
+        asked, ttl_s = groups + self.sketches.asked(groups), self._config.lease_ttl_s
         span = state.trace and state.trace.lease(asked)
         hit.lease_id = f"{self._prefix}-r{next(self._counter)}"
         hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
@@ -779,7 +779,7 @@ class HitFinder:
             self.give_back(state)
             return self._match(state, computed_tokens, now_s)
         hit.ready = pinned_masks(self.groups, hit, grant.pinned[:num_groups])
-        hit.represented = self.representations.granted(grant.pinned[num_groups:])
+        hit.represented = self.sketches.granted(grant.pinned[num_groups:])
         hit_tokens = self.groups.longest_hit(hit.ready, hit.computed_tokens, hit.hit_tokens)
         if hit_tokens < hit.hit_tokens:
             self._stats.add("short_grants")

@@ -3,7 +3,7 @@
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
 `reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`, `Wait` to `prefill_wait.PrefillWait`.
 Normally only the owner writes the fields of its part. A reset of the cache, and the fallback of a
-hook that has raised, also write some fields.
+callback that has raised, also write some fields.
 """
 
 import enum
@@ -99,7 +99,7 @@ class HitState:
     left_out: blocks of the first group that the lease omits: a range of such indices.
     ready: per group, a mask of the hit's blocks that are pinned, from the group's first block on.
         The blocks in `left_out` count as pinned.
-    represented: by group, a mask of the leased blocks whose representation (a compact form of the
+    represented: by group, a mask of the leased blocks whose sketch (a compact form of the
         keys) is pinned too.
     granted_s: time at which the lease was granted.
     lease_asked_s: time at which the lease was asked for.

@@ -108,7 +108,7 @@ class CacheReset:
 
     def hold(self, steps_s: float = 0.0) -> None:
         """Stops loads and stores and leaves the flush (deletion of the key space's blocks in the
-        server) to the next steps. Used if the hook `reset_cache` has raised, and if it was called
+        server) to the next steps. Used if the callback `reset_cache` has raised, and if it was called
         before the session was opened.
 
         steps_s: for how many seconds `wants_steps` may ask vLLM to take steps although no request

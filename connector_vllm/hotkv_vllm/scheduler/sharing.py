@@ -29,7 +29,7 @@ from hotkv_client.fence import Revocations
 from hotkv_client.session import Session
 from hotkv_client.types import LinkState, Role, SessionConfig
 from hotkv_proto import native
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
 from hotkv_vllm.compat.residency import DevicePool
@@ -43,7 +43,7 @@ from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, StepReport
 from hotkv_vllm.residency.calls import ResidencyCalls
 from hotkv_vllm.residency.resident_requests import ResidentRequests
-from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
+from hotkv_vllm.scheduler.groups import CachedGroups, SketchPlanner
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.loads import FailedLoads
 from hotkv_vllm.scheduler.reports import UseReports
@@ -208,7 +208,7 @@ class Joining:
 class Agreement:
     """The key space (a model in a configuration) and settings on which all ranks agree.
 
-    kinds: the kinds of representation (compact forms of keys, for sparse attention) that the ranks
+    kinds: the kinds of sketch (compact forms of keys, for sparse attention) that the ranks
         store; empty if the ranks do not all have the same kinds.
     sparse_layers: each layer with sparse attention, as (layer number, number of its vLLM group).
     revocations: the pages (fences) that the ranks share with the scheduler, on which it revokes
@@ -216,7 +216,7 @@ class Agreement:
     """
 
     space: KeySpace
-    kinds: tuple[Representation, ...]
+    kinds: tuple[Sketch, ...]
     sparse_layers: tuple[tuple[int, int], ...]
     revocations: Revocations | None
 
@@ -251,9 +251,9 @@ def agree(
                 f"that they change hands, and the scheduler can't reach the workers' fences "
                 f"({error}); set VLLM_USE_V2_MODEL_RUNNER=0"
             ) from None
-    kinds = handshakes[0].representations
-    if any(h.representations != kinds for h in handshakes):
-        logger.warning("hotkv: the ranks do not agree on representations; each rank builds its own")
+    kinds = handshakes[0].sketches
+    if any(h.sketches != kinds for h in handshakes):
+        logger.warning("hotkv: the ranks do not agree on sketches; each rank builds its own")
         kinds = ()
     return Agreement(space, kinds, handshakes[0].sparse_layers, revocations)
 
@@ -386,7 +386,7 @@ def assemble(engine: Engine, agreement: Agreement) -> Assembly:
             engine_id=engine_id,
             role=Role.SCHEDULER,
             key_space=agreement.space,
-            representations=agreement.kinds,
+            sketches=agreement.kinds,
             client_name="hotkv-vllm scheduler",
             engine_name=checks.engine_name(engine_id),
             model_names=checks.model_names(engine.vllm_config),
@@ -421,14 +421,14 @@ def _over(
         engine.adapters,
         engine.counts_media,
     )
-    representations = RepresentationPlanner(len(space.groups), agreement.kinds)
+    sketches = SketchPlanner(len(space.groups), agreement.kinds)
     finder = HitFinder(
         session,
         groups,
         config,
         stats,
         prefix,
-        representations,
+        sketches,
         engine.pool.left_out,
         engine.failed_loads,
         stores=engine.vllm_config.kv_transfer_config.is_kv_producer,

@@ -23,7 +23,7 @@ from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.events import DeviceClears
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
@@ -40,9 +40,9 @@ from hotkv_vllm.stats import HotKVStats
 
 class HotKVScheduler:
     """The connector's scheduler side. The engine runs without hotkv until `connect` receives the
-    workers' handshakes. If a hook (a method that vLLM calls) raises, its fallback `*_broke` runs.
+    workers' handshakes. If a callback (a method that vLLM calls) raises, its fallback `*_broke` runs.
 
-    edge: records the time and the exceptions of the hooks.
+    edge: records the time and the exceptions of the callbacks.
     is_child: True if the connector is in a MultiConnector.
     stats: the counters' growth since vLLM last collected it.
     totals: the sum of all growth that vLLM has collected.
@@ -53,7 +53,7 @@ class HotKVScheduler:
         vllm_config: Any,
         kv_cache_config: Any,
         config: ConnectorConfig,
-        edge: HookEdge,
+        edge: CallbackEdge,
         *,
         is_child: bool = False,
     ) -> None:
@@ -260,7 +260,7 @@ class HotKVScheduler:
         cache.finder.hidden.clear_all()
         return cache.reset.begin(self._config.reset_timeout_s)
 
-    # -------------------------------------------------------------------- fallbacks of broken hooks
+    # -------------------------------------------------------------------- fallbacks of broken callbacks
 
     def update_broke(self, output: Any) -> None:
         """Handles the results of a step if `update` raised. Loads whose end `update` has not

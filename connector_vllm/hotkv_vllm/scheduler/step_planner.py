@@ -16,7 +16,7 @@ from typing import Any
 
 from hotkv_vllm.compat import steps
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.metadata import QUIET, HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
@@ -26,13 +26,13 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 class StepPlanner:
     """Assembles the message of each step for the workers.
 
-    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
+    edge: records the time and the exceptions of the callbacks (methods that vLLM calls).
     prefill: measures the engine's prefill speed from the steps.
     manager: vLLM's block manager; None until vLLM has bound it.
     """
 
     def __init__(
-        self, engine: Engine, sharing: Sharing, requests: Admission, edge: HookEdge
+        self, engine: Engine, sharing: Sharing, requests: Admission, edge: CallbackEdge
     ) -> None:
         transfer = engine.vllm_config.kv_transfer_config
         self.edge = edge
@@ -269,7 +269,7 @@ class StepPlanner:
             meta.allocated_blocks = tuple(written)
         return meta
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
         """Reports the contexts of the step's sparse rows (requests that attend sparsely) to the
         server (`SparseSequences`). Also sets `meta.last_reports_of`: the ended requests whose last

@@ -151,14 +151,14 @@ Handoffs = Mapping[str, Sequence[Handoff]]
 
 class MissingBlocks:
     """Finds which of a request's full blocks the server lacks, as runs (consecutive blocks of a
-    group). Also finds the blocks whose representation (a compact form of the keys, for sparse
+    group). Also finds the blocks whose sketch (a compact form of the keys, for sparse
     attention) the server lacks.
 
     state_interval_tokens: the setting `hotkv.state_interval_tokens` (`StorableBlocks`).
     in_flight: the stores on which ranks are working.
 
     Always true: a hit can use each block in the result (`StorableBlocks`), and no store in flight
-    reads the block. The same is true if only the block's representation is to be stored.
+    reads the block. The same is true if only the block's sketch is to be stored.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class MissingBlocks:
         self._finder = finder
         self._groups = finder.groups
         self._cache_groups = cache_groups
-        self._representations = finder.representations
+        self._sketches = finder.sketches
         self._stats = stats
         self._storable = tuple(
             StorableBlocks(
@@ -200,8 +200,8 @@ class MissingBlocks:
         planned: set[int],
     ) -> list[BlockRun]:
         """Returns the blocks among `ids` that are to be stored, as runs (consecutive blocks). Also
-        returns runs of the representations (compact forms of keys) that the server lacks, for those
-        blocks that a hit could use. The server may lack the representation of a block although it
+        returns runs of the sketches (compact forms of keys) that the server lacks, for those
+        blocks that a hit could use. The server may lack the sketch of a block although it
         has the block.
 
         state: the request that holds the blocks.
@@ -225,7 +225,7 @@ class MissingBlocks:
                 (b not in reading and b not in planned for b in ids.tolist()), np.bool_, len(ids)
             )
         names = hashes[begin:end]
-        lacking = self._representations.lacking(self._session, index, names)
+        lacking = self._sketches.lacking(self._session, index, names)
         along = (
             []
             if lacking is None
@@ -235,7 +235,7 @@ class MissingBlocks:
         if ready is not None:
             wanted &= ~self._finder.hidden.mask(index, names, ready)
         runs = self._chains(state, index, hashes, begin, ids, wanted) + [
-            self._representations.of_run(run) for run in along
+            self._sketches.of_run(run) for run in along
         ]
         planned.update(block for run in runs for block in run.block_ids.tolist())
         return runs
@@ -484,7 +484,7 @@ class StorePlanner:
         self._unfinished_tokens = unfinished_tokens
         self._groups = finder.groups
         self._cache_groups = tuple(cache_groups)
-        self._representations = finder.representations
+        self._sketches = finder.sketches
         self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
         # The blocks of an answer wait until there are ANSWER_BLOCKS of them. They can't wait if
@@ -495,7 +495,7 @@ class StorePlanner:
         self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
         self._slot_bytes = (
             *(spec.slot_bytes for spec in self._groups.specs),
-            *self._representations.slot_bytes,
+            *self._sketches.slot_bytes,
         )
         self._stats = stats
         max_bytes = config.max_inflight_store_mib << 20
@@ -769,15 +769,15 @@ class StorePlanner:
         flag per store, by which the scheduler revokes stores) has no free flag: the store could
         then not be revoked.
 
-        runs: the blocks and representations (compact forms of keys) to store.
+        runs: the blocks and sketches (compact forms of keys) to store.
         whose: the properties that all blocks of the store share (`Whose`).
         """
         (retention, is_private, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
-        blocks, representations = self._representations.split(runs)
+        blocks, sketches = self._sketches.split(runs)
         options = StoreOptions(retention, residency_id, is_private=is_private)
-        job = self.in_flight.begin(blocks, representations, num_bytes, options, request_id, trace)
+        job = self.in_flight.begin(blocks, sketches, num_bytes, options, request_id, trace)
         if job is None:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
         else:

@@ -101,9 +101,9 @@ class StoreInFlight:
     """A store that ranks are working on.
 
     runs: the stored blocks, as runs (consecutive blocks of a group). Does not include the runs of
-        representations (compact forms of keys).
+        sketches (compact forms of keys).
     read: ids of all device blocks that the store reads, including blocks of which only the
-        representation is stored.
+        sketch is stored.
     num_bytes: size of the store in all ranks together.
     num_ranks: number of ranks that report the store's end.
     results: by rank that has reported the store's end, a byte per block: the server's
@@ -212,7 +212,7 @@ class StoresInFlight:
     def begin(
         self,
         blocks: Sequence[BlockRun],
-        representations: Sequence[BlockRun],
+        sketches: Sequence[BlockRun],
         num_bytes: int,
         options: StoreOptions = NO_OPTIONS,
         request_id: str = "",
@@ -223,7 +223,7 @@ class StoresInFlight:
         by which a store is revoked).
 
         blocks: the blocks to store, as runs (consecutive blocks of a group).
-        representations: runs of the representations (compact forms of keys) to store.
+        sketches: runs of the sketches (compact forms of keys) to store.
         num_bytes: size of the store in all ranks together.
         options: how long the server should retain the blocks, and other options of the store.
         request_id: id of the resident request (its old blocks may be only in the server's memory)
@@ -234,7 +234,7 @@ class StoresInFlight:
         if fence_index is None:
             return None
         store_id = self._last_planned = next(_store_ids)
-        runs = (*blocks, *representations)
+        runs = (*blocks, *sketches)
         read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
         span = trace and trace.store(sum(len(run.hashes) for run in blocks), num_bytes)
         self.stores[store_id] = StoreInFlight(
@@ -257,7 +257,7 @@ class StoresInFlight:
             lease_id,
             tuple(blocks),
             options if span is None else replace(options, traceparent=span.traceparent),
-            tuple(representations),
+            tuple(sketches),
             fence_index,
             request_id,
         )

@@ -28,7 +28,7 @@ class SparseLayer:
 
     index: number of the layer in the model.
     group: number of its KV cache group in vLLM.
-    shape: shape and formats of its representations (compact forms of blocks' keys).
+    shape: shape and formats of its sketches (compact forms of blocks' keys).
     scale: the factor of its attention scores.
     pages: reads the keys in the layer's pages (KV of blocks in the layer).
     sink_logits: the learned sinks of its softmax, float32 [query heads]; None without sinks.
@@ -89,8 +89,8 @@ class SparseRow:
 
     row: index of the row in the batch.
     token: index of the row's only token in the batch.
-    blocks_C: for each block of the context, the index of its representation (compact form of keys)
-        in the arrays of representations. In an engine without residency (contexts beyond device
+    blocks_C: for each block of the context, the index of its sketch (compact form of keys)
+        in the arrays of sketches. In an engine without residency (contexts beyond device
         memory) this is the block id.
     where: which blocks of the context can be chosen, and which are always attended.
     always_blocks: ids of the blocks that are always attended (the sinks, which are the first
@@ -124,7 +124,7 @@ class SparseRow:
         row: index of the row in the batch.
         token: index of the row's only token in the batch.
         table_C: the row's block table.
-        rows_C: for each block, the index of its representation (compact form of keys,
+        rows_C: for each block, the index of its sketch (compact form of keys,
             `SparseRow.blocks_C`).
         """
         config, tokens = context.config, context.num_tokens
@@ -163,10 +163,10 @@ class StepPlan:
     key: vLLM's metadata object of the step. A layer with another object needs a new plan.
     rows: the rows (requests) that attend sparsely.
     complete: for each row with a long context, the ids of its complete blocks. These blocks need
-        representations (compact forms of keys, by which blocks are selected).
-    lacking: indices of the layers that lack representations of some of these blocks.
-    num_forgets: the pool of representations counts in its attribute `num_forgets` how often
-        representations were discarded. This field has the count at the time when `lacking` was
+        sketches (compact forms of keys, by which blocks are selected).
+    lacking: indices of the layers that lack sketches of some of these blocks.
+    num_forgets: the pool of sketches counts in its attribute `num_forgets` how often
+        sketches were discarded. This field has the count at the time when `lacking` was
         computed. If the count has changed since, `lacking` is computed again.
     rewrite: the arrays with the block tables of the last layer in which rows attended sparsely, to
         be changed for the next such layer; None before the first.

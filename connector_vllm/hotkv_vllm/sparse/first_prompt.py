@@ -1,10 +1,10 @@
 """Calibrates the layers of a rank from the first prompts that the engine computes: measures the
 mean (centre) and the principal axes of each layer's keys.
 
-The format `mix2` of representations (compact forms of blocks' keys, by which sparse attention
+The format `mix2` of sketches (compact forms of blocks' keys, by which sparse attention
 chooses blocks) stores keys along principal axes. These depend on the distribution of a layer's keys
 and queries. `FirstPrompt` records this distribution from the first `ENOUGH_TOKENS` tokens that the
-engine computes in the layer. Until then the layer has no such representations, and all requests
+engine computes in the layer. Until then the layer has no such sketches, and all requests
 attend to everything in it. Afterwards the layer's axes are fixed.
 
 RoPE rotates keys by their position, so principal axes that fit the positions of a short prompt

@@ -6,7 +6,7 @@ every block of a context, and *hot slots* (blocks of device memory) hold the blo
   them while they are loaded, and allocates host blocks.
 - `SparseOffloadingHandler` is for a worker. In each step it chooses the blocks to which each layer
   attends, and copies pages between host memory and hot slots.
-- `BlockReprManager` (module `pool`) holds the representations (compact forms of keys, by which
+- `BlockReprManager` (module `pool`) holds the sketches (compact forms of keys, by which
   blocks are selected) of host blocks.
 
 These classes contain little code: selection and hot sets (the blocks of a context that are in hot
@@ -67,7 +67,7 @@ class SparseOffloadingManager:
 
     num_blocks: number of host blocks (places for blocks in host memory).
     block_tokens: tokens of a block.
-    representations: the representations (compact forms of keys) of the host blocks.
+    sketches: the sketches (compact forms of keys) of the host blocks.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class SparseOffloadingManager:
         config: SparseConfig,
         num_blocks: int,
         block_tokens: int,
-        representations: BlockReprManager,
+        sketches: BlockReprManager,
     ) -> None:
         self._config = config
         self._block_tokens = block_tokens
-        self._reprs = representations
+        self._reprs = sketches
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._is_ready = np.zeros(num_blocks, np.bool_)
@@ -107,7 +107,7 @@ class SparseOffloadingManager:
 
         block_hashes: the hashes of the context's blocks.
         query: the step's query, float32 [query heads, channels].
-        layer_idx: number of the layer; its representations (compact forms of keys) are scored.
+        layer_idx: number of the layer; its sketches (compact forms of keys) are scored.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -590,7 +590,7 @@ class SparseOffloadingHandler:
         self._slots = slots_per_sequence
         self._host, self._hot = host, hot
         self._keys_of = keys_of
-        self.representations = BlockReprManager(
+        self.sketches = BlockReprManager(
             layers, {index: partial(self._host_keys, index) for index in layers}
         )
         self._regions = list(range(hot.shape[1] // slots_per_sequence - 1, -1, -1))
@@ -683,7 +683,7 @@ class SparseOffloadingHandler:
         state = self._states[sequence_id, layer_idx]
         hot, shape = state.hot, self._layers[layer_idx]
         log_mass = self._always_log_mass(attn_metadata, layer_idx, query)
-        sources = self.representations.sources(layer_idx)
+        sources = self.sketches.sources(layer_idx)
         selection = select_layer(
             self._config, layer_idx, query, sources, table, log_mass, seq_len, shape.block_tokens
         )

@@ -1,14 +1,14 @@
-"""Holds the representations (compact forms of keys, by which sparse attention selects blocks) of
+"""Holds the sketches (compact forms of keys, by which sparse attention selects blocks) of
 the engine's device blocks, by layer and block id, in memory that the server can map.
 
-In each layer and format, each block has a row in the pool: the bytes of its representation. For
+In each layer and format, each block has a row in the pool: the bytes of its sketch. For
 each layer and block, a flag (mark) says whether the block's rows are built: `update` builds missing
-representations from the keys in the block's page (its KV in the layer); `mark_built` sets the mark
+sketches from the keys in the block's page (its KV in the layer); `mark_built` sets the mark
 of blocks whose rows a load has written; `forget` clears marks, and must be called before a block's
 page is written.
 
 Always true:
-- If a block is marked as built, its row holds the representation of the keys in the block's page,
+- If a block is marked as built, its row holds the sketch of the keys in the block's page,
   wherever these keys came from: prefill, decode, vLLM's own prefix cache, or a load.
 - A row never changes while a store reads it: a row is written only while its block is not marked as
   built, the mark is cleared only when the page is about to be written, and before that the stores
@@ -41,13 +41,13 @@ KeysOf = Callable[[I32], F32]
 [blocks, tokens, KV heads, channels]."""
 
 BUILD_BLOCKS = 64
-"""Representations (compact forms of keys) are built for this many blocks at a time, to limit the
+"""Sketches (compact forms of keys) are built for this many blocks at a time, to limit the
 memory for the blocks' unpacked keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape and formats of a layer's representations (compact forms of keys).
+    """Shape and formats of a layer's sketches (compact forms of keys).
 
     formats: names of the formats in which each block is represented.
     mu: float32 [KV heads, channels], the mean key of each head (the centre). Formats that encode
@@ -70,12 +70,12 @@ class LayerShape:
 
     @property
     def is_calibrated(self) -> bool:
-        """Returns True if representations (compact forms of keys) can be built in all formats: the
+        """Returns True if sketches (compact forms of keys) can be built in all formats: the
         principal axes of the keys are known, or no format needs axes."""
         return self.axes is not None or not any(map(needs_axes, self.formats))
 
     def row_bytes(self, name: str) -> int:
-        """Returns the bytes of a block's representation (compact form of keys) in a format.
+        """Returns the bytes of a block's sketch (compact form of keys) in a format.
 
         name: name of the format.
         """
@@ -92,7 +92,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """The places of a layer's representations (compact forms of keys) of one format in the pool:
+    """The places of a layer's sketches (compact forms of keys) of one format in the pool:
     the row of block b begins at byte `offset` + b * `row_bytes` of the pool.
 
     layer: index of the layer.
@@ -106,10 +106,10 @@ class PoolRows:
 
 
 class BlockReprManager:
-    """Owns the representations (compact forms of keys) of all sparse layers, in one pool. Used by
+    """Owns the sketches (compact forms of keys) of all sparse layers, in one pool. Used by
     one thread.
 
-    layers: by layer index, the shape and formats of the layer's representations. All layers
+    layers: by layer index, the shape and formats of the layer's sketches. All layers
         have the same number of blocks.
     keys_of: by layer index, a function that returns the unpacked keys of blocks (`KeysOf`).
     fd: the pool's file, which another process can map; open as long as this object lives. None if
@@ -117,7 +117,7 @@ class BlockReprManager:
     num_bytes: size of the pool.
     rows: the parts of the pool, one per layer and format: ordered by layer index, and within a
         layer by the order of its formats.
-    num_forgets: a counter that grows with each call that marks representations as not built, so
+    num_forgets: a counter that grows with each call that marks sketches as not built, so
         that callers notice that a result of `lacking` is outdated.
     """
 
@@ -148,23 +148,23 @@ class BlockReprManager:
         )
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns a layer's representations (compact forms of keys) by format. Row b belongs to
+        """Returns a layer's sketches (compact forms of keys) by format. Row b belongs to
         block b."""
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """Returns the sizes and formats of a layer's representations (compact forms of keys); also
+        """Returns the sizes and formats of a layer's sketches (compact forms of keys); also
         the mean key and the principal axes of its keys, once `calibrate` has set them."""
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:
-        """Returns True if the layer's representations (compact forms of keys) can be built: the
+        """Returns True if the layer's sketches (compact forms of keys) can be built: the
         layer's axes are known, or its formats need no axes."""
         return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
-        """Sets the mean key and the principal axes of a layer's keys, by which its representations
-        (compact forms of keys) are computed. Marks all its representations as not built.
+        """Sets the mean key and the principal axes of a layer's keys, by which its sketches
+        (compact forms of keys) are computed. Marks all its sketches as not built.
 
         mu: the mean key of each head, float32 [KV heads, channels].
         axes: the principal axes of the layer's keys.
@@ -178,12 +178,12 @@ class BlockReprManager:
         self._built[layer_idx][:] = False
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask over block ids: True if the block's representation (compact form of keys)
+        """Returns a mask over block ids: True if the block's sketch (compact form of keys)
         is built in the layer. The array is a copy."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
-        """Marks the representations (compact forms of keys) of `blocks` as not built, because the
+        """Marks the sketches (compact forms of keys) of `blocks` as not built, because the
         blocks' pages are about to change, or have changed.
 
         layers: indices of the layers; None for all layers.
@@ -193,25 +193,25 @@ class BlockReprManager:
             self._built[index][blocks] = False
 
     def forget_all(self) -> None:
-        """Marks all representations (compact forms of keys) as not built. Used if it is not known
+        """Marks all sketches (compact forms of keys) as not built. Used if it is not known
         which pages change."""
         self.num_forgets += 1
         self._marks[:] = False
 
     def lacking(self, blocks: I32) -> set[int]:
-        """Returns the indices of the layers in which the representation (compact form of keys) of
+        """Returns the indices of the layers in which the sketch (compact form of keys) of
         at least one of `blocks` is not built."""
         is_built: npt.NDArray[np.bool_] = np.logical_and.reduce(self._marks[:, blocks], axis=1)
         return {index for index, has_all in zip(self._built, is_built, strict=True) if not has_all}
 
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
-        """Marks the representations (compact forms of keys) of `blocks` as built in a layer. Called
+        """Marks the sketches (compact forms of keys) of `blocks` as built in a layer. Called
         after a load that has written both the blocks' pages and their rows."""
         self._built[layer_idx][blocks] = True
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:
-        """Builds the missing representations (compact forms of keys) of `new_blocks` in a layer.
-        The blocks must be complete. Returns the number of blocks whose representation was built; 0
+        """Builds the missing sketches (compact forms of keys) of `new_blocks` in a layer.
+        The blocks must be complete. Returns the number of blocks whose sketch was built; 0
         if the layer is not calibrated yet (mean and axes of its keys are not known)."""
         built = self._built[layer_idx]
         if not self.is_calibrated(layer_idx):
@@ -251,10 +251,10 @@ def _zeros(num_bytes: int) -> tuple[int | None, U8]:
     Second, the server rejects a file with holes (parts without memory).
     """
     try:
-        fd = os.memfd_create("hotkv-representations")
+        fd = os.memfd_create("hotkv-sketches")
     except (AttributeError, OSError) as error:
         logger.warning(
-            "hotkv: representations stay in this engine, the system gives no memory to share: %s",
+            "hotkv: sketches stay in this engine, the system gives no memory to share: %s",
             error,
         )
         return None, np.zeros(num_bytes, np.uint8)
@@ -264,7 +264,7 @@ def _zeros(num_bytes: int) -> tuple[int | None, U8]:
     except (OSError, ValueError) as error:
         os.close(fd)
         logger.warning(
-            "hotkv: representations stay in this engine, %d bytes can't be shared: %s",
+            "hotkv: sketches stay in this engine, %d bytes can't be shared: %s",
             num_bytes,
             error,
         )

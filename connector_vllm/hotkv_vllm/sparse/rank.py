@@ -2,11 +2,11 @@
 engine's layers, and passes the scheduler's message about each step to the sparse worker (the object
 that chooses, in each layer, the blocks to which a request attends).
 
-Always true: attention never uses a representation (compact form of a block's keys, by which blocks
+Always true: attention never uses a sketch (compact form of a block's keys, by which blocks
 are chosen) that is older than the block's keys. If it is not known which blocks a step writes, all
-representations are discarded. If discarding them raises, sparse decode is turned off. If other code
+sketches are discarded. If discarding them raises, sparse decode is turned off. If other code
 of this module raises, requests attend to their whole context, or blocks are stored without
-representations.
+sketches.
 """
 
 import time
@@ -22,7 +22,7 @@ from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.metadata import HotKVMetadata, StepReport
 from hotkv_vllm.residency.cuda_worker import CudaWorker
 from hotkv_vllm.residency.step import ResidentStep
@@ -41,9 +41,9 @@ class SparseRank:
     about each step to it, and collects its reports for the scheduler. Does nothing without the
     setting `hotkv.sparse`, or until `install_sparse` has found layers that can attend sparsely.
 
-    centres: the model's mean keys, from which representations (compact forms of blocks' keys) are
+    centres: the model's mean keys, from which sketches (compact forms of blocks' keys) are
         computed; None without them.
-    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
+    edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
     worker: the sparse worker of a CPU engine; None without sparse decode or before
         `install_sparse`.
     cuda: the sparse worker of a CUDA engine. There sparse decode works only together with residency
@@ -58,7 +58,7 @@ class SparseRank:
         kv_cache_config: Any,
         config: ConnectorConfig,
         centres: Centres | None,
-        edge: HookEdge,
+        edge: CallbackEdge,
         arena_of: Callable[[], Arena | None] = lambda: None,
     ) -> None:
         """Creates the object without a sparse worker; `install_sparse` creates the worker.
@@ -87,7 +87,7 @@ class SparseRank:
         layers = self.worker.layers.values() if self.worker is not None else ()
         return tuple((layer.index, layer.group) for layer in layers)
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
         """Installs sparse attention in the engine's layers, if the settings ask for it. If the
         engine does not support it, logs a warning and leaves the layers unchanged.
@@ -128,7 +128,7 @@ class SparseRank:
 
         self.cuda = cuda_setup.install(
             config,
-            self._config.representation_tokens,
+            self._config.sketch_tokens,
             self._vllm_config,
             self._kv_cache_config,
             kv_caches,
@@ -136,7 +136,7 @@ class SparseRank:
         )
         self.cuda.arena_of = self._arena_of
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def opened(self) -> None:
         """Makes the server's arena readable for a CUDA device. Called when the rank's session has
         been opened, before vLLM captures graphs: during a capture CUDA may refuse to register
@@ -150,13 +150,13 @@ class SparseRank:
     # ---------------------------------------------------------------------------------------- steps
 
     def will_write(self, blocks: Int32s) -> None:
-        """Discards the representations (compact forms of keys) of the blocks with these ids,
+        """Discards the sketches (compact forms of keys) of the blocks with these ids,
         because these blocks are about to be written."""
         if self.worker is not None:
             self.worker.will_write(blocks)
 
     def will_write_all(self) -> None:
-        """Discards all representations (compact forms of keys), because vLLM is about to discard
+        """Discards all sketches (compact forms of keys), because vLLM is about to discard
         the KV memory."""
         self.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
 
@@ -205,14 +205,14 @@ class SparseRank:
         worker = self.worker
         return worker.residents.all_away() if isinstance(worker, ResidentWorker) else set()
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:
         if self.reporter is not None:
             self.reporter.before_step(meta.last_reports_of)
 
     def distrust(self) -> bool:
         """Handles a step without a message from the scheduler, so that it is not known which blocks
-        the step overwrites: discards all representations (compact forms of keys). Returns False if
+        the step overwrites: discards all sketches (compact forms of keys). Returns False if
         this has raised; sparse decode is then turned off for good."""
         if self.cuda is not None:
             self.cuda.start_over()
@@ -220,13 +220,13 @@ class SparseRank:
             return True
         try:
             self.worker.start_over()
-        except Exception:  # noqa: BLE001 - hook edge: attention may use nothing that is stale
+        except Exception:  # noqa: BLE001 - callback edge: attention may use nothing that is stale
             self.worker.is_off = True
             self.edge.broke("start_over (sparse decode is off from now on)")
             return False
         return True
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def sparse_report(self, report: StepReport) -> None:
         """Adds to `report` the growth of counters since the last report, and which blocks were
         chosen."""
@@ -246,12 +246,12 @@ class SparseRank:
         runs: tuple[BlockRun, ...],
         group_of: Callable[[int], int],
     ) -> tuple[BlockRun, ...] | None:
-        """Builds the missing representations (compact forms of keys) of blocks before a store
+        """Builds the missing sketches (compact forms of keys) of blocks before a store
         copies them to the server. Returns `runs`, or None if building has raised: the blocks are
-        then stored without representations.
+        then stored without sketches.
 
-        shared: the sparse worker whose representations are stored.
-        runs: the representations that the store contains, as runs of consecutive blocks.
+        shared: the sparse worker whose sketches are stored.
+        runs: the sketches that the store contains, as runs of consecutive blocks.
         group_of: takes the group index of a run, and returns vLLM's number of the KV cache group.
         """
         try:
@@ -261,7 +261,7 @@ class SparseRank:
             if not self._logged_build:
                 self._logged_build = True
                 logger.exception(
-                    "hotkv: representations could not be built; their blocks are stored without "
+                    "hotkv: sketches could not be built; their blocks are stored without "
                     "(said once)"
                 )
             return None

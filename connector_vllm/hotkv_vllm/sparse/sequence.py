@@ -101,9 +101,9 @@ class LayerSequence:
         set. Supports all settings, in numpy code, which is slower than `decode`.
 
         query_QD: the step's query, float32 [query heads, channels], after RoPE.
-        sources: by format, the layer's representations (compact forms of blocks' keys, by which
+        sources: by format, the layer's sketches (compact forms of blocks' keys, by which
             blocks are scored).
-        rows_C: for each block of the context, the row of its representation in `sources`, int32.
+        rows_C: for each block of the context, the row of its sketch in `sources`, int32.
         always_log_mass_Q: the log of the attention mass (sum of exp(q · k * scale) over the tokens)
             of the blocks that are always attended, float32 [query heads].
         context_tokens: length of the context, including the step's token.
@@ -155,10 +155,10 @@ class LayerSequence:
         """Makes a decode step as `step` does, in one compiled call. Does not support the settings
         `fusion` and `adaptive_p` of `SparseConfig`.
 
-        scorer: the layer's representations (compact forms of blocks' keys), prepared for the
+        scorer: the layer's sketches (compact forms of blocks' keys), prepared for the
             kernel.
         query_QD: the step's query, float32 [query heads, channels], after RoPE.
-        rows_C: for each block of the context, the row of its representation in `scorer`, int32.
+        rows_C: for each block of the context, the row of its sketch in `scorer`, int32.
         always: the blocks that are always attended, and where their keys are.
         context_tokens: length of the context, including the step's token.
         where: which blocks of the context can be chosen, and which are always attended.

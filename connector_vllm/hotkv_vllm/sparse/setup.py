@@ -42,7 +42,7 @@ def install(
     recall_steps: once in this many steps, a choice of blocks is compared with exact attention
         (`counters.measure`); 0: never.
     kv_caches: the tensor of each layer, by layer name.
-    centres: the model's mean keys, by which representations (compact forms of keys) are computed;
+    centres: the model's mean keys, by which sketches (compact forms of keys) are computed;
         None without them.
     """
     if not native.available():

@@ -1,15 +1,15 @@
-"""Describes a rank's representations (compact forms of blocks' keys, for sparse attention) to the
+"""Describes a rank's sketches (compact forms of blocks' keys, for sparse attention) to the
 server, so that the server can store and load them together with the blocks.
 
-There is one *kind* of representation for each KV cache group that has sparse layers. A slot in the
-server's arena holds the representations of one block: one part per rank. A rank's part has all
-sparse layers of the group, in the model's order. A layer may have representations in several
+There is one *kind* of sketch for each KV cache group that has sparse layers. A slot in the
+server's arena holds the sketches of one block: one part per rank. A rank's part has all
+sparse layers of the group, in the model's order. A layer may have sketches in several
 formats, in the order of the configuration.
 
 A kind has a version: a hash of everything that determines the meaning of the bytes. So engines with
-different formats, sparse layers, centres (mean keys) or principal axes never share representations.
+different formats, sparse layers, centres (mean keys) or principal axes never share sketches.
 Engines that calibrate themselves from their first prompt (measure centres and axes there) share no
-representations.
+sketches.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hotkv_proto.keys import Representation
+from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import MemoryHandle, PageTensor
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import needs_axes, version
@@ -28,23 +28,23 @@ from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.worker.layout import ExportedMemory
 
-HANDLE = "representations"
+HANDLE = "sketches"
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The description of a rank's pool of representations (compact forms of keys) for the server,
+    """The description of a rank's pool of sketches (compact forms of keys) for the server,
     which maps the pool.
 
-    kinds: the kinds of representations, one per KV cache group with sparse layers, in the order of
+    kinds: the kinds of sketches, one per KV cache group with sparse layers, in the order of
         the groups.
-    tensors: where the representations are in the pool. `group_index` of a tensor is the index of
+    tensors: where the sketches are in the pool. `group_index` of a tensor is the index of
         its kind in `kinds`.
     num_bytes: size of the pool.
     fd: descriptor of the pool's file.
     """
 
-    kinds: tuple[Representation, ...]
+    kinds: tuple[Sketch, ...]
     tensors: tuple[PageTensor, ...]
     num_bytes: int
     fd: int
@@ -74,13 +74,13 @@ def shared_pool(
     num_shards: int,
     centres: Centres | None,
 ) -> SharedPool:
-    """Returns the description of a rank's pool of representations (compact forms of keys) for the
+    """Returns the description of a rank's pool of sketches (compact forms of keys) for the
     server. Raises Unsupported if the pool can't be shared.
 
-    layers: the layers whose representations are in the pool.
+    layers: the layers whose sketches are in the pool.
     groups: the KV cache groups of the key space.
     num_shards: number of ranks that each hold a part (shard) of a block.
-    centres: the model's mean keys, by which the representations are computed; None without them.
+    centres: the model's mean keys, by which the sketches are computed; None without them.
     """
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")
@@ -89,7 +89,7 @@ def shared_pool(
             "this engine calibrates itself, so that they mean nothing to others; calibrate once "
             f"and name the file in {CENTRE} to share them"
         )
-    kinds: list[Representation] = []
+    kinds: list[Sketch] = []
     tensors: list[PageTensor] = []
     for index, group in enumerate(groups):
         mine = sorted(
@@ -114,7 +114,7 @@ def shared_pool(
                 )
                 num_bytes += rows.row_bytes
         kinds.append(
-            Representation(index, _name(mine), _version(mine, centres), (num_bytes,) * num_shards)
+            Sketch(index, _name(mine), _version(mine, centres), (num_bytes,) * num_shards)
         )
     if not kinds:
         raise Unsupported("no group that hotkv keeps has sparse layers")
@@ -127,8 +127,8 @@ def _name(layers: Sequence[SparseLayer]) -> str:
 
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
-    """Returns the version of a kind of representation (compact form of keys), so that engines share
-    only representations whose bytes mean the same: a hash of 63 bits over the layers' numbers,
+    """Returns the version of a kind of sketch (compact form of keys), so that engines share
+    only sketches whose bytes mean the same: a hash of 63 bits over the layers' numbers,
     their formats, and the centres (mean keys) and axes that determine the meaning of the bytes. All
     ranks get the same result, because the hash covers the centres of all heads."""
     parts = []
@@ -140,5 +140,5 @@ def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
             of_axes = axes.to_bytes() if axes is not None and needs_axes(name) else b""
             meaning = version(name, layer.shape.head_size, centre, of_axes)
             parts.append(f"{layer.index}:{name}:{meaning}")
-    digest = hashlib.sha256(("hotkv-engine-representations-1;" + ";".join(parts)).encode()).digest()
+    digest = hashlib.sha256(("hotkv-engine-sketches-1;" + ";".join(parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

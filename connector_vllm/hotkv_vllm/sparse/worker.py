@@ -12,7 +12,7 @@ Always true:
 Attention is dense (attends to everything):
 - in rows that are not listed,
 - in layers to which no worker is attached,
-- in layers whose representations (compact forms of keys, by which blocks are selected) can't be
+- in layers whose sketches (compact forms of keys, by which blocks are selected) can't be
   built yet,
 - for a while in layers that keep failing.
 
@@ -139,7 +139,7 @@ class _Sequence:
 
 class SparseWorker:
     """Decides which blocks the rows (requests) of a batch attend to, in one rank. Owns the
-    representations (compact forms of blocks' keys, by which blocks are chosen), the hot sets of all
+    sketches (compact forms of blocks' keys, by which blocks are chosen), the hot sets of all
     requests (the blocks to attend to, per layer), and the counters. Used by one thread.
 
     layers: the layers that may attend sparsely, by name.
@@ -147,7 +147,7 @@ class SparseWorker:
         the statistics; 0: never.
     turning: how the model's RoPE rotates keys by their position, for `first_prompt`.
     first_prompt: calibrates layers from the first prompts: measures the mean and the principal axes
-        of their keys, which some formats of representations need.
+        of their keys, which some formats of sketches need.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class SparseWorker:
         self.layers = {layer.name: layer for layer in layers}
         self._order = {layer.name: place for place, layer in enumerate(layers)}
         self._recall_steps = recall_steps
-        self.representations = BlockReprManager(
+        self.sketches = BlockReprManager(
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
         )
-        self.first_prompt = FirstPrompt.of(layers, turning, self.representations.calibrate)
+        self.first_prompt = FirstPrompt.of(layers, turning, self.sketches.calibrate)
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, StepPlan] = {}
@@ -179,7 +179,7 @@ class SparseWorker:
     def __repr__(self) -> str:
         return (
             f"SparseWorker(layers {len(self.layers)}, sequences {len(self._sequences)}, "
-            f"{self.representations})"
+            f"{self.sketches})"
         )
 
     # ---------------------------------------------------------------------------------------- steps
@@ -198,17 +198,17 @@ class SparseWorker:
     def start_over(self) -> None:
         """Handles a step without a message from the scheduler: it is not known which rows
         (requests) are sparse, or which blocks the step writes. All its rows attend to everything.
-        Discards all hot sets (blocks to attend to) and representations (compact forms of keys)."""
+        Discards all hot sets (blocks to attend to) and sketches (compact forms of keys)."""
         self._request_of, self._plans, self._sequences = {}, {}, {}
-        self.representations.forget_all()
+        self.sketches.forget_all()
 
     def will_write(self, blocks: I32) -> None:
-        """Marks the representations (compact forms of keys) of `blocks` as not built, because these
+        """Marks the sketches (compact forms of keys) of `blocks` as not built, because these
         blocks are about to be written, for example by a load."""
-        self.representations.forget(blocks)
+        self.sketches.forget(blocks)
 
     def build(self, group: int, blocks: I32) -> None:
-        """Builds the missing representations (compact forms of keys) of complete blocks, in all
+        """Builds the missing sketches (compact forms of keys) of complete blocks, in all
         layers of a KV cache group.
 
         group: number of the group in vLLM.
@@ -217,13 +217,13 @@ class SparseWorker:
             self._update(index, [blocks])
 
     def loaded(self, group: int, blocks: I32) -> None:
-        """Marks the representations (compact forms of keys) of `blocks` as built in all layers of a
+        """Marks the sketches (compact forms of keys) of `blocks` as built in all layers of a
         group, because they were loaded with their blocks.
 
         group: number of the group in vLLM.
         """
         for index in self._layers_of(group):
-            self.representations.mark_built(index, blocks)
+            self.sketches.mark_built(index, blocks)
             self._counters.add(index, "loaded_blocks", len(blocks))
 
     def _layers_of(self, group: int) -> list[int]:
@@ -261,10 +261,10 @@ class SparseWorker:
             sequence.layers.pop(layer_name, None)
         self._faults.broke(layer_name, self._num_steps)
         if self._faults.rests(layer_name, self._num_steps + 1):
-            # Discards the layer's representations (compact forms of keys), because it is not
+            # Discards the layer's sketches (compact forms of keys), because it is not
             # tracked which blocks are overwritten while the layer's sparse attention is off.
             layer = self.layers[layer_name]
-            self.representations.forget(
+            self.sketches.forget(
                 np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index]
             )
 
@@ -300,12 +300,12 @@ class SparseWorker:
         plan = self._plans.get(layer.group)
         if plan is None or plan.key is not key:
             plan = self._plans[layer.group] = self._planned(layer, key, batch())
-        if plan.num_forgets != self.representations.num_forgets:
-            plan.num_forgets = self.representations.num_forgets
-            plan.lacking = self.representations.lacking(np.concatenate([NOTHING, *plan.complete]))
+        if plan.num_forgets != self.sketches.num_forgets:
+            plan.num_forgets = self.sketches.num_forgets
+            plan.lacking = self.sketches.lacking(np.concatenate([NOTHING, *plan.complete]))
         if layer.index in plan.lacking:
             self._update(layer.index, plan.complete)
-        if not plan.rows or not self.representations.is_calibrated(layer.index):
+        if not plan.rows or not self.sketches.is_calibrated(layer.index):
             return None
         began_s = time.perf_counter()
         chosen = [(row, self._select(layer, row, query_of)) for row in plan.rows]
@@ -327,34 +327,34 @@ class SparseWorker:
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
-        """Builds the missing representations (compact forms of keys) of complete blocks in a layer.
+        """Builds the missing sketches (compact forms of keys) of complete blocks in a layer.
         Adds the number of built blocks and the time to the counters.
 
         index: index of the layer.
         blocks: arrays of block ids.
         """
         began_s = time.perf_counter()
-        num_built = sum(self.representations.update(index, part) for part in blocks)
+        num_built = sum(self.sketches.update(index, part) for part in blocks)
         if num_built:
             self._counters.add(index, "built_blocks", num_built)
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
     def _forget_written(self, layer: SparseLayer, batch: Batch) -> None:
-        """Marks the representations (compact forms of keys) of the blocks that the step writes as
+        """Marks the sketches (compact forms of keys) of the blocks that the step writes as
         not built, in all layers of the group."""
         written = batch.written_slots[batch.written_slots >= 0] // layer.shape.block_tokens
         indices = self._layers_of(layer.group)
-        self.representations.forget(np.unique(written).astype(np.int32), indices)
+        self.sketches.forget(np.unique(written).astype(np.int32), indices)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
         """Plans a step for a KV cache group: finds the rows (requests) that attend sparsely, and
-        the complete blocks that need representations (compact forms of keys). Also marks
-        representations of blocks that the step writes as not built."""
+        the complete blocks that need sketches (compact forms of keys). Also marks
+        sketches of blocks that the step writes as not built."""
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
         # Examines all rows with long contexts, not only those that the scheduler has listed as
-        # sparse: representations (compact forms of keys) are built before a row becomes sparse.
+        # sparse: sketches (compact forms of keys) are built before a row becomes sparse.
         is_long = lengths >= self._config.min_context_tokens
         for row in np.flatnonzero(is_long & (lengths > 0) & (num_queries > 0)).tolist():
             context_tokens = int(lengths[row])
@@ -439,11 +439,11 @@ class SparseWorker:
     def _scorer(
         self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
     ) -> Scorer | None:
-        """Returns the layer's representations prepared for a decode step in one compiled call
+        """Returns the layer's sketches prepared for a decode step in one compiled call
         (`LayerSequence.decode`). Returns None if the settings `fusion` or `adaptive_p` of
         `SparseConfig` need the slower code in numpy.
 
-        sources: by format, the layer's representations (compact forms of keys).
+        sources: by format, the layer's sketches (compact forms of keys).
         shape: shape of a query: number of query heads, number of channels.
         """
         if self._config.fusion or self._config.adaptive_p is not None:
@@ -455,9 +455,9 @@ class SparseWorker:
         return known
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
-        """Returns the layer's representations (compact forms of keys) by format.
+        """Returns the layer's sketches (compact forms of keys) by format.
         `SparseRow.blocks_C` has the indices of a context's blocks in these arrays."""
-        return self.representations.sources(layer.index)
+        return self.sketches.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling
 

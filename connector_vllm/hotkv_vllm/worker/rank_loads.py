@@ -141,7 +141,7 @@ class RankLoads:
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Marks loads as failed, because the hook that begins loads has raised.
+        """Marks loads as failed, because the callback that begins loads has raised.
 
         jobs: the loads of the step. Only those that were not begun are marked.
         abandoned: ids of further requests whose load must be reported as failed.

@@ -45,7 +45,7 @@ class ActiveStore:
     job: the scheduler's order to begin the store.
     after: the mark (point in the device's queue) after which the store may begin to copy.
     began_s: time at which the worker was ordered to begin the store, monotonic clock.
-    representations: runs of the representations (compact forms of keys, for sparse attention) to
+    sketches: runs of the sketches (compact forms of keys, for sparse attention) to
         store with the blocks.
     answer: the future of the transfer; None until the store is sent.
     """
@@ -53,7 +53,7 @@ class ActiveStore:
     job: StoreJob
     after: Mark
     began_s: float
-    representations: tuple[BlockRun, ...] = ()
+    sketches: tuple[BlockRun, ...] = ()
     answer: "Future[TransferResult] | None" = None
 
 
@@ -93,15 +93,15 @@ class RankStores:
 
     # --------------------------------------------------------------------------------------- begin
 
-    def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:
+    def begin(self, job: StoreJob, sketches: tuple[BlockRun, ...], after: Mark) -> None:
         """Begins a store. Sends it at once if the server can find out itself when the device has
         passed the mark, or if the device has passed it; otherwise `send_waiting` sends it later.
 
-        representations: runs of the representations (compact forms of keys) to store with the
+        sketches: runs of the sketches (compact forms of keys) to store with the
             blocks.
         after: the mark (point in the device's queue) after which the store may begin to copy.
         """
-        store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), representations)
+        store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), sketches)
         self.active[job.store_id] = store
         if after.lets_send():
             self._submit(store)
@@ -125,24 +125,24 @@ class RankStores:
                 self._submit(store)
 
     def _submit(self, store: ActiveStore) -> None:
-        runs = (*store.job.runs, *store.representations)
+        runs = (*store.job.runs, *store.sketches)
         if runs:
             store.answer = self._rank.store(store.job, runs, store.after)
             return
-        # Ends the store at once: its job has only representations (compact forms of keys), and
+        # Ends the store at once: its job has only sketches (compact forms of keys), and
         # these could not be built, so there is nothing to store.
         store.answer = Future()
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Called if the hook (call of vLLM) that begins stores has raised. Those of `jobs` that
+        """Called if the callback (call of vLLM) that begins stores has raised. Those of `jobs` that
         were not sent count as failed, and will not be sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
                 self._reports.setdefault(job.store_id, b"")
             elif store.answer is None:
-                store.answer = never_begun("its hook broke")
+                store.answer = never_begun("its callback broke")
 
     # ---------------------------------------------------------------------------------- taking back
 
@@ -225,7 +225,7 @@ class RankStores:
         try:
             session.revoke_stores()
         except Exception:
-            self._count("hook_errors", 1)
+            self._count("callback_errors", 1)
             logger.exception("hotkv: stores could not be revoked; the session is closed")
             rank.session = None
             session.close()
@@ -287,7 +287,7 @@ class RankStores:
             blocks = result.results[: len(store.job.runs)]
             return b"".join(np.asarray(a, np.uint8).tobytes() for a in blocks)
         except Exception:
-            self._count("hook_errors", 1)
+            self._count("callback_errors", 1)
             logger.exception(
                 "hotkv: the result of a store could not be read; the store counts as failed"
             )

@@ -10,7 +10,7 @@ Always true:
 import time
 from collections.abc import Callable, Mapping
 
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.metadata import (
     HotKVHandshake,
     HotKVMetadata,
@@ -30,7 +30,7 @@ class RankReport:
     rank: the rank's session, whose state is reported.
     rank_number: vLLM's number of the rank.
     sparse: sparse decode in this rank, whose counters and selections (chosen blocks) are reported.
-    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
+    edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
     asked: the last message from the scheduler whose loads were begun. The report answers the
         questions in its fields `held_loads` (loads whose blocks the scheduler holds back) and
         `asks_links` (whether the rank is connected to the server).
@@ -43,7 +43,7 @@ class RankReport:
         rank: RankSession,
         rank_number: int,
         sparse: SparseRank,
-        edge: HookEdge,
+        edge: CallbackEdge,
     ) -> None:
         self.edge = edge
         self._rank = rank
@@ -103,7 +103,7 @@ class RankReport:
         report, self._next = self._next, StepReport()
         return HotKVWorkerMetadata({next(self._ids): report})
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
         """Sets the states in the report: which loads the server has not ended although they were
         cancelled (overdue), which of the held-back loads can't write any more (settled), whether
@@ -125,7 +125,7 @@ class RankReport:
             report.settled_loads = dict.fromkeys(settled, frozenset({self._rank_number}))
             self.over += over
 
-    @hook(nothing, is_part=True)
+    @callback(nothing, is_part=True)
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:

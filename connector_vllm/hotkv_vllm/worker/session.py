@@ -22,7 +22,7 @@ from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, LinkState, Role, SessionConfig, TransferResult
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
@@ -54,8 +54,8 @@ class RankSession:
         workers revoke them.
     weights: watches this rank's weights; None before the first export.
     adapters: watches this rank's LoRA adapters.
-    shared: the sparse worker whose representations (compact forms of keys, for sparse attention)
-        are stored and loaded with blocks; None if blocks are stored without representations.
+    shared: the sparse worker whose sketches (compact forms of keys, for sparse attention)
+        are stored and loaded with blocks; None if blocks are stored without sketches.
     session: the session with the server; None if no session was opened or the session is closed.
     told_link: True if the scheduler was last told that the session is connected.
     has_agreed: True once all ranks may have agreed on a key space. From then on each rank takes
@@ -203,13 +203,13 @@ class RankSession:
             return False
         return True
 
-    def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
-        """Adds the file with the representations (compact forms of keys, for sparse attention) to
-        the exported memory. Returns the kinds of representations in it: one per KV cache group with
+    def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Sketch, ...]:
+        """Adds the file with the sketches (compact forms of keys, for sparse attention) to
+        the exported memory. Returns the kinds of sketches in it: one per KV cache group with
         sparse layers."""
         assert self.memory is not None and self._space is not None
         pool = shared_pool(
-            sparse.representations,
+            sparse.sketches,
             list(sparse.layers.values()),
             self._groups,
             self.place.num_shards,
@@ -235,14 +235,14 @@ class RankSession:
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """Returns vLLM's number of the KV cache group to whose blocks representations (compact
+        """Returns vLLM's number of the KV cache group to whose blocks sketches (compact
         forms of keys) belong.
 
-        group_index: the group index under which the session stores these representations.
+        group_index: the group index under which the session stores these sketches.
         """
         assert self._session_config is not None
         config = self._session_config
-        kind = config.representations[group_index - len(config.key_space.groups)]
+        kind = config.sketches[group_index - len(config.key_space.groups)]
         return self._groups[kind.group_index].vllm_group
 
     # -------------------------------------------------------------------------------------- session
@@ -258,10 +258,10 @@ class RankSession:
         `opening_s` longer if the server has answered but has not opened the session yet. Does
         nothing if no memory was exported, or while the weights' files are being read.
 
-        sparse: the worker whose representations (compact forms of keys) are stored with blocks. If
-            they can't be exported, blocks are stored and loaded without representations, and the
+        sparse: the worker whose sketches (compact forms of keys) are stored with blocks. If
+            they can't be exported, blocks are stored and loaded without sketches, and the
             log says why.
-        centres: the mean keys by which the representations are computed; None without mean keys.
+        centres: the mean keys by which the sketches are computed; None without mean keys.
         """
         if self.memory is None or self._space is None:
             return
@@ -270,13 +270,13 @@ class RankSession:
                 None, "the weights are being read", rank=self.place.rank, is_reading=True
             )
             return
-        kinds: tuple[Representation, ...] = ()
+        kinds: tuple[Sketch, ...] = ()
         if sparse is not None:
             try:
                 kinds = self._share(sparse, centres)
             except (Unsupported, OSError, ValueError) as error:
                 logger.warning(
-                    "hotkv: representations are built in this engine and not shared: %s", error
+                    "hotkv: sketches are built in this engine and not shared: %s", error
                 )
         try:
             self._open(self._space, kinds)
@@ -286,7 +286,7 @@ class RankSession:
             return
         self.handshake = HotKVHandshake(
             self._space,
-            representations=kinds,
+            sketches=kinds,
             fence=None if self.fence is None else self.fence.place,
             host=ranks.this_host(),
             rank=self.place.rank,
@@ -298,7 +298,7 @@ class RankSession:
             self.told_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
 
-    def _open(self, space: KeySpace, kinds: tuple[Representation, ...]) -> None:
+    def _open(self, space: KeySpace, kinds: tuple[Sketch, ...]) -> None:
         self._state_log = link.StateLog(
             f"worker {self.place.rank}", self._config.target, logging.DEBUG
         )
@@ -307,7 +307,7 @@ class RankSession:
             engine_id=self._engine_id,
             role=Role.WORKER,
             key_space=space,
-            representations=kinds,
+            sketches=kinds,
             client_name=f"hotkv-vllm worker {self.place.rank}",
             use_table=False,
             credentials=self._config.credentials,
@@ -401,7 +401,7 @@ class RankSession:
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
         """Begins a load. The server copies after the device has passed the mark (a point in the
         device's queue). Returns the future of the transfer. Never raises."""
-        runs = job.runs if self.shared is None else (*job.runs, *job.representations)
+        runs = job.runs if self.shared is None else (*job.runs, *job.sketches)
         return self._begun(
             lambda session: session.load(
                 self._name(job.transfer_id),
@@ -419,7 +419,7 @@ class RankSession:
         """Begins a store. The server copies after the device has passed the mark (a point in the
         device's queue). Returns the future of the transfer. Never raises.
 
-        runs: the runs of blocks and of representations (compact forms of keys) to store.
+        runs: the runs of blocks and of sketches (compact forms of keys) to store.
         """
         return self._begun(
             lambda session: session.store(
@@ -458,7 +458,7 @@ class RankSession:
             return never_begun("weights or adapters have changed")
         try:
             return begin(self.session)
-        except Exception as error:  # noqa: BLE001 - hook edge: a transfer that was not begun has failed, whatever the cause
+        except Exception as error:  # noqa: BLE001 - callback edge: a transfer that was not begun has failed, whatever the cause
             return never_begun(f"{type(error).__name__}: {error}")
 
     # ---------------------------------------------------------------------------------------- state

@@ -11,12 +11,12 @@ sleep), and exported again when vLLM has mapped it again.
 The device computes a step after Python has queued its work, so a transfer (load or store) must not
 begin at once. Every transfer has a *mark*, a point in the device's queue (`device_order`): the
 server begins to copy after the device has done all work before the mark. If the server can test
-this, the transfer is sent at once. Otherwise the worker sends the transfer in the first hook (call
+this, the transfer is sent at once. Otherwise the worker sends the transfer in the first callback (call
 of vLLM) in which it sees that the device has passed the mark. The time limit of a transfer begins
 when the device has passed its mark.
 
-With sparse decode, representations (compact forms of keys) are stored and loaded with blocks. The
-worker builds a block's representation before the block's store begins. If the representation was
+With sparse decode, sketches (compact forms of keys) are stored and loaded with blocks. The
+worker builds a block's sketch before the block's store begins. If the sketch was
 loaded with its block, it counts as built. If it can't be built or loaded, the block is stored or
 loaded without it.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
@@ -43,11 +43,11 @@ from hotkv_vllm.worker.session import RankSession
 
 class HotKVWorker:
     """The connector's worker side. Does nothing until `register` has exported the KV memory and
-    opened a session. The methods `*_broke` are called if a hook (method that vLLM calls) raised.
+    opened a session. The methods `*_broke` are called if a callback (method that vLLM calls) raised.
 
-    centres: the model's mean keys, by which representations (compact forms of keys) are computed;
+    centres: the model's mean keys, by which sketches (compact forms of keys) are computed;
         None without them.
-    edge: measures the hooks, and records their exceptions.
+    edge: measures the callbacks, and records their exceptions.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HotKVWorker:
         kv_cache_config: Any,
         config: ConnectorConfig,
         centres: Centres | None,
-        edge: HookEdge,
+        edge: CallbackEdge,
     ) -> None:
         self._config = config
         self.rank = RankSession(vllm_config, kv_cache_config, config)
@@ -200,7 +200,7 @@ class HotKVWorker:
 
     def before_step(self, meta: HotKVMetadata) -> None:
         """Prepares for a step before the step writes blocks. Ends or revokes the stores that read
-        these blocks, discards the blocks' representations (compact forms of keys), and carries out
+        these blocks, discards the blocks' sketches (compact forms of keys), and carries out
         the scheduler's orders to check LoRA adapters and weights.
 
         meta: the step's message from the scheduler.
@@ -224,14 +224,14 @@ class HotKVWorker:
         self.sparse.begin_step(meta)
 
     def distrust(self) -> None:
-        """Revokes all stores and discards all representations (compact forms of keys), because it
+        """Revokes all stores and discards all sketches (compact forms of keys), because it
         is not known which blocks the step overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
             if not self.sparse.distrust():
-                # It is not known which representations (compact forms of keys) are valid, so from
-                # here on blocks are stored and loaded without representations.
+                # It is not known which sketches (compact forms of keys) are valid, so from
+                # here on blocks are stored and loaded without sketches.
                 self.rank.shared = None
 
     def before_forward(self, meta: HotKVMetadata) -> None:
@@ -296,7 +296,7 @@ class HotKVWorker:
             jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
         for job in jobs:
-            self.stores.begin(job, self._built(job.representations), after)
+            self.stores.begin(job, self._built(job.sketches), after)
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
@@ -305,12 +305,12 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the missing representations (compact forms of blocks' keys) of a store, and
+        """Builds the missing sketches (compact forms of blocks' keys) of a store, and
         returns `runs`. Returns an empty tuple if building fails, if this worker is not connected,
-        or if its representations are not exported: the blocks are then stored without
-        representations.
+        or if its sketches are not exported: the blocks are then stored without
+        sketches.
 
-        runs: the store's runs of representations (`StoreJob.representations`).
+        runs: the store's runs of sketches (`StoreJob.sketches`).
         """
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
@@ -335,8 +335,8 @@ class HotKVWorker:
             for one in ended:
                 self._load_ended(one)
             self.loads.watch(time.monotonic())
-        except Exception:  # noqa: BLE001 - hook edge: the requests are told all the same
-            self.count("hook_errors")
+        except Exception:  # noqa: BLE001 - callback edge: the requests are told all the same
+            self.count("callback_errors")
             logger.exception("hotkv: what follows the end of loads broke")
         return finished, failed
 
@@ -355,7 +355,7 @@ class HotKVWorker:
             return
         self.report.count("load_bytes", one.num_bytes)
         if self.rank.shared is not None:
-            for run in load.job.representations:
+            for run in load.job.sketches:
                 group = self.rank.shared_group(run.group_index)
                 self.rank.shared.loaded(group, run.block_ids)
 

@@ -171,7 +171,7 @@ def _check_blocks(num_blocks: int, most: int) -> None:
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
     """Reads the token ids and extra keys of a run (consecutive blocks of one group). The result is
-    empty for a run of representations (compact forms of blocks' keys), which have no token ids.
+    empty for a run of sketches (compact forms of blocks' keys), which have no token ids.
 
     The caller has already checked the run's hashes and group index. Raises INVALID_FIELD if a count
     does not match the run's blocks, or if an extra key is empty; TOO_LARGE if the LoRA name is too

@@ -1,4 +1,4 @@
-"""Converts key spaces, kinds of representations (compact forms of blocks' keys), layouts of engine
+"""Converts key spaces, kinds of sketches (compact forms of blocks' keys), layouts of engine
 memory and device orders to messages and back (layout.proto).
 
 These functions do not check a layout or a device order against the key space. `Layout.validate` and
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.messages import fields
 from hotkv_proto.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
@@ -110,27 +110,27 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
     )
 
 
-def read_representations(
-    messages: Iterable[layout_pb2.Representation],
-) -> tuple[Representation, ...]:
-    """Reads kinds of representations (compact forms of blocks' keys, for sparse attention). Raises
+def read_sketches(
+    messages: Iterable[layout_pb2.Sketch],
+) -> tuple[Sketch, ...]:
+    """Reads kinds of sketches (compact forms of blocks' keys, for sparse attention). Raises
     INVALID_FIELD if a number is out of range."""
     kinds = []
     for index, m in enumerate(messages):
-        fields.check_printable(f"representations[{index}].format", m.format)
+        fields.check_printable(f"sketches[{index}].format", m.format)
         try:
             kinds.append(
-                Representation(m.group_index, m.format, m.version, tuple(m.shard_byte_counts))
+                Sketch(m.group_index, m.format, m.version, tuple(m.shard_byte_counts))
             )
         except ValueError as error:
-            raise invalid(f"representations[{index}].{error}") from error
+            raise invalid(f"sketches[{index}].{error}") from error
     return tuple(kinds)
 
 
-def representation_message(value: Representation) -> layout_pb2.Representation:
-    """Makes the message of a kind of representation (compact form of blocks' keys, for sparse
+def sketch_message(value: Sketch) -> layout_pb2.Sketch:
+    """Makes the message of a kind of sketch (compact form of blocks' keys, for sparse
     attention)."""
-    return layout_pb2.Representation(
+    return layout_pb2.Sketch(
         group_index=value.group_index,
         format=value.format,
         version=value.version,

@@ -219,7 +219,7 @@ class PreviewEvictResponse(google.protobuf.message.Message):
     kept_block_count: builtins.int
     """Blocks that would remain because they are pinned or being written."""
     evicted_byte_count: builtins.int
-    """Bytes that it would free, representations included."""
+    """Bytes that it would free, sketches included."""
     def __init__(
         self,
         *,

@@ -213,7 +213,7 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     wants_offsets: builtins.bool
     """True: the answer also has the places of the pinned blocks in the arena. The call is refused,
     and pins no blocks, if the session may not map the arena. If a block was stored before the
-    server restarted, the server first compares the block's bytes with the block's check value; if
+    server restarted, the server first compares the block's bytes with the block's checksum; if
     they differ, the block is not pinned.
     """
     traceparent: builtins.str
@@ -366,10 +366,10 @@ Global___BlockExtraKeys: typing_extensions.TypeAlias = BlockExtraKeys
 
 @typing.final
 class BlockRun(google.protobuf.message.Message):
-    """Consecutive blocks of a context in one group, or the representations (compact forms of keys, for
-    sparse attention) of such blocks. A representation is stored only if its block is ready, from an
-    earlier store or from the same store. The server drops a representation together with its block.
-    A block has at most one representation.
+    """Consecutive blocks of a context in one group, or the sketches (compact forms of keys, for
+    sparse attention) of such blocks. A sketch is stored only if its block is ready, from an
+    earlier store or from the same store. The server drops a sketch together with its block.
+    A block has at most one sketch.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

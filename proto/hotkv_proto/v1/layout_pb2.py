@@ -24,37 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/layout.proto\x12\x08hotkv.v1\"\xaa\x01\n\x07KvGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.hotkv.v1.KvGroupKind\x12\x19\n\x11\x62lock_token_count\x18\x03 \x01(\x05\x12\x1a\n\x12window_token_count\x18\x04 \x01(\x03\x12\x19\n\x11shard_byte_counts\x18\x05 \x03(\x03\x12\x13\n\x0blayer_names\x18\x06 \x03(\t\"\xa7\x02\n\x08KeySpace\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10weights_identity\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\x06 \x01(\t\x12\x11\n\thash_seed\x18\x07 \x01(\t\x12\x17\n\x0fhash_byte_count\x18\x08 \x01(\x05\x12\x1e\n\x16hash_block_token_count\x18\t \x01(\x05\x12!\n\x06groups\x18\n \x03(\x0b\x32\x11.hotkv.v1.KvGroup\x12\x16\n\x0eparallel_shape\x18\x0b \x01(\t\x12\x13\n\x0bpage_format\x18\x0c \x01(\t\x12\r\n\x05\x65xtra\x18\r \x03(\t\"a\n\x0eRepresentation\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x19\n\x11shard_byte_counts\x18\x04 \x03(\x03\"6\n\nStridedDim\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x19\n\x11stride_byte_count\x18\x02 \x01(\x03\"\xdb\x01\n\nPageTensor\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x11\n\thandle_id\x18\x02 \x01(\t\x12\x18\n\x10\x62\x61se_byte_offset\x18\x03 \x01(\x03\x12\x1f\n\x17\x62lock_stride_byte_count\x18\x04 \x01(\x03\x12\x16\n\x0erun_byte_count\x18\x05 \x01(\x03\x12\"\n\x04\x64ims\x18\x06 \x03(\x0b\x32\x14.hotkv.v1.StridedDim\x12\x19\n\x11shard_byte_offset\x18\x07 \x01(\x03\x12\x13\n\x0blayer_names\x18\x08 \x03(\t\"\'\n\x0b\x46ileMapping\x12\x18\n\x10\x66ile_byte_offset\x18\x01 \x01(\x03\"H\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x18\n\x10\x62\x61se_byte_offset\x18\x02 \x01(\x03\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\x0c\"\x95\x01\n\x0cMemoryHandle\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x12\n\nbyte_count\x18\x02 \x01(\x03\x12-\n\x0c\x66ile_mapping\x18\x03 \x01(\x0b\x32\x15.hotkv.v1.FileMappingH\x00\x12%\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32\x11.hotkv.v1.CudaIpcH\x00\x42\x08\n\x06source\"\x90\x01\n\x06Layout\x12\x13\n\x0bshard_index\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\'\n\x07handles\x18\x03 \x03(\x0b\x32\x16.hotkv.v1.MemoryHandle\x12%\n\x07tensors\x18\x04 \x03(\x0b\x32\x14.hotkv.v1.PageTensor\x12\x0c\n\x04name\x18\x05 \x01(\t\"f\n\x0b\x44\x65viceOrder\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x15\n\revent_handles\x18\x02 \x03(\x0c\x12\x17\n\x0f\x66lags_handle_id\x18\x03 \x01(\t\x12\x12\n\nflag_count\x18\x04 \x01(\x05\"*\n\nDeviceMark\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03*\xc1\x01\n\x0bKvGroupKind\x12\x1d\n\x19KV_GROUP_KIND_UNSPECIFIED\x10\x00\x12 \n\x1cKV_GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x15\n\x11KV_GROUP_KIND_MLA\x10\x02\x12 \n\x1cKV_GROUP_KIND_SLIDING_WINDOW\x10\x03\x12\x1f\n\x1bKV_GROUP_KIND_CHUNKED_LOCAL\x10\x04\x12\x17\n\x13KV_GROUP_KIND_MAMBA\x10\x05*\x8b\x01\n\x0f\x44\x65viceOrderKind\x12!\n\x1d\x44\x45VICE_ORDER_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44\x45VICE_ORDER_KIND_HOST\x10\x01\x12\x1c\n\x18\x44\x45VICE_ORDER_KIND_EVENTS\x10\x02\x12\x1b\n\x17\x44\x45VICE_ORDER_KIND_FLAGS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/layout.proto\x12\x08hotkv.v1\"\xaa\x01\n\x07KvGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.hotkv.v1.KvGroupKind\x12\x19\n\x11\x62lock_token_count\x18\x03 \x01(\x05\x12\x1a\n\x12window_token_count\x18\x04 \x01(\x03\x12\x19\n\x11shard_byte_counts\x18\x05 \x03(\x03\x12\x13\n\x0blayer_names\x18\x06 \x03(\t\"\xa7\x02\n\x08KeySpace\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10weights_identity\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\x06 \x01(\t\x12\x11\n\thash_seed\x18\x07 \x01(\t\x12\x17\n\x0fhash_byte_count\x18\x08 \x01(\x05\x12\x1e\n\x16hash_block_token_count\x18\t \x01(\x05\x12!\n\x06groups\x18\n \x03(\x0b\x32\x11.hotkv.v1.KvGroup\x12\x16\n\x0eparallel_shape\x18\x0b \x01(\t\x12\x13\n\x0bpage_format\x18\x0c \x01(\t\x12\r\n\x05\x65xtra\x18\r \x03(\t\"Y\n\x06Sketch\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x19\n\x11shard_byte_counts\x18\x04 \x03(\x03\"6\n\nStridedDim\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x19\n\x11stride_byte_count\x18\x02 \x01(\x03\"\xdb\x01\n\nPageTensor\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x11\n\thandle_id\x18\x02 \x01(\t\x12\x18\n\x10\x62\x61se_byte_offset\x18\x03 \x01(\x03\x12\x1f\n\x17\x62lock_stride_byte_count\x18\x04 \x01(\x03\x12\x16\n\x0erun_byte_count\x18\x05 \x01(\x03\x12\"\n\x04\x64ims\x18\x06 \x03(\x0b\x32\x14.hotkv.v1.StridedDim\x12\x19\n\x11shard_byte_offset\x18\x07 \x01(\x03\x12\x13\n\x0blayer_names\x18\x08 \x03(\t\"\'\n\x0b\x46ileMapping\x12\x18\n\x10\x66ile_byte_offset\x18\x01 \x01(\x03\"H\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x18\n\x10\x62\x61se_byte_offset\x18\x02 \x01(\x03\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\x0c\"\x95\x01\n\x0cMemoryHandle\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x12\n\nbyte_count\x18\x02 \x01(\x03\x12-\n\x0c\x66ile_mapping\x18\x03 \x01(\x0b\x32\x15.hotkv.v1.FileMappingH\x00\x12%\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32\x11.hotkv.v1.CudaIpcH\x00\x42\x08\n\x06source\"\x90\x01\n\x06Layout\x12\x13\n\x0bshard_index\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\'\n\x07handles\x18\x03 \x03(\x0b\x32\x16.hotkv.v1.MemoryHandle\x12%\n\x07tensors\x18\x04 \x03(\x0b\x32\x14.hotkv.v1.PageTensor\x12\x0c\n\x04name\x18\x05 \x01(\t\"f\n\x0b\x44\x65viceOrder\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x15\n\revent_handles\x18\x02 \x03(\x0c\x12\x17\n\x0f\x66lags_handle_id\x18\x03 \x01(\t\x12\x12\n\nflag_count\x18\x04 \x01(\x05\"*\n\nDeviceMark\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x03*\xc1\x01\n\x0bKvGroupKind\x12\x1d\n\x19KV_GROUP_KIND_UNSPECIFIED\x10\x00\x12 \n\x1cKV_GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x15\n\x11KV_GROUP_KIND_MLA\x10\x02\x12 \n\x1cKV_GROUP_KIND_SLIDING_WINDOW\x10\x03\x12\x1f\n\x1bKV_GROUP_KIND_CHUNKED_LOCAL\x10\x04\x12\x17\n\x13KV_GROUP_KIND_MAMBA\x10\x05*\x8b\x01\n\x0f\x44\x65viceOrderKind\x12!\n\x1d\x44\x45VICE_ORDER_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44\x45VICE_ORDER_KIND_HOST\x10\x01\x12\x1c\n\x18\x44\x45VICE_ORDER_KIND_EVENTS\x10\x02\x12\x1b\n\x17\x44\x45VICE_ORDER_KIND_FLAGS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hotkv_proto.v1.layout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVGROUPKIND']._serialized_start=1446
-  _globals['_KVGROUPKIND']._serialized_end=1639
-  _globals['_DEVICEORDERKIND']._serialized_start=1642
-  _globals['_DEVICEORDERKIND']._serialized_end=1781
+  _globals['_KVGROUPKIND']._serialized_start=1438
+  _globals['_KVGROUPKIND']._serialized_end=1631
+  _globals['_DEVICEORDERKIND']._serialized_start=1634
+  _globals['_DEVICEORDERKIND']._serialized_end=1773
   _globals['_KVGROUP']._serialized_start=36
   _globals['_KVGROUP']._serialized_end=206
   _globals['_KEYSPACE']._serialized_start=209
   _globals['_KEYSPACE']._serialized_end=504
-  _globals['_REPRESENTATION']._serialized_start=506
-  _globals['_REPRESENTATION']._serialized_end=603
-  _globals['_STRIDEDDIM']._serialized_start=605
-  _globals['_STRIDEDDIM']._serialized_end=659
-  _globals['_PAGETENSOR']._serialized_start=662
-  _globals['_PAGETENSOR']._serialized_end=881
-  _globals['_FILEMAPPING']._serialized_start=883
-  _globals['_FILEMAPPING']._serialized_end=922
-  _globals['_CUDAIPC']._serialized_start=924
-  _globals['_CUDAIPC']._serialized_end=996
-  _globals['_MEMORYHANDLE']._serialized_start=999
-  _globals['_MEMORYHANDLE']._serialized_end=1148
-  _globals['_LAYOUT']._serialized_start=1151
-  _globals['_LAYOUT']._serialized_end=1295
-  _globals['_DEVICEORDER']._serialized_start=1297
-  _globals['_DEVICEORDER']._serialized_end=1399
-  _globals['_DEVICEMARK']._serialized_start=1401
-  _globals['_DEVICEMARK']._serialized_end=1443
+  _globals['_SKETCH']._serialized_start=506
+  _globals['_SKETCH']._serialized_end=595
+  _globals['_STRIDEDDIM']._serialized_start=597
+  _globals['_STRIDEDDIM']._serialized_end=651
+  _globals['_PAGETENSOR']._serialized_start=654
+  _globals['_PAGETENSOR']._serialized_end=873
+  _globals['_FILEMAPPING']._serialized_start=875
+  _globals['_FILEMAPPING']._serialized_end=914
+  _globals['_CUDAIPC']._serialized_start=916
+  _globals['_CUDAIPC']._serialized_end=988
+  _globals['_MEMORYHANDLE']._serialized_start=991
+  _globals['_MEMORYHANDLE']._serialized_end=1140
+  _globals['_LAYOUT']._serialized_start=1143
+  _globals['_LAYOUT']._serialized_end=1287
+  _globals['_DEVICEORDER']._serialized_start=1289
+  _globals['_DEVICEORDER']._serialized_end=1391
+  _globals['_DEVICEMARK']._serialized_start=1393
+  _globals['_DEVICEMARK']._serialized_end=1435
 # @@protoc_insertion_point(module_scope)

@@ -198,9 +198,9 @@ class KeySpace(google.protobuf.message.Message):
 Global___KeySpace: typing_extensions.TypeAlias = KeySpace
 
 @typing.final
-class Representation(google.protobuf.message.Message):
-    """A kind of representation: a compact form of the keys of each block of one group, for sparse
-    attention. Engines share representations exactly when all fields are equal. Engines may share
+class Sketch(google.protobuf.message.Message):
+    """A kind of sketch: a compact form of the keys of each block of one group, for sparse
+    attention. Engines share sketches exactly when all fields are equal. Engines may share
     blocks even if these fields differ.
     """
 
@@ -218,7 +218,7 @@ class Representation(google.protobuf.message.Message):
     """Version of all other properties that give the bytes their meaning; not negative."""
     @property
     def shard_byte_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Bytes of one block's representation in each shard, in shard order; the slot is their sum."""
+        """Bytes of one block's sketch in each shard, in shard order; the slot is their sum."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class Representation(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["format", b"format", "group_index", b"group_index", "shard_byte_counts", b"shard_byte_counts", "version", b"version"]) -> None: ...
 
-Global___Representation: typing_extensions.TypeAlias = Representation
+Global___Sketch: typing_extensions.TypeAlias = Sketch
 
 @typing.final
 class StridedDim(google.protobuf.message.Message):
@@ -272,8 +272,8 @@ class PageTensor(google.protobuf.message.Message):
     SHARD_BYTE_OFFSET_FIELD_NUMBER: builtins.int
     LAYER_NAMES_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group to which the pages belong, or a kind of representation. Block ids index the tensor; a
-    representation has the id of its block.
+    """The group to which the pages belong, or a kind of sketch. Block ids index the tensor; a
+    sketch has the id of its block.
     """
     handle_id: builtins.str
     """Handle of the memory that holds it."""
@@ -412,7 +412,7 @@ class Layout(google.protobuf.message.Message):
 
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PageTensor]:
-        """Pages. Together they fill each group's shard exactly once, and the shard of each representation
+        """Pages. Together they fill each group's shard exactly once, and the shard of each sketch
         that the layout has.
         """
 

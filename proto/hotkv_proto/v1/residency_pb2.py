@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotkv/v1/residency.proto\x12\x08hotkv.v1\":\n\x0eResidencyGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\"V\n\x14OpenResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.hotkv.v1.ResidencyGroup\"i\n\x15OpenResidencyResponse\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x12\n\nword_index\x18\x02 \x01(\x05\x12\x12\n\nword_value\x18\x03 \x01(\x03\x12\x12\n\ngeneration\x18\x04 \x01(\x03\"k\n\x16\x45xtendResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x13\n\x0bgroup_index\x18\x02 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"J\n\x17\x45xtendResidencyResponse\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\x12\x1e\n\x16representation_offsets\x18\x02 \x01(\x0c\"-\n\x15\x43loseResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\"(\n\x16\x43loseResidencyResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotkv/v1/residency.proto\x12\x08hotkv.v1\":\n\x0eResidencyGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\"V\n\x14OpenResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.hotkv.v1.ResidencyGroup\"k\n\x15OpenResidencyResponse\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x12\n\nword_index\x18\x02 \x01(\x05\x12\x12\n\nword_value\x18\x03 \x01(\x03\x12\x14\n\x0cstart_number\x18\x04 \x01(\x03\"k\n\x16\x45xtendResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x13\n\x0bgroup_index\x18\x02 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"B\n\x17\x45xtendResidencyResponse\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\x12\x16\n\x0esketch_offsets\x18\x02 \x01(\x0c\"-\n\x15\x43loseResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\"(\n\x16\x43loseResidencyResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENRESIDENCYREQUEST']._serialized_start=98
   _globals['_OPENRESIDENCYREQUEST']._serialized_end=184
   _globals['_OPENRESIDENCYRESPONSE']._serialized_start=186
-  _globals['_OPENRESIDENCYRESPONSE']._serialized_end=291
-  _globals['_EXTENDRESIDENCYREQUEST']._serialized_start=293
-  _globals['_EXTENDRESIDENCYREQUEST']._serialized_end=400
-  _globals['_EXTENDRESIDENCYRESPONSE']._serialized_start=402
-  _globals['_EXTENDRESIDENCYRESPONSE']._serialized_end=476
-  _globals['_CLOSERESIDENCYREQUEST']._serialized_start=478
-  _globals['_CLOSERESIDENCYREQUEST']._serialized_end=523
-  _globals['_CLOSERESIDENCYRESPONSE']._serialized_start=525
-  _globals['_CLOSERESIDENCYRESPONSE']._serialized_end=565
+  _globals['_OPENRESIDENCYRESPONSE']._serialized_end=293
+  _globals['_EXTENDRESIDENCYREQUEST']._serialized_start=295
+  _globals['_EXTENDRESIDENCYREQUEST']._serialized_end=402
+  _globals['_EXTENDRESIDENCYRESPONSE']._serialized_start=404
+  _globals['_EXTENDRESIDENCYRESPONSE']._serialized_end=470
+  _globals['_CLOSERESIDENCYREQUEST']._serialized_start=472
+  _globals['_CLOSERESIDENCYREQUEST']._serialized_end=517
+  _globals['_CLOSERESIDENCYRESPONSE']._serialized_start=519
+  _globals['_CLOSERESIDENCYRESPONSE']._serialized_end=559
 # @@protoc_insertion_point(module_scope)

@@ -30,9 +30,9 @@ class ResidencyGroup(google.protobuf.message.Message):
     GROUP_INDEX_FIELD_NUMBER: builtins.int
     BLOCK_COUNT_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group; not a representation."""
+    """The group; not a sketch."""
     block_count: builtins.int
-    """Number of blocks, at least 1. Room for their representations, of the kinds that the session
+    """Number of blocks, at least 1. Room for their sketches, of the kinds that the session
     declares, is reserved too.
     """
     def __init__(
@@ -75,7 +75,7 @@ Global___OpenResidencyRequest: typing_extensions.TypeAlias = OpenResidencyReques
 @typing.final
 class OpenResidencyResponse(google.protobuf.message.Message):
     """The room is reserved. A client that has read blocks of the residency in the arena must then
-    compare two of the words behind the arena's bytes. If word 0 is at most `generation`, and the
+    compare two of the words behind the arena's bytes. If word 0 is at most `start_number`, and the
     word `word_index` equals `word_value`, the blocks were pinned until then and the bytes are right.
     Otherwise the client must discard the bytes.
     """
@@ -85,7 +85,7 @@ class OpenResidencyResponse(google.protobuf.message.Message):
     RESIDENCY_ID_FIELD_NUMBER: builtins.int
     WORD_INDEX_FIELD_NUMBER: builtins.int
     WORD_VALUE_FIELD_NUMBER: builtins.int
-    GENERATION_FIELD_NUMBER: builtins.int
+    START_NUMBER_FIELD_NUMBER: builtins.int
     residency_id: builtins.str
     """The residency."""
     word_index: builtins.int
@@ -94,7 +94,7 @@ class OpenResidencyResponse(google.protobuf.message.Message):
     """Value of this word now. The server changes the word when a residency of the session ends
     without a call of its client.
     """
-    generation: builtins.int
+    start_number: builtins.int
     """As long as word 0 is at most this number, the server (or the server that has replaced it after
     a restart) retains the blocks.
     """
@@ -104,9 +104,9 @@ class OpenResidencyResponse(google.protobuf.message.Message):
         residency_id: builtins.str = ...,
         word_index: builtins.int = ...,
         word_value: builtins.int = ...,
-        generation: builtins.int = ...,
+        start_number: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "residency_id", b"residency_id", "word_index", b"word_index", "word_value", b"word_value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["residency_id", b"residency_id", "start_number", b"start_number", "word_index", b"word_index", "word_value", b"word_value"]) -> None: ...
 
 Global___OpenResidencyResponse: typing_extensions.TypeAlias = OpenResidencyResponse
 
@@ -126,7 +126,7 @@ class ExtendResidencyRequest(google.protobuf.message.Message):
     residency_id: builtins.str
     """The residency."""
     group_index: builtins.int
-    """The group; not a representation."""
+    """The group; not a sketch."""
     first_position: builtins.int
     """Position in the request of the first block, counted in blocks from 0. A position names the same
     block as long as the residency is open.
@@ -152,23 +152,23 @@ class ExtendResidencyResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFSETS_FIELD_NUMBER: builtins.int
-    REPRESENTATION_OFFSETS_FIELD_NUMBER: builtins.int
+    SKETCH_OFFSETS_FIELD_NUMBER: builtins.int
     offsets: builtins.bytes
     """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot. -1
-    if the block is not pinned, because it is not ready or its bytes do not match its check value.
+    if the block is not pinned, because it is not ready or its bytes do not match its checksum.
     """
-    representation_offsets: builtins.bytes
-    """The same for the representation of each block (a compact form of its keys). -1 if the block has
-    no pinned representation, or if the representation was not compared with its check value. Empty
+    sketch_offsets: builtins.bytes
+    """The same for the sketch of each block (a compact form of its keys). -1 if the block has
+    no pinned sketch, or if the sketch was not compared with its checksum. Empty
     if the server does not support this field.
     """
     def __init__(
         self,
         *,
         offsets: builtins.bytes = ...,
-        representation_offsets: builtins.bytes = ...,
+        sketch_offsets: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["offsets", b"offsets", "representation_offsets", b"representation_offsets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offsets", b"offsets", "sketch_offsets", b"sketch_offsets"]) -> None: ...
 
 Global___ExtendResidencyResponse: typing_extensions.TypeAlias = ExtendResidencyResponse
 

@@ -195,7 +195,7 @@ class OpenSession(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     KEY_SPACE_FIELD_NUMBER: builtins.int
     CLIENT_NAME_FIELD_NUMBER: builtins.int
-    REPRESENTATIONS_FIELD_NUMBER: builtins.int
+    SKETCHES_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
     WITHOUT_EVICTION_NOTICES_FIELD_NUMBER: builtins.int
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
@@ -227,8 +227,8 @@ class OpenSession(google.protobuf.message.Message):
         """The key space of its blocks."""
 
     @property
-    def representations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.layout_pb2.Representation]:
-        """Kinds of representations (compact forms of keys, for sparse attention) that the session stores
+    def sketches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.layout_pb2.Sketch]:
+        """Kinds of sketches (compact forms of keys, for sparse attention) that the session stores
         with blocks. Each kind gets a group index for this session: the numbers after the indices of
         the key space's groups, in this order. Layouts, lookups, leases and transfers use this index
         like the index of a group.
@@ -252,7 +252,7 @@ class OpenSession(google.protobuf.message.Message):
         role: Global___SessionRole.ValueType = ...,
         key_space: hotkv_proto.v1.layout_pb2.KeySpace | None = ...,
         client_name: builtins.str = ...,
-        representations: collections.abc.Iterable[hotkv_proto.v1.layout_pb2.Representation] | None = ...,
+        sketches: collections.abc.Iterable[hotkv_proto.v1.layout_pb2.Sketch] | None = ...,
         ticket: builtins.bytes = ...,
         without_eviction_notices: builtins.bool = ...,
         newest_protocol_version: builtins.int = ...,
@@ -261,7 +261,7 @@ class OpenSession(google.protobuf.message.Message):
         engine_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "engine_name", b"engine_name", "features", b"features", "key_space", b"key_space", "model_names", b"model_names", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "engine_name", b"engine_name", "features", b"features", "key_space", b"key_space", "model_names", b"model_names", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "role", b"role", "sketches", b"sketches", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -305,7 +305,7 @@ class SessionOpened(google.protobuf.message.Message):
 
     @property
     def salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each group index of the session (kinds of representations included), the salt: a number
+        """For each group index of the session (kinds of sketches included), the salt: a number
         that a lookup in the block table mixes into the hashes of the group. A salt is a 64-bit value,
         sent as a signed number.
         """

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from hotkv_proto.v1 import errors_pb2 as hotkv_dot_v1_dot_errors__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/sparse.proto\x12\x08hotkv.v1\x1a\x15hotkv/v1/errors.proto\"/\n\x0b\x46usedScorer\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x10\n\x08\x65xponent\x18\x02 \x01(\x01\"*\n\nFormatBias\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"T\n\x0bLayerCentre\x12\x13\n\x0blayer_index\x18\x01 \x01(\x05\x12\n\n\x02mu\x18\x02 \x01(\x0c\x12$\n\x06\x62iases\x18\x03 \x03(\x0b\x32\x14.hotkv.v1.FormatBias\"\xcd\x03\n\x0cSelectConfig\x12\"\n\x1arepresentation_group_index\x18\x01 \x01(\x05\x12\x15\n\rlayer_indices\x18\x02 \x03(\x05\x12\x15\n\rkv_head_count\x18\x03 \x01(\x05\x12\x11\n\thead_size\x18\x04 \x01(\x05\x12!\n\x17sparse_topk_token_count\x18\x05 \x01(\x03H\x00\x12\x1b\n\x11sparse_topk_ratio\x18\x06 \x01(\x01H\x00\x12\x12\n\nadaptive_p\x18\x07 \x01(\x01\x12\x0e\n\x06scorer\x18\x08 \x01(\t\x12%\n\x06\x66usion\x18\t \x03(\x0b\x32\x15.hotkv.v1.FusedScorer\x12\x18\n\x10sink_token_count\x18\n \x01(\x05\x12\x1a\n\x12recent_token_count\x18\x0b \x01(\x05\x12\"\n\x1amax_correction_block_count\x18\x0c \x01(\x05\x12\x14\n\x0c\x63\x61\x63he_policy\x18\r \x01(\t\x12\r\n\x05scale\x18\x0e \x01(\x01\x12\x17\n\x0fhot_block_count\x18\x0f \x01(\x05\x12&\n\x07\x63\x65ntres\x18\x10 \x03(\x0b\x32\x15.hotkv.v1.LayerCentreB\r\n\x0bsparse_topk\"\x8d\x01\n\x15\x43reateSequenceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x13\n\x0bgroup_index\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12&\n\x06select\x18\x05 \x01(\x0b\x32\x16.hotkv.v1.SelectConfig\"G\n\x16\x43reateSequenceResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x1b\n\x13\x63overed_block_count\x18\x02 \x01(\x05\"f\n\x13\x41ppendBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"Z\n\x14\x41ppendBlocksResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x1b\n\x13\x63overed_block_count\x18\x03 \x01(\x05\"\xad\x01\n\x13SelectBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x13\n\x0blayer_index\x18\x03 \x01(\x05\x12\x13\n\x0bshard_index\x18\x04 \x01(\x05\x12\r\n\x05query\x18\x05 \x01(\x0c\x12\x1b\n\x13\x63ontext_token_count\x18\x06 \x01(\x03\x12\x17\n\x0f\x61lways_log_mass\x18\x07 \x01(\x0c\"\xe7\x01\n\x14SelectBlocksResponse\x12$\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x15.hotkv.v1.ErrorDetail\x12\x11\n\tpositions\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\x12\x16\n\x0e\x65stimated_mass\x18\x04 \x01(\x01\x12\x16\n\x0eload_positions\x18\x05 \x01(\x0c\x12\x12\n\nload_slots\x18\x06 \x01(\x0c\x12\x17\n\x0f\x65vict_positions\x18\x07 \x01(\x0c\x12\x15\n\rhot_positions\x18\x08 \x01(\x0c\x12\x11\n\thot_slots\x18\t \x01(\x0c\"@\n\x15\x44\x65leteSequenceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\")\n\x16\x44\x65leteSequenceResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"8\n\x0eSequenceReport\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x11\n\tpositions\x18\x02 \x01(\x0c\"\xbd\x03\n\rLayerCounters\x12\x13\n\x0blayer_index\x18\x01 \x01(\x05\x12\x0f\n\x07selects\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ontext_blocks\x18\x03 \x01(\x01\x12\x17\n\x0fselected_blocks\x18\x04 \x01(\x01\x12\x17\n\x0f\x61ttended_blocks\x18\x05 \x01(\x01\x12\x15\n\rseeded_blocks\x18\x06 \x01(\x01\x12\x18\n\x10\x63orrected_blocks\x18\x07 \x01(\x01\x12\x19\n\x11prefetched_blocks\x18\x08 \x01(\x01\x12\x15\n\rwanted_blocks\x18\t \x01(\x01\x12\x12\n\nhit_blocks\x18\n \x01(\x01\x12\x16\n\x0e\x65stimated_mass\x18\x0b \x01(\x01\x12\x12\n\nswap_bytes\x18\x0c \x01(\x01\x12\x10\n\x08select_s\x18\r \x01(\x01\x12\x14\n\x0c\x62uilt_blocks\x18\x0e \x01(\x01\x12\x0f\n\x07\x62uild_s\x18\x0f \x01(\x01\x12\x16\n\x0erecall_samples\x18\x10 \x01(\x01\x12\x0e\n\x06recall\x18\x11 \x01(\x01\x12\x11\n\ttrue_mass\x18\x12 \x01(\x01\x12\x0e\n\x06\x66\x61ults\x18\x13 \x01(\x01\x12\x15\n\rloaded_blocks\x18\x14 \x01(\x01\"d\n\x0cReportSparse\x12+\n\tsequences\x18\x01 \x03(\x0b\x32\x18.hotkv.v1.SequenceReport\x12\'\n\x06layers\x18\x02 \x03(\x0b\x32\x17.hotkv.v1.LayerCounters2\xdb\x02\n\rSparseService\x12S\n\x0e\x43reateSequence\x12\x1f.hotkv.v1.CreateSequenceRequest\x1a .hotkv.v1.CreateSequenceResponse\x12M\n\x0c\x41ppendBlocks\x12\x1d.hotkv.v1.AppendBlocksRequest\x1a\x1e.hotkv.v1.AppendBlocksResponse\x12Q\n\x0cSelectBlocks\x12\x1d.hotkv.v1.SelectBlocksRequest\x1a\x1e.hotkv.v1.SelectBlocksResponse(\x01\x30\x01\x12S\n\x0e\x44\x65leteSequence\x12\x1f.hotkv.v1.DeleteSequenceRequest\x1a .hotkv.v1.DeleteSequenceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/sparse.proto\x12\x08hotkv.v1\x1a\x15hotkv/v1/errors.proto\"/\n\x0b\x46usedScorer\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x10\n\x08\x65xponent\x18\x02 \x01(\x01\"*\n\nFormatBias\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"T\n\x0bLayerCentre\x12\x13\n\x0blayer_index\x18\x01 \x01(\x05\x12\n\n\x02mu\x18\x02 \x01(\x0c\x12$\n\x06\x62iases\x18\x03 \x03(\x0b\x32\x14.hotkv.v1.FormatBias\"\xc5\x03\n\x0cSelectConfig\x12\x1a\n\x12sketch_group_index\x18\x01 \x01(\x05\x12\x15\n\rlayer_indices\x18\x02 \x03(\x05\x12\x15\n\rkv_head_count\x18\x03 \x01(\x05\x12\x11\n\thead_size\x18\x04 \x01(\x05\x12!\n\x17sparse_topk_token_count\x18\x05 \x01(\x03H\x00\x12\x1b\n\x11sparse_topk_ratio\x18\x06 \x01(\x01H\x00\x12\x12\n\nadaptive_p\x18\x07 \x01(\x01\x12\x0e\n\x06scorer\x18\x08 \x01(\t\x12%\n\x06\x66usion\x18\t \x03(\x0b\x32\x15.hotkv.v1.FusedScorer\x12\x18\n\x10sink_token_count\x18\n \x01(\x05\x12\x1a\n\x12recent_token_count\x18\x0b \x01(\x05\x12\"\n\x1amax_correction_block_count\x18\x0c \x01(\x05\x12\x14\n\x0c\x63\x61\x63he_policy\x18\r \x01(\t\x12\r\n\x05scale\x18\x0e \x01(\x01\x12\x17\n\x0fhot_block_count\x18\x0f \x01(\x05\x12&\n\x07\x63\x65ntres\x18\x10 \x03(\x0b\x32\x15.hotkv.v1.LayerCentreB\r\n\x0bsparse_topk\"\x8d\x01\n\x15\x43reateSequenceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x13\n\x0bgroup_index\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12&\n\x06select\x18\x05 \x01(\x0b\x32\x16.hotkv.v1.SelectConfig\"G\n\x16\x43reateSequenceResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x1b\n\x13\x63overed_block_count\x18\x02 \x01(\x05\"f\n\x13\x41ppendBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"Z\n\x14\x41ppendBlocksResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x1b\n\x13\x63overed_block_count\x18\x03 \x01(\x05\"\xad\x01\n\x13SelectBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x13\n\x0blayer_index\x18\x03 \x01(\x05\x12\x13\n\x0bshard_index\x18\x04 \x01(\x05\x12\r\n\x05query\x18\x05 \x01(\x0c\x12\x1b\n\x13\x63ontext_token_count\x18\x06 \x01(\x03\x12\x17\n\x0f\x61lways_log_mass\x18\x07 \x01(\x0c\"\xe7\x01\n\x14SelectBlocksResponse\x12$\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x15.hotkv.v1.ErrorDetail\x12\x11\n\tpositions\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\x12\x16\n\x0e\x65stimated_mass\x18\x04 \x01(\x01\x12\x16\n\x0eload_positions\x18\x05 \x01(\x0c\x12\x12\n\nload_slots\x18\x06 \x01(\x0c\x12\x17\n\x0f\x65vict_positions\x18\x07 \x01(\x0c\x12\x15\n\rhot_positions\x18\x08 \x01(\x0c\x12\x11\n\thot_slots\x18\t \x01(\x0c\"@\n\x15\x44\x65leteSequenceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\")\n\x16\x44\x65leteSequenceResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"8\n\x0eSequenceReport\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x11\n\tpositions\x18\x02 \x01(\x0c\"\xbd\x03\n\rLayerCounters\x12\x13\n\x0blayer_index\x18\x01 \x01(\x05\x12\x0f\n\x07selects\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ontext_blocks\x18\x03 \x01(\x01\x12\x17\n\x0fselected_blocks\x18\x04 \x01(\x01\x12\x17\n\x0f\x61ttended_blocks\x18\x05 \x01(\x01\x12\x15\n\rseeded_blocks\x18\x06 \x01(\x01\x12\x18\n\x10\x63orrected_blocks\x18\x07 \x01(\x01\x12\x19\n\x11prefetched_blocks\x18\x08 \x01(\x01\x12\x15\n\rwanted_blocks\x18\t \x01(\x01\x12\x12\n\nhit_blocks\x18\n \x01(\x01\x12\x16\n\x0e\x65stimated_mass\x18\x0b \x01(\x01\x12\x12\n\nswap_bytes\x18\x0c \x01(\x01\x12\x10\n\x08select_s\x18\r \x01(\x01\x12\x14\n\x0c\x62uilt_blocks\x18\x0e \x01(\x01\x12\x0f\n\x07\x62uild_s\x18\x0f \x01(\x01\x12\x16\n\x0erecall_samples\x18\x10 \x01(\x01\x12\x0e\n\x06recall\x18\x11 \x01(\x01\x12\x11\n\ttrue_mass\x18\x12 \x01(\x01\x12\x0e\n\x06\x66\x61ults\x18\x13 \x01(\x01\x12\x15\n\rloaded_blocks\x18\x14 \x01(\x01\"d\n\x0cReportSparse\x12+\n\tsequences\x18\x01 \x03(\x0b\x32\x18.hotkv.v1.SequenceReport\x12\'\n\x06layers\x18\x02 \x03(\x0b\x32\x17.hotkv.v1.LayerCounters2\xdb\x02\n\rSparseService\x12S\n\x0e\x43reateSequence\x12\x1f.hotkv.v1.CreateSequenceRequest\x1a .hotkv.v1.CreateSequenceResponse\x12M\n\x0c\x41ppendBlocks\x12\x1d.hotkv.v1.AppendBlocksRequest\x1a\x1e.hotkv.v1.AppendBlocksResponse\x12Q\n\x0cSelectBlocks\x12\x1d.hotkv.v1.SelectBlocksRequest\x1a\x1e.hotkv.v1.SelectBlocksResponse(\x01\x30\x01\x12S\n\x0e\x44\x65leteSequence\x12\x1f.hotkv.v1.DeleteSequenceRequest\x1a .hotkv.v1.DeleteSequenceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,29 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAYERCENTRE']._serialized_start=151
   _globals['_LAYERCENTRE']._serialized_end=235
   _globals['_SELECTCONFIG']._serialized_start=238
-  _globals['_SELECTCONFIG']._serialized_end=699
-  _globals['_CREATESEQUENCEREQUEST']._serialized_start=702
-  _globals['_CREATESEQUENCEREQUEST']._serialized_end=843
-  _globals['_CREATESEQUENCERESPONSE']._serialized_start=845
-  _globals['_CREATESEQUENCERESPONSE']._serialized_end=916
-  _globals['_APPENDBLOCKSREQUEST']._serialized_start=918
-  _globals['_APPENDBLOCKSREQUEST']._serialized_end=1020
-  _globals['_APPENDBLOCKSRESPONSE']._serialized_start=1022
-  _globals['_APPENDBLOCKSRESPONSE']._serialized_end=1112
-  _globals['_SELECTBLOCKSREQUEST']._serialized_start=1115
-  _globals['_SELECTBLOCKSREQUEST']._serialized_end=1288
-  _globals['_SELECTBLOCKSRESPONSE']._serialized_start=1291
-  _globals['_SELECTBLOCKSRESPONSE']._serialized_end=1522
-  _globals['_DELETESEQUENCEREQUEST']._serialized_start=1524
-  _globals['_DELETESEQUENCEREQUEST']._serialized_end=1588
-  _globals['_DELETESEQUENCERESPONSE']._serialized_start=1590
-  _globals['_DELETESEQUENCERESPONSE']._serialized_end=1631
-  _globals['_SEQUENCEREPORT']._serialized_start=1633
-  _globals['_SEQUENCEREPORT']._serialized_end=1689
-  _globals['_LAYERCOUNTERS']._serialized_start=1692
-  _globals['_LAYERCOUNTERS']._serialized_end=2137
-  _globals['_REPORTSPARSE']._serialized_start=2139
-  _globals['_REPORTSPARSE']._serialized_end=2239
-  _globals['_SPARSESERVICE']._serialized_start=2242
-  _globals['_SPARSESERVICE']._serialized_end=2589
+  _globals['_SELECTCONFIG']._serialized_end=691
+  _globals['_CREATESEQUENCEREQUEST']._serialized_start=694
+  _globals['_CREATESEQUENCEREQUEST']._serialized_end=835
+  _globals['_CREATESEQUENCERESPONSE']._serialized_start=837
+  _globals['_CREATESEQUENCERESPONSE']._serialized_end=908
+  _globals['_APPENDBLOCKSREQUEST']._serialized_start=910
+  _globals['_APPENDBLOCKSREQUEST']._serialized_end=1012
+  _globals['_APPENDBLOCKSRESPONSE']._serialized_start=1014
+  _globals['_APPENDBLOCKSRESPONSE']._serialized_end=1104
+  _globals['_SELECTBLOCKSREQUEST']._serialized_start=1107
+  _globals['_SELECTBLOCKSREQUEST']._serialized_end=1280
+  _globals['_SELECTBLOCKSRESPONSE']._serialized_start=1283
+  _globals['_SELECTBLOCKSRESPONSE']._serialized_end=1514
+  _globals['_DELETESEQUENCEREQUEST']._serialized_start=1516
+  _globals['_DELETESEQUENCEREQUEST']._serialized_end=1580
+  _globals['_DELETESEQUENCERESPONSE']._serialized_start=1582
+  _globals['_DELETESEQUENCERESPONSE']._serialized_end=1623
+  _globals['_SEQUENCEREPORT']._serialized_start=1625
+  _globals['_SEQUENCEREPORT']._serialized_end=1681
+  _globals['_LAYERCOUNTERS']._serialized_start=1684
+  _globals['_LAYERCOUNTERS']._serialized_end=2129
+  _globals['_REPORTSPARSE']._serialized_start=2131
+  _globals['_REPORTSPARSE']._serialized_end=2231
+  _globals['_SPARSESERVICE']._serialized_start=2234
+  _globals['_SPARSESERVICE']._serialized_end=2581
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ class FusedScorer(google.protobuf.message.Message):
     SCORER_FIELD_NUMBER: builtins.int
     EXPONENT_FIELD_NUMBER: builtins.int
     scorer: builtins.str
-    """Format of a representation."""
+    """Format of a sketch."""
     exponent: builtins.float
     """Its exponent, above 0."""
     def __init__(
@@ -50,7 +50,7 @@ class FormatBias(google.protobuf.message.Message):
     SCORER_FIELD_NUMBER: builtins.int
     BIAS_FIELD_NUMBER: builtins.int
     scorer: builtins.str
-    """Format of a representation that keeps codes of tokens."""
+    """Format of a sketch that keeps codes of tokens."""
     bias: builtins.float
     """By how much the format overestimates the log of a block's attention mass, as a mean, in nats."""
     def __init__(
@@ -66,7 +66,7 @@ Global___FormatBias: typing_extensions.TypeAlias = FormatBias
 @typing.final
 class LayerCentre(google.protobuf.message.Message):
     """The centre of one layer: the mean key of each head. It is subtracted from the keys before they
-    are encoded in a representation (compact form of a block's keys).
+    are encoded in a sketch (compact form of a block's keys).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -95,15 +95,15 @@ Global___LayerCentre: typing_extensions.TypeAlias = LayerCentre
 
 @typing.final
 class SelectConfig(google.protobuf.message.Message):
-    """How the server selects blocks for a sequence. A scorer is a format of representations (compact
-    forms of blocks' keys) by which blocks are scored. A representation has the following order
+    """How the server selects blocks for a sequence. A scorer is a format of sketches (compact
+    forms of blocks' keys) by which blocks are scored. A sketch has the following order
     within each shard: first by layer, as in `layer_indices`; within a layer by scorer, as in
     `fusion` (or only `scorer`); within a scorer by KV head.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REPRESENTATION_GROUP_INDEX_FIELD_NUMBER: builtins.int
+    SKETCH_GROUP_INDEX_FIELD_NUMBER: builtins.int
     LAYER_INDICES_FIELD_NUMBER: builtins.int
     KV_HEAD_COUNT_FIELD_NUMBER: builtins.int
     HEAD_SIZE_FIELD_NUMBER: builtins.int
@@ -119,8 +119,8 @@ class SelectConfig(google.protobuf.message.Message):
     SCALE_FIELD_NUMBER: builtins.int
     HOT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     CENTRES_FIELD_NUMBER: builtins.int
-    representation_group_index: builtins.int
-    """Group index of the representation, as the session declares it."""
+    sketch_group_index: builtins.int
+    """Group index of the sketch, as the session declares it."""
     kv_head_count: builtins.int
     """KV heads of one shard."""
     head_size: builtins.int
@@ -153,7 +153,7 @@ class SelectConfig(google.protobuf.message.Message):
     """
     @property
     def layer_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Layers of the model that the representation covers, ascending."""
+        """Layers of the model that the sketch covers, ascending."""
 
     @property
     def fusion(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FusedScorer]:
@@ -161,15 +161,15 @@ class SelectConfig(google.protobuf.message.Message):
 
     @property
     def centres(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerCentre]:
-        """Centres with which the representations were built; layers without a centre are omitted. The
-        server can't check that they match the kind of representation that the session declares. A
+        """Centres with which the sketches were built; layers without a centre are omitted. The
+        server can't check that they match the kind of sketch that the session declares. A
         wrong centre makes selections worse than no centre.
         """
 
     def __init__(
         self,
         *,
-        representation_group_index: builtins.int = ...,
+        sketch_group_index: builtins.int = ...,
         layer_indices: collections.abc.Iterable[builtins.int] | None = ...,
         kv_head_count: builtins.int = ...,
         head_size: builtins.int = ...,
@@ -187,7 +187,7 @@ class SelectConfig(google.protobuf.message.Message):
         centres: collections.abc.Iterable[Global___LayerCentre] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "centres", b"centres", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "representation_group_index", b"representation_group_index", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "centres", b"centres", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sketch_group_index", b"sketch_group_index", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["sparse_topk", b"sparse_topk"]) -> typing.Literal["sparse_topk_token_count", "sparse_topk_ratio"] | None: ...
 
 Global___SelectConfig: typing_extensions.TypeAlias = SelectConfig
@@ -241,11 +241,11 @@ class CreateSequenceResponse(google.protobuf.message.Message):
     COVERED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """The read lease under which the client loads selected blocks. Block i of the context is entry i
-    of the lease's lists (of the group, and of the representation). Empty if the server does not
+    of the lease's lists (of the group, and of the sketch). Empty if the server does not
     select blocks, or if no block is covered.
     """
     covered_block_count: builtins.int
-    """Leading blocks under the lease: ready, with their representations."""
+    """Leading blocks under the lease: ready, with their sketches."""
     def __init__(
         self,
         *,
@@ -343,7 +343,7 @@ class SelectBlocksRequest(google.protobuf.message.Message):
     """Tokens in the context."""
     always_log_mass: builtins.bytes
     """Log of the attention mass of the blocks that are always kept: packed little-endian float32
-    [query heads]. Empty: the server estimates it from the representations that it has.
+    [query heads]. Empty: the server estimates it from the sketches that it has.
     """
     def __init__(
         self,
@@ -530,7 +530,7 @@ class LayerCounters(google.protobuf.message.Message):
     select_s: builtins.float
     """Seconds spent on selecting."""
     built_blocks: builtins.float
-    """Representations built."""
+    """Sketches built."""
     build_s: builtins.float
     """Seconds spent on building them."""
     recall_samples: builtins.float
@@ -544,7 +544,7 @@ class LayerCounters(google.protobuf.message.Message):
     faults: builtins.float
     """Faults of sparse attention."""
     loaded_blocks: builtins.float
-    """Representations loaded."""
+    """Sketches loaded."""
     def __init__(
         self,
         *,

@@ -12,8 +12,8 @@ slot stay unchanged until its last pin is released. A lease that ends during a c
 until the copy ends. A block becomes ready only when every shard (the part of the block from one
 rank) is written.
 
-Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
-representation is a compact summary of a block's attention keys, for sparse attention.
+Terms: a run is a chain of consecutive blocks of one group, or of their sketches. A
+sketch is a compact summary of a block's attention keys, for sparse attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from hotkv_proto.blocks import (
     Retention,
     StoreOptions,
 )
-from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
 from hotkv_proto.table import BlockTable
 from hotkv_server.cache.leases.books import CacheBooks, Uses
 from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease, num_listed
@@ -58,7 +58,7 @@ from hotkv_server.cache.values import (
     SessionRecord,
     SlotRun,
 )
-from hotkv_server.integrity.check_values import Sums
+from hotkv_server.integrity.checksums import Sums
 
 LEASED_BLOCKS = 1 << 16
 """When many leases are ended, `_portions` splits the work into parts, so that other calls can run
@@ -117,19 +117,19 @@ class CacheCore(CacheBooks):
         role: str,
         key_space: KeySpace,
         now_s: float,
-        representations: tuple[Representation, ...] = (),
+        sketches: tuple[Sketch, ...] = (),
     ) -> SessionRecord:
         """Opens a session (connection of an engine's scheduler or worker). Registers its key space
-        (a model in a configuration) and its kinds of representations if they are not registered
+        (a model in a configuration) and its kinds of sketches if they are not registered
         yet.
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations (compact summaries of blocks' attention keys, for
+        sketches: kinds of sketches (compact summaries of blocks' attention keys, for
             sparse attention) that the session will store or load.
         """
         self.space.removal.now_s = now_s
-        return self.sessions.open(engine_id, role, key_space, now_s, representations)
+        return self.sessions.open(engine_id, role, key_space, now_s, sketches)
 
     def close_session(self, number: int, now_s: float) -> None:
         """Ends a session (connection of an engine's scheduler or worker), its leases and its pins.
@@ -205,7 +205,7 @@ class CacheCore(CacheBooks):
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
         group, in the order of the `acquire` call. The offset is -1 for a block that the lease does
-        not pin, and for a block that must still be compared with its check value (checksum). The
+        not pin, and for a block that must still be compared with its checksum. The
         offsets stay valid while the lease lasts."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
@@ -246,8 +246,8 @@ class CacheCore(CacheBooks):
 
         The first call under a lease id decides which blocks the lease owns; later calls join the
         lease. A call that joins and names other blocks is refused. Blocks are reserved before
-        representations (compact summaries of attention keys), whatever the order of the runs. A
-        representation is reserved only if its block is ready or reserved under this lease.
+        sketches (compact summaries of attention keys), whatever the order of the runs. A
+        sketch is reserved only if its block is ready or reserved under this lease.
 
         lease_id: id that the engine chooses for the write lease.
         ttl_s: lifetime of the lease in seconds; 0 for the default.
@@ -322,7 +322,7 @@ class CacheCore(CacheBooks):
 
         If `options` names a residency (a request whose KV stays in host memory), the store's blocks
         are pinned for this residency. A block that is ready already, and need not be compared with
-        its check value (checksum), is pinned at once. A block that this store copies is pinned when
+        its checksum, is pinned at once. A block that this store copies is pinned when
         the store makes it ready.
 
         transfer_id: id that the client chooses for the store, unique in the session.
@@ -365,12 +365,12 @@ class CacheCore(CacheBooks):
         parts of a block from the ranks) are written now. Returns `BlockResult` values, an array for
         each run (chain of consecutive blocks) of `begin_store`.
 
-        A representation (compact summary of a block's attention keys, for sparse attention) whose
-        block is not ready by now is dropped; the representation's result is ABORTED.
+        A sketch (compact summary of a block's attention keys, for sparse attention) whose
+        block is not ready by now is dropped; the sketch's result is ABORTED.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped; their result is ABORTED.
-        sums: sums of the copied bytes, for check values (checksums); an array for each run in the
+        sums: sums of the copied bytes, for checksums; an array for each run in the
             order of `begin_store`. May be empty.
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
@@ -466,12 +466,12 @@ class CacheCore(CacheBooks):
             parts = self._ready_blocks(key_space_id)
         for entries in parts:
             going = self.space.removal.going(entries)
-            index, kept_too = self.space.index, self.space.books.representations.of(going)
-            # A block's eviction also evicts its representation (compact summary of its keys).
-            # `kept_too`: the representations whose slots stay in use at first, because they are
+            index, kept_too = self.space.index, self.space.books.sketches.of(going)
+            # A block's eviction also evicts its sketch (compact summary of its keys).
+            # `kept_too`: the sketches whose slots stay in use at first, because they are
             # pinned or being written.
             kept_too = kept_too[~index.evictable(kept_too)]
-            num_bytes = self.space.books.representations.bytes_with(going).sum()
+            num_bytes = self.space.books.sketches.bytes_with(going).sum()
             num_bytes -= index.slot_bytes(kept_too).sum()
             yield len(going), len(entries) - len(going), int(num_bytes)
 
@@ -483,12 +483,12 @@ class CacheCore(CacheBooks):
         has the entry's number now."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
-        generations = index.table.records[named, table.W_GENERATION]
+        reuses = index.table.records[named, table.W_REUSES]
         for start in range(0, len(named), BLOCKS):
             entries = named[start : start + BLOCKS]
             same = (
-                index.table.records[entries, table.W_GENERATION]
-                == generations[start : start + BLOCKS]
+                index.table.records[entries, table.W_REUSES]
+                == reuses[start : start + BLOCKS]
             )
             yield entries[
                 same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
@@ -595,7 +595,7 @@ class CacheCore(CacheBooks):
     # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns a mask of the entries (blocks or representations) that clients may read directly
+        """Returns a mask of the entries (blocks or sketches) that clients may read directly
         in the arena. These are the entries that a `Pinner` pins, for example for a residency (a
         request whose KV stays in host memory)."""
         found = np.zeros(len(entries), np.bool_)
@@ -605,7 +605,7 @@ class CacheCore(CacheBooks):
 
     def condemned(self, entries: Entries) -> None:
         """Notifies the pinners (which pin blocks, for example for residencies) that the bytes of
-        these blocks contradict their check values (checksums). If clients of an earlier server may
+        these blocks contradict their checksums. If clients of an earlier server may
         have read one of the blocks in the arena, also revokes the validity words of these clients
         (`ReaderWords`): numbers in shared memory by which the clients notice that they must discard
         what they read."""
@@ -644,7 +644,7 @@ class CacheCore(CacheBooks):
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns, by entry number, how many pins each block or representation (compact form of keys)
+    """Returns, by entry number, how many pins each block or sketch (compact form of keys)
     has that are neither pins of leases nor retention pins (which requests asked for). These are the
     pins of `Grace`, of `Pinner` objects and of the tiers below host memory."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
@@ -657,14 +657,14 @@ def _other_pins(core: CacheCore) -> Int64s:
 
 
 def _check_kinds(core: CacheCore) -> None:
-    """Raises AssertionError unless each representation (compact summary of a block's attention
+    """Raises AssertionError unless each sketch (compact summary of a block's attention
     keys, for sparse attention) belongs to the group of its block."""
-    for entry in core.space.representations.ready():
+    for entry in core.space.sketches.ready():
         (key_space_id, _), (kind, group), _ = core.space.index.keys(
-            np.append(entry, core.space.representations.of(entry))
+            np.append(entry, core.space.sketches.of(entry))
         )
         assert core.catalog.record(int(key_space_id)).block_group(int(kind)) == group, (
-            "a representation belongs to another group"
+            "a sketch belongs to another group"
         )
 
 

@@ -5,7 +5,7 @@ Always true: a query changes nothing. An answer is a copy that later changes do 
 over all entries runs in parts; an entry that is added, removed or used between two parts may count
 or not. Code outside the node reads the core's state through this module.
 
-Entries are blocks or representations (compact summaries of a block's attention keys, for sparse
+Entries are blocks or sketches (compact summaries of a block's attention keys, for sparse
 attention).
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.keys import MAX_GROUPS, MAX_HASH_BYTES, KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, MAX_HASH_BYTES, KeySpace, Sketch
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
@@ -42,20 +42,20 @@ class Census:
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots (places in the arena) of pinned entries.
-    representation_bytes: bytes of the slots of representations (compact summaries of blocks'
+    sketch_bytes: bytes of the slots of sketches (compact summaries of blocks'
         attention keys, for sparse attention) in any state.
-    num_unverified: entries whose bytes must be compared with the check value (checksum) before a
+    num_unverified: entries whose bytes must be compared with the checksum before a
         load.
-    blocks, representations: number of ready blocks and of ready representations of each key space,
+    blocks, sketches: number of ready blocks and of ready sketches of each key space,
         int64. The index is the key space's number modulo KEY_SPACE_ROWS.
     """
 
     num_blocks: int
     pinned_bytes: int
-    representation_bytes: int
+    sketch_bytes: int
     num_unverified: int
     blocks: NDArray[np.int64]
-    representations: NDArray[np.int64]
+    sketches: NDArray[np.int64]
 
 
 def census(core: CacheCore) -> Iterator[Census]:
@@ -80,10 +80,10 @@ def census(core: CacheCore) -> Iterator[Census]:
         owners = records[:, table.W_KEY_SPACE] % KEY_SPACE_ROWS
         counted.num_blocks += int(np.count_nonzero(is_ready & is_block))
         counted.pinned_bytes += int(sizes[pins > 0].sum())
-        counted.representation_bytes += int(sizes[(states != 0) & ~is_block].sum())
+        counted.sketch_bytes += int(sizes[(states != 0) & ~is_block].sum())
         counted.num_unverified += int(np.count_nonzero(unverified))
         counted.blocks += np.bincount(owners[is_ready & is_block], minlength=KEY_SPACE_ROWS)
-        counted.representations += np.bincount(
+        counted.sketches += np.bincount(
             owners[is_ready & ~is_block], minlength=KEY_SPACE_ROWS
         )
         yield counted
@@ -124,10 +124,10 @@ class RoomFigures:
     full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
     used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
     pinned_bytes: bytes of the slots of pinned entries (records in the block table).
-    representation_bytes: bytes of the slots of representations (compact summaries of blocks'
+    sketch_bytes: bytes of the slots of sketches (compact summaries of blocks'
         attention keys, for sparse attention).
     num_blocks: number of ready blocks.
-    num_unverified: number of entries whose bytes must be compared with the check value (checksum)
+    num_unverified: number of entries whose bytes must be compared with the checksum
         before a load.
     """
 
@@ -135,7 +135,7 @@ class RoomFigures:
     full_capacity_bytes: int
     used_bytes: int
     pinned_bytes: int
-    representation_bytes: int
+    sketch_bytes: int
     num_blocks: int
     num_unverified: int
     num_free_slabs: int
@@ -147,14 +147,14 @@ class RoomFigures:
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
     """A key space (a model in a configuration) with its numbers of ready blocks and of ready
-    representations (compact summaries of blocks' attention keys, for sparse attention). Also has
-    the kinds of these representations."""
+    sketches (compact summaries of blocks' attention keys, for sparse attention). Also has
+    the kinds of these sketches."""
 
     number: int
     key_space: KeySpace
-    representations: tuple[Representation, ...]
+    sketches: tuple[Sketch, ...]
     num_blocks: int
-    num_representations: int
+    num_sketches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ class BlockFigures:
     depth: number of blocks before this block in its prompt.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if the block is not
         ready.
-    representation_bytes: slot size of the block's representation (compact summary of its attention
-        keys); 0 without a representation.
+    sketch_bytes: slot size of the block's sketch (compact summary of its attention
+        keys); 0 without a sketch.
     parent_words: hash of the block before this block in its prompt. None if this block is the
         first, or if the block before it is not ready.
     """
@@ -181,7 +181,7 @@ class BlockFigures:
     depth: int
     num_pins: int
     last_used_s: float
-    representation_bytes: int
+    sketch_bytes: int
     parent_words: Words | None
 
 
@@ -246,7 +246,7 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
         pool.num_slabs * pool.slab_bytes,
         core.space.used_bytes(),
         counted.pinned_bytes,
-        counted.representation_bytes,
+        counted.sketch_bytes,
         counted.num_blocks,
         counted.num_unverified,
         pool.num_free_slabs,
@@ -294,9 +294,9 @@ def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpace
         KeySpaceFigures(
             number,
             records[number].key_space,
-            records[number].representations,
+            records[number].sketches,
             int(counted.blocks[number % KEY_SPACE_ROWS]),
-            int(counted.representations[number % KEY_SPACE_ROWS]),
+            int(counted.sketches[number % KEY_SPACE_ROWS]),
         )
         for number in sorted(numbers.tolist())
     ]
@@ -360,7 +360,7 @@ def find_blocks(
         if prefix is not None:
             wanted &= prefix.among(index.table.records[start : start + len(states), :8])
         entries = start + np.flatnonzero(wanted).astype(np.uint32)
-        blocks = entries[~core.space.representations.among(entries)]
+        blocks = entries[~core.space.sketches.among(entries)]
         found = np.concatenate((found, blocks))[:most]
         start += PART_ENTRIES
         yield found.tolist()
@@ -390,9 +390,9 @@ def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
     """Returns the state of the given blocks; leaves out blocks that are no longer in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
-    # If a block was removed, its entry number may have been reused for a representation (compact
+    # If a block was removed, its entry number may have been reused for a sketch (compact
     # summary of keys). Leave out such entries.
-    there = there[~core.space.representations.among(there)]
+    there = there[~core.space.sketches.among(there)]
     is_known = core.space.index.is_ready(there)
     used_s = np.where(is_known, core.space.policy.last_used_s(there), 0.0)
     return [
@@ -405,7 +405,7 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
     record = index.table.records[entry].copy()
     number, group = int(record[table.W_KEY_SPACE]), int(record[table.W_GROUP_STATE] & 0xFFFF)
     parents = index.keys(core.space.chains.ancestors(entry, 1))[2]
-    linked = record[table.W_REPRESENTATION]
+    linked = record[table.W_SKETCH]
     return BlockFigures(
         record[:8],
         number,
@@ -451,8 +451,8 @@ def story(index: BlockIndex, entry: int) -> str:
         f"group={int(record[table.W_GROUP_STATE]) & 0xFFFF} "
         f"hash={record[:8].tobytes().hex()[:16]} depth={record[table.W_DEPTH]} "
         f"slot={record[table.W_OFFSET]} size={record[table.W_SIZE]} "
-        f"generation={record[table.W_GENERATION]} pins={index.pins[entry]} "
-        f"parent={record[table.W_PARENT]} representation={record[table.W_REPRESENTATION]} "
+        f"reuses={record[table.W_REUSES]} pins={index.pins[entry]} "
+        f"parent={record[table.W_PARENT]} sketch={record[table.W_SKETCH]} "
         f"unverified={bool(index.unverified[entry])}"
     )
 

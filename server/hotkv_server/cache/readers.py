@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
+from hotkv_proto.words import OLDEST_START, LATEST_START, MAX_SESSION_WORD, WORD_COUNT
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries
 
@@ -65,8 +65,8 @@ class ReaderWords:
     residency was opened. If the word is unchanged, the blocks were still pinned while the client
     read them. A word that a session uses is odd, a free word is even.
 
-    generation: number of this server's start; higher than the number of any earlier start. A
-        residency gets the number of the server that opened it. The word GENERATION has the lowest
+    start_number: number of this server's start; higher than the number of any earlier start. A
+        residency gets the number of the server that opened it. The word OLDEST_START has the lowest
         number whose residencies are still valid; clients compare their residency's number with it.
     has_earlier_readers: True while clients may still read blocks that residencies of an earlier
         server pinned.
@@ -74,22 +74,22 @@ class ReaderWords:
 
     def __init__(self, words: Uint64s) -> None:
         self._words = words
-        self.generation = 1 + int(max(words[GENERATION], words[LATEST]))
+        self.start_number = 1 + int(max(words[OLDEST_START], words[LATEST_START]))
         self._earlier = 1 + np.flatnonzero(words[1 : MAX_SESSION_WORD + 1] & np.uint64(1))
         self._of_session: dict[int, int] = {}
         taken = set(self._earlier.tolist())
         # Assign validity words with low numbers first, so that the words in use lie on few memory
         # pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
-        # Write this server's generation (number of its start) before any residency uses it, so that
-        # the next server chooses a higher generation.
-        words[LATEST] = self.generation
+        # Write this server's start number before any residency uses it, so that
+        # the next server chooses a higher start number.
+        words[LATEST_START] = self.start_number
         if not len(self._earlier):
-            words[GENERATION] = self.generation
+            words[OLDEST_START] = self.start_number
 
     def __repr__(self) -> str:
         return (
-            f"ReaderWords(generation {self.generation}, {len(self._of_session)} sessions, "
+            f"ReaderWords(start_number {self.start_number}, {len(self._of_session)} sessions, "
             f"{len(self._earlier)} of an earlier server)"
         )
 
@@ -128,10 +128,10 @@ class ReaderWords:
 
     def revoke_earlier(self) -> None:
         """Makes all residencies (requests whose KV stays in host memory) of earlier servers
-        invalid. To show this to their clients, raises the word GENERATION (the lowest valid server
+        invalid. To show this to their clients, raises the word OLDEST_START (the lowest valid server
         number) to this server's number, and makes the validity words of earlier servers' sessions
         even (not valid). Then frees these words for new sessions."""
-        self._words[GENERATION] = self.generation
+        self._words[OLDEST_START] = self.start_number
         self._words[self._earlier] += np.uint64(1)
         self._free += self._earlier.tolist()
         self._earlier = self._earlier[:0]
@@ -147,11 +147,11 @@ class ReaderWords:
         )
         assert np.all(self._words[in_use] & np.uint64(1)), "a word in use is even"
         assert not np.any(self._words[self._free] & np.uint64(1)), "a free word is odd"
-        assert self._words[LATEST] == self.generation >= self._words[GENERATION], (
-            "generations disagree"
+        assert self._words[LATEST_START] == self.start_number >= self._words[OLDEST_START], (
+            "start numbers disagree"
         )
-        assert self.has_earlier_readers or self._words[GENERATION] == self.generation, (
-            "an old generation that nobody has"
+        assert self.has_earlier_readers or self._words[OLDEST_START] == self.start_number, (
+            "an old start_number that nobody has"
         )
 
 

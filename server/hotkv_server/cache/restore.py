@@ -1,5 +1,5 @@
 """Restoring: a new core imports the entries of an old block table, whether the old server stopped
-or was killed. An entry is the table's record of a block, or of a representation (compact summary of
+or was killed. An entry is the table's record of a block, or of a sketch (compact summary of
 a block's attention keys, for sparse attention).
 
 A restore imports the ready entries, and those detached entries (flushed while pinned) that clients
@@ -9,7 +9,7 @@ configuration), the arena or another entry is dropped.
 Always true: a restored entry has the key and the slot of its record. A record is never repaired. A
 restore reads the records of the old table and ignores its buckets. The new table is another file,
 so a killed restore has changed nothing. A restore does not read the slots: every restored entry
-counts as unverified, and is compared with its check value (checksum) later.
+counts as unverified, and is compared with its checksum later.
 
 The state in a record says whether the record can be trusted. A server marks a record ready after it
 has written the rest of the record and the block's bytes, and clears the mark before it reuses the
@@ -136,7 +136,7 @@ class Restorable(Protocol):
     @property
     def catalog(self) -> Catalog:
         """The key spaces (each is a model in a configuration), with their kinds of
-        representations (compact summaries of blocks' attention keys)."""
+        sketches (compact summaries of blocks' attention keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Restored:
         residencies (requests whose KV stays in host memory).
     lost_readers: True if an entry that was pinned for such a residency could not be retained. Then
         no entry is pinned, and the validity words of the old server's clients were revoked.
-    blocks, representations: numbers of restored blocks and of restored representations (compact
+    blocks, sketches: numbers of restored blocks and of restored sketches (compact
         summaries of blocks' attention keys).
     encoded: number of blocks that lie in encoded (compressed) form in places smaller than their
         slot size.
@@ -195,7 +195,7 @@ class Restored:
     lost_readers: bool = False
     blocks: int = 0
     encoded: int = 0
-    representations: int = 0
+    sketches: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int) -> None:
@@ -216,7 +216,7 @@ def restore(
     the numbers of restored and of dropped records.
 
     key_spaces: number of each key space in this core, by its number in the old table. The core's
-        catalog has these key spaces, with their kinds of representations (compact summaries of
+        catalog has these key spaces, with their kinds of sketches (compact summaries of
         blocks' attention keys) in the old order.
     last_used_s: time of last use of each entry (record in the block table), float64 by old entry
         number, in seconds of `now_s`; nan for an entry without a saved time, for example because
@@ -237,11 +237,11 @@ def restore(
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
     if core.config.check_stride:
-        # A check value is never 0, so 0 means that the record has no check value. A detached block
-        # (one that was flushed while pinned) needs no check value, because no call can load it.
+        # A checksum is never 0, so 0 means that the record has no checksum. A detached block
+        # (one that was flushed while pinned) needs no checksum, because no call can load it.
         good = old[rows, table.W_CHECK] != 0
         good |= states[rows] == table.STATE_DETACHED
-        rows, numbers = _kept(report, "without check value", rows, numbers, good)
+        rows, numbers = _kept(report, "without checksum", rows, numbers, good)
     new_of = np.zeros(len(old), np.uint32)
     is_ready = states[rows] == table.STATE_READY
     link_detached(core, old, rows[~is_ready], numbers[~is_ready], new_of)
@@ -264,7 +264,7 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier below host memory from the records (each a row of 18 uint32
-    words) of the tier's old table. Does not compare blocks with their check values (checksums);
+    words) of the tier's old table. Does not compare blocks with their checksums;
     each later read of a block does.
 
     key_spaces: number of each key space in the core, by its number in the old table.
@@ -346,7 +346,7 @@ def _well_shaped(
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
     """Returns a mask of the records that fit this server's key spaces. Such a record names a known
-    group of blocks, or a known kind of representation (compact summary of a block's attention
+    group of blocks, or a known kind of sketch (compact summary of a block's attention
     keys). Its slot has the size of the group's slots, or the smaller size that `encoded_bytes`
     returns for it, and lies inside the arena, at a valid offset for this size.
 
@@ -451,8 +451,8 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the representations (compact summaries of attention keys)
-    whose block was restored. Drops all other representations.
+    """Makes restored blocks ready, then the sketches (compact summaries of attention keys)
+    whose block was restored. Drops all other sketches.
 
     old: all records of the old table, each a row of 18 uint32 words.
     came: positions in `old` of the records that have a new entry.
@@ -484,26 +484,26 @@ def _publish(
         new_of[blocks], np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
     )
     kinds, kind_checks = came[~is_block], checks[~is_block]
-    links = np.minimum(old[kinds, table.W_REPRESENTATION], len(old) - 1)
-    good = (links == old[kinds, table.W_REPRESENTATION]) & _linked(core, old, kinds, links, new_of)
-    space.representations.publish(new_of[kinds[good]], new_of[links[good]], kind_checks[good])
+    links = np.minimum(old[kinds, table.W_SKETCH], len(old) - 1)
+    good = (links == old[kinds, table.W_SKETCH]) & _linked(core, old, kinds, links, new_of)
+    space.sketches.publish(new_of[kinds[good]], new_of[links[good]], kind_checks[good])
     space.removal.drop(new_of[kinds[~good]])
     index.unverified[new_of[came]] = True
     index.unverified[new_of[kinds[~good]]] = False
-    report.blocks, report.representations = len(blocks), int(good.sum())
+    report.blocks, report.sketches = len(blocks), int(good.sum())
     core.counters.restored_blocks += len(blocks)
-    report.drop("representation without its block", int((~good).sum()))
+    report.drop("sketch without its block", int((~good).sum()))
 
 
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns a mask of the representations (compact summaries of attention keys) that may be made
-    ready. A representation may be made ready if its block was restored, has the same key space and
-    hash, and has a record that names this representation.
+    """Returns a mask of the sketches (compact summaries of attention keys) that may be made
+    ready. A sketch may be made ready if its block was restored, has the same key space and
+    hash, and has a record that names this sketch.
 
-    kinds: positions in `old` of the representations.
-    links: for each representation, the position in `old` of its block.
+    kinds: positions in `old` of the sketches.
+    links: for each sketch, the position in `old` of its block.
     new_of: new entry number by position in `old`; 0 if the record was not restored.
     """
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
@@ -515,7 +515,7 @@ def _linked(
     # comparison of key spaces below is False.
     block_numbers, block_groups, block_hashes = core.space.index.keys(new_of[links])
     good: BoolMask = (
-        (old[links, table.W_REPRESENTATION] == kinds)
+        (old[links, table.W_SKETCH] == kinds)
         & (numbers == block_numbers)
         & (block_groups == np.array(expected, np.uint32))
         & (hashes == block_hashes).all(axis=1)

@@ -1,5 +1,5 @@
 """Interfaces through which `CacheCore` (which decides which blocks are cached) calls optional parts
-of the server (capabilities). A `Pinner` pins entries: blocks, or representations (compact summaries
+of the server (capabilities). A `Pinner` pins entries: blocks, or sketches (compact summaries
 of a block's attention keys, for sparse attention). A `Below` stores blocks in the tiers below host
 memory.
 
@@ -44,13 +44,13 @@ class StorePins(Protocol):
         block in its chain (prompt)."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations (compact summaries of attention keys) of the blocks at
-        `positions` in the group `group_index`. Skips a block without a representation. `positions`:
+        """Pins the sketches (compact summaries of attention keys) of the blocks at
+        `positions` in the group `group_index`. Skips a block without a sketch. `positions`:
         the number of blocks before each block in its chain (prompt)."""
 
 
 class Pinner(Protocol):
-    """Pins entries (blocks or their representations) in the arena, for example for residencies
+    """Pins entries (blocks or their sketches) in the arena, for example for residencies
     (requests whose KV stays in host memory)."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
@@ -63,17 +63,17 @@ class Pinner(Protocol):
         starts no new work. Yields after each part of the work."""
 
     def condemned(self, entries: Entries) -> None:
-        """Called when the bytes of these blocks do not match their check values (checksums), before
+        """Called when the bytes of these blocks do not match their checksums, before
         the cache core drops the blocks, so that this object can react to the loss."""
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns a mask of the entries (blocks or their representations) that a client may read
+        """Returns a mask of the entries (blocks or their sketches) that a client may read
         directly in the arena because this pinner pins them. Such an entry stays marked
         (`ReaderMemory.marks`), so that the next server retains it."""
 
     def pins(self) -> Int64s:
         """Returns for each entry number (index of a record in the block table) how many times this
-        object pins that block or representation (compact form of keys). Takes time linear in the
+        object pins that block or sketch (compact form of keys). Takes time linear in the
         capacity of the block table."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:

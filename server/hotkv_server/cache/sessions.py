@@ -1,8 +1,8 @@
 """Key spaces and sessions (connections of clients, each for one key space), and the checks that
 every call of a session passes.
 
-Sessions may declare kinds of representations for the blocks of their key space (a model in a
-configuration). A representation is a compact summary of a block's attention keys, for sparse
+Sessions may declare kinds of sketches for the blocks of their key space (a model in a
+configuration). A sketch is a compact summary of a block's attention keys, for sparse
 attention.
 """
 
@@ -10,22 +10,22 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
-from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
 from hotkv_server.cache.room.removal import Books
 from hotkv_server.cache.room.shares import TenantBook
 from hotkv_server.cache.seams import Below
 from hotkv_server.cache.values import (
     KEY_SPACE_ROWS,
-    MAX_REPRESENTATIONS,
+    MAX_SKETCHES,
     KeySpaceRecord,
     SessionRecord,
 )
 
 # The catalog: the key spaces (each is a model in a configuration) that this server knows, and the
-# kinds of representations (compact forms of blocks' keys) that sessions have declared.
+# kinds of sketches (compact forms of blocks' keys) that sessions have declared.
 #
 # Always true: key spaces with equal fingerprints have the same number. Equal kinds of
-# representations in one key space have the same group index. A number is never reused. Every
+# sketches in one key space have the same group index. A number is never reused. Every
 # registered key space can be served: a block of each group fits the arena. The catalog never
 # forgets a key space that has a session or a slot.
 #
@@ -49,9 +49,9 @@ _ENTRY_BYTES = 96
 characters, in memory and in the server's state file together."""
 
 
-def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
+def weight_bytes(key_space: KeySpace, kinds: Collection[Sketch] = ()) -> int:
     """Returns the approximate bytes of memory that the catalog uses for a key space (a model in
-    a configuration) with these kinds of representations (compact summaries of blocks' attention
+    a configuration) with these kinds of sketches (compact summaries of blocks' attention
     keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
@@ -75,7 +75,7 @@ class Catalog:
     a number from 1 on.
 
     records: the known key spaces by number.
-    revision: number that rises when a key space or a kind of representation (compact summary of a
+    revision: number that rises when a key space or a kind of sketch (compact summary of a
         block's attention keys) is added or forgotten.
 
     Arguments of the constructor: `books` is the state of the arena, `num_tenants` the number of
@@ -123,11 +123,11 @@ class Catalog:
     def register(
         self,
         key_space: KeySpace,
-        kinds: tuple[Representation, ...],
+        kinds: tuple[Sketch, ...],
         now_s: float,
         earlier_number: int = 0,
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space (a model in a configuration) and kinds of representations
+        """Registers a key space (a model in a configuration) and kinds of sketches
         (compact summaries of attention keys) the first time they are seen. Returns the number of
         the key space and the group index of each kind. Raises OVERLOADED if the tenant's share of
         the catalog is used up (`share_out`).
@@ -183,13 +183,13 @@ class Catalog:
     def surplus(
         self,
         key_space: KeySpace,
-        kinds: tuple[Representation, ...],
+        kinds: tuple[Sketch, ...],
         tried: Container[int] = (),
     ) -> int:
         """Chooses a key space (a model in a configuration) to forget, so that there is room to
         register `key_space`. Returns the number of the chosen key space, never a number in `tried`.
         Returns 0 if the tenant's share of the catalog has room already, or if no other key space of
-        the tenant may be forgotten. `kinds`: the kinds of representations (compact summaries of
+        the tenant may be forgotten. `kinds`: the kinds of sketches (compact summaries of
         blocks' attention keys) of `key_space`.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
@@ -241,7 +241,7 @@ class Catalog:
         self._rows.remove(number % KEY_SPACE_ROWS)
         for one in self._below:
             one.forget_key_space(record)
-        self._count(record.key_space, -1, -weight_bytes(record.key_space, record.representations))
+        self._count(record.key_space, -1, -weight_bytes(record.key_space, record.sketches))
         return True
 
     def _owner(self, key_space: KeySpace) -> str:
@@ -266,7 +266,7 @@ class Catalog:
         self._rows.add(self._last % KEY_SPACE_ROWS)
         return self._last
 
-    def _has_room(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> bool:
+    def _has_room(self, key_space: KeySpace, kinds: tuple[Sketch, ...]) -> bool:
         number, holding = self._numbers.get(key_space.fingerprint), self._holding(key_space)
         if number is None:
             more_bytes = weight_bytes(key_space, kinds)
@@ -275,28 +275,28 @@ class Catalog:
                 and holding.count < self.max_of_tenant
                 and holding.weight_bytes + more_bytes <= self.max_weight_bytes
             )
-        known = self.records[number].representations
+        known = self.records[number].sketches
         more_bytes = weight_bytes(key_space, {*known, *kinds}) - weight_bytes(key_space, known)
         return not more_bytes or holding.weight_bytes + more_bytes <= self.max_weight_bytes
 
-    def _group_index(self, number: int, kind: Representation) -> int:
+    def _group_index(self, number: int, kind: Sketch) -> int:
         record = self.records[number]
-        if kind in record.representations:
-            return MAX_GROUPS + record.representations.index(kind)
-        group_index = MAX_GROUPS + len(record.representations)
-        self.records[number] = replace(record, representations=(*record.representations, kind))
+        if kind in record.sketches:
+            return MAX_GROUPS + record.sketches.index(kind)
+        group_index = MAX_GROUPS + len(record.sketches)
+        self.records[number] = replace(record, sketches=(*record.sketches, kind))
         self.revision += 1
         self._count(
             record.key_space,
             0,
             weight_bytes(record.key_space, (kind,)) - weight_bytes(record.key_space),
         )
-        self._books.representations.declare(
-            number, group_index, record.key_space.representation_salt(kind)
+        self._books.sketches.declare(
+            number, group_index, record.key_space.sketch_salt(kind)
         )
         return group_index
 
-    def _check(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> None:
+    def _check(self, key_space: KeySpace, kinds: tuple[Sketch, ...]) -> None:
         if key_space.num_shards > MAX_SHARDS:
             raise invalid(
                 f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} "
@@ -306,19 +306,19 @@ class Catalog:
             self._check_fits(f"key_space.groups[{index}]: a block", group.slot_bytes)
 
         number = self._numbers.get(key_space.fingerprint)
-        known = () if number is None else self.records[number].representations
+        known = () if number is None else self.records[number].sketches
         if len(set(kinds)) != len(kinds):
-            raise invalid("representations lists one twice; give each once")
-        if len({*known, *kinds}) > MAX_REPRESENTATIONS:
+            raise invalid("sketches lists one twice; give each once")
+        if len({*known, *kinds}) > MAX_SKETCHES:
             raise HotKVError(
                 Reason.OVERLOADED,
                 (
-                    f"representations: this server already knows {len(known)} kinds of them for "
+                    f"sketches: this server already knows {len(known)} kinds of them for "
                     "the key space"
                 ),
             )
         for index, kind in enumerate(kinds):
-            name = f"representations[{index}]"
+            name = f"sketches[{index}]"
             if kind.group_index >= len(key_space.groups):
                 raise invalid(
                     f"{name}.group_index is {kind.group_index}; this key space has "
@@ -367,7 +367,7 @@ def _check_holdings(catalog: Catalog) -> None:
     for record in catalog.records.values():
         holding = counted.setdefault(catalog._owner(record.key_space), _Holding())
         holding.count += 1
-        holding.weight_bytes += weight_bytes(record.key_space, record.representations)
+        holding.weight_bytes += weight_bytes(record.key_space, record.sketches)
     assert catalog._holdings == counted, "what tenants have of the catalog is miscounted"
 
 
@@ -391,7 +391,7 @@ def check_named(
 
     groups: indices of the groups that the call names.
     most_blocks: the most blocks that a call may name.
-    only_blocks: if True, refuses indices of representations (compact summaries of blocks' attention
+    only_blocks: if True, refuses indices of sketches (compact summaries of blocks' attention
         keys) too.
     """
     for group_index in groups:
@@ -402,7 +402,7 @@ def check_named(
             )
         if only_blocks and group_index >= MAX_GROUPS:
             raise invalid(
-                "groups.group_index names a representation; those go with their blocks, so "
+                "groups.group_index names a sketch; those go with their blocks, so "
                 "name these"
             )
     check_most(most_blocks, num_blocks, "the call names {} blocks")
@@ -434,14 +434,14 @@ class SessionBook:
         role: str,
         key_space: KeySpace,
         now_s: float,
-        representations: tuple[Representation, ...],
+        sketches: tuple[Sketch, ...],
     ) -> SessionRecord:
         """Opens a session (connection of a client). Registers its key space (a model in a
-        configuration) and its kinds of representations if they are not registered yet.
+        configuration) and its kinds of sketches if they are not registered yet.
 
         engine_id: id that all sessions of one engine share.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations (compact summaries of blocks' attention keys, for
+        sketches: kinds of sketches (compact summaries of blocks' attention keys, for
             sparse attention) that the session will store or load.
 
         Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains (refuses new
@@ -450,7 +450,7 @@ class SessionBook:
         if not engine_id:
             raise invalid("engine_id is empty; give one id to all sessions of an engine")
         self.check_takes_new("takes no new sessions")
-        key_space_id, groups = self._catalog.register(key_space, representations, now_s)
+        key_space_id, groups = self._catalog.register(key_space, sketches, now_s)
         self._catalog.enter(key_space_id)
         record = SessionRecord(self._next_number, engine_id, role, key_space_id, now_s, groups)
         self._next_number += 1

@@ -1,7 +1,7 @@
 """Frozen values that the core (`CacheCore`) accepts and returns.
 
-Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
-representation is a compact summary of a block's attention keys, for sparse attention.
+Terms: a run is a chain of consecutive blocks of one group, or of their sketches. A
+sketch is a compact summary of a block's attention keys, for sparse attention.
 """
 
 import enum
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupSpec
-from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
 from hotkv_proto.table import Words
 
 Entries = NDArray[np.uint32]
@@ -28,8 +28,8 @@ written) stores the number of its owner, a write lease or a move: a lease's numb
 FIRST_MOVE, a move's number is FIRST_MOVE or higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
-MAX_REPRESENTATIONS = 256
-"""Most kinds of representations (compact summaries of blocks' attention keys, for sparse attention)
+MAX_SKETCHES = 256
+"""Most kinds of sketches (compact summaries of blocks' attention keys, for sparse attention)
 that sessions may declare for a key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
@@ -67,7 +67,7 @@ class CoreConfig:
     """Settings of the core (`CacheCore`, which decides which blocks are cached). Times are in
     seconds. Shares are fractions of the arena, 0 to 1.
 
-    capacity: largest number of entries, that is of blocks and representations (compact summaries of
+    capacity: largest number of entries, that is of blocks and sketches (compact summaries of
         attention keys) together.
     unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
@@ -79,8 +79,7 @@ class CoreConfig:
         the blocks of their residencies in the arena.
     client_memory_bytes: limit of the memory, outside the arena, for clients' leases, transfers and
         sequences.
-    check_stride: stride of check values (checksums), see `integrity.check_values`; 0 turns check
-        values off.
+    check_stride: stride of checksums, see `integrity.checksums`; 0 turns checksums off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
     is_backed: True if the whole arena has memory (is prefaulted) at the start. If False, calls of
         `Space.grow` later report how much of the arena has memory.
@@ -184,7 +183,7 @@ class Cause(enum.IntEnum):
     FLUSH = 3
     """The block was deleted in a flush, which deletes all blocks of a key space."""
     DAMAGE = 4
-    """The block's bytes contradicted its check value (checksum)."""
+    """The block's bytes contradicted its checksum."""
     HINT = 5
     """A hint demoted the block to a tier below host memory."""
     EXPIRY = 6
@@ -211,7 +210,7 @@ class SessionRecord:
 
     number: the session's public number. The secret id that its client uses in calls is known only
         to the node.
-    representations: group index of each kind of representation (compact summary of a block's
+    sketches: group index of each kind of sketch (compact summary of a block's
         attention keys, for sparse attention) that the session declares.
     """
 
@@ -220,7 +219,7 @@ class SessionRecord:
     role: str
     key_space_id: int
     opened_s: float
-    representations: tuple[int, ...] = ()
+    sketches: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -236,7 +235,7 @@ class Counters:
         their `BlockResult` (PRESENT, NO_SPACE, IN_FLIGHT).
     aborted_blocks: blocks that were reserved, and removed before they became ready.
     held_blocks: blocks that were pinned because a request asked to retain them.
-    condemned_blocks: blocks that were dropped because their bytes contradicted their check value
+    condemned_blocks: blocks that were dropped because their bytes contradicted their checksum
         (checksum).
     """
 
@@ -255,9 +254,9 @@ class Counters:
     flushed_blocks: int = 0
     condemned_blocks: int = 0
     restored_blocks: int = 0
-    stored_representations: int = 0
-    acquired_representations: int = 0
-    missed_representations: int = 0
+    stored_sketches: int = 0
+    acquired_sketches: int = 0
+    missed_sketches: int = 0
     expired_leases: int = 0
 
 
@@ -265,44 +264,44 @@ class Counters:
 class KeySpaceRecord:
     """A key space (a model in a configuration) and its number in this server.
 
-    representations: kinds of representations (compact summaries of blocks' attention keys, for
+    sketches: kinds of sketches (compact summaries of blocks' attention keys, for
         sparse attention) that sessions have declared; their group indices start at MAX_GROUPS.
     num_flushes: number of flushes (deletions of all blocks of the key space) that have begun.
     """
 
     number: int
     key_space: KeySpace
-    representations: tuple[Representation, ...] = field(default=())
+    sketches: tuple[Sketch, ...] = field(default=())
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
         """Returns True if the key space (a model in a configuration) has something with this
-        index: a group, or a kind of representation (compact summary of a block's attention keys,
+        index: a group, or a kind of sketch (compact summary of a block's attention keys,
         for sparse attention)."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
-            self.representations
+            self.sketches
         )
 
-    def shape(self, group_index: int) -> GroupSpec | Representation:
-        """Returns the group, or the kind of representation (compact summary of a block's attention
+    def shape(self, group_index: int) -> GroupSpec | Sketch:
+        """Returns the group, or the kind of sketch (compact summary of a block's attention
         keys), with this index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
-            else self.representation(group_index)
+            else self.sketch(group_index)
         )
 
-    def representation(self, group_index: int) -> Representation:
-        """Returns the kind of representation (compact summary of a block's attention keys) with
+    def sketch(self, group_index: int) -> Sketch:
+        """Returns the kind of sketch (compact summary of a block's attention keys) with
         this index."""
-        return self.representations[group_index - MAX_GROUPS]
+        return self.sketches[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks that have representations (compact summaries of attention
+        """Returns the group of the blocks that have sketches (compact summaries of attention
         keys) of the kind `group_index`. If `group_index` is the index of a group, returns it
         unchanged."""
         return (
             group_index
             if group_index < MAX_GROUPS
-            else self.representation(group_index).group_index
+            else self.sketch(group_index).group_index
         )

@@ -326,7 +326,7 @@ def stored_events(
     results: Sequence[NDArray[np.uint8]],
 ) -> list[BlocksStored]:
     """Returns the events of a store: an event for each unbroken sequence of blocks that the store
-    has made ready. Representations (compact forms of keys, for sparse attention) have no events.
+    has made ready. Sketches (compact forms of keys, for sparse attention) have no events.
 
     `runs`: the runs of the store (consecutive blocks of a group).
     `contents`: for each run, its token ids, adapter and extra keys.

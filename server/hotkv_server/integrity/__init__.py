@@ -1,7 +1,7 @@
 """Integrity: checks whether slots of the arena still have the bytes that were stored, and drops
 damaged blocks.
 
-`check_values` defines the check values (checksums), which are stored in the blocks' records in the
+`checksums` defines the checksums, which are stored in the blocks' records in the
 block table. `sums` reads the bytes of slots. `evidence` describes the blocks to compare with their
-check values, and drops damaged blocks. `verifier` decides when blocks are compared.
+checksums, and drops damaged blocks. `verifier` decides when blocks are compared.
 """

@@ -1,4 +1,4 @@
-"""Describes the blocks to compare with their check values (checksums), and condemns (drops) blocks
+"""Describes the blocks to compare with their checksums, and condemns (drops) blocks
 that do not match.
 
 Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. As long
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Cause, Entries
-from hotkv_server.integrity.check_values import Int64s, Sums
+from hotkv_server.integrity.checksums import Int64s, Sums
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """The description of n blocks of the same shape, for a comparison of their bytes with their
-    check values (checksums). The shape is the number and sizes of a block's shards (the parts from
+    checksums. The shape is the number and sizes of a block's shards (the parts from
     the ranks).
 
     `entries` [n]: entry numbers of the blocks in the index.
@@ -28,7 +28,7 @@ class Evidence:
     `shard_bytes`: size of each shard of a block.
     `keys` [n]: the blocks' keys: numbers that `BlockIndex.mixed` computes from each block's hash,
         key space and group.
-    `checks` [n]: check values in the blocks' records.
+    `checks` [n]: checksums in the blocks' records.
     """
 
     entries: NDArray[np.uint32]
@@ -39,7 +39,7 @@ class Evidence:
 
 
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
-    """Describes blocks whose bytes are to be compared with their check values (checksums). Returns
+    """Describes blocks whose bytes are to be compared with their checksums. Returns
     a description for each group of blocks of the same shape: number and sizes of shards (the ranks'
     parts of a block). `entries`: ready entries (records in the block table), or detached entries
     (removed, but still pinned)."""
@@ -59,12 +59,12 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 def condemn(core: CacheCore, entries: Entries) -> None:
     """Drops `entries`: ready entries (records in the block table) whose bytes do not match their
-    check values (checksums). Adds eviction notices for blocks, but not for representations (compact
+    checksums. Adds eviction notices for blocks, but not for sketches (compact
     summaries of blocks' attention keys). A pinned entry keeps its slot (place for a block) until it
     is unpinned."""
     core.space.index.unverified[entries] = True
-    alone = core.space.representations.among(entries)
-    core.space.representations.drop(entries[alone])
+    alone = core.space.sketches.among(entries)
+    core.space.sketches.drop(entries[alone])
     core.condemned(entries[~alone])
     core.retention_pins.let_go(entries[~alone])
     core.space.removal.flush(entries[~alone], Cause.DAMAGE)

@@ -1,4 +1,4 @@
-"""Computes sums over the bytes of slots (places for blocks). `check_values` makes check values
+"""Computes sums over the bytes of slots (places for blocks). `checksums` makes checksums
 (checksums) from these sums.
 
 Reads bytes without the GIL, and writes only its results.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto import native
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.integrity.check_values import Int64s, Sums, agree, strides_of
+from hotkv_server.integrity.checksums import Int64s, Sums, agree, strides_of
 from hotkv_server.integrity.evidence import Evidence
 from hotkv_server.memory.clerk import full_pool
 
@@ -105,12 +105,12 @@ def _seed(shard: int) -> np.uint64:
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
-    """Compares blocks with their check values (checksums). Returns a mask [n] of the blocks whose
-    bytes match; False if the check value is missing. Reads the bytes, which blocks the calling
+    """Compares blocks with their checksums. Returns a mask [n] of the blocks whose
+    bytes match; False if the checksum is missing. Reads the bytes, which blocks the calling
     thread.
 
     `memory`: the memory with the blocks' slots (places for blocks).
-    `evidence`: describes the n blocks, with their check values.
+    `evidence`: describes the n blocks, with their checksums.
     """
     strides = np.maximum(strides_of(evidence.checks), 1)
     sums = sums_of(memory, evidence.offsets, evidence.shard_bytes, strides)

@@ -1,8 +1,8 @@
-"""Verifies blocks: compares their bytes with their check values (checksums). After a restart, as
+"""Verifies blocks: compares their bytes with their checksums. After a restart, as
 many blocks as time allows are compared at the start, and the other blocks at their first use. In
 the background, the *scrub* compares all blocks again and again.
 
-Always true while check values are turned on (setting `integrity.stride`): a block that an earlier
+Always true while checksums are turned on (setting `integrity.stride`): a block that an earlier
 server left is compared before it is loaded, and before clients learn the place of its slot. A block
 that does not match is condemned: lookups no longer find it, and each load of it fails, even under
 an older lease.
@@ -45,21 +45,21 @@ Without it, the blocks of a small cache would be read every second."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Blocks of the same shape to compare with their check values (checksums). The shape is the
+    """Blocks of the same shape to compare with their checksums. The shape is the
     number and sizes of a block's shards (the parts from the ranks).
 
-    `evidence`: describes the n blocks, with their check values.
-    `generations` [n]: the generation of each entry when the case was made. A generation counts how
+    `evidence`: describes the n blocks, with their checksums.
+    `reuses` [n]: the reuse count of each entry when the case was made. A reuse count counts how
         often an entry number was used, so it shows whether the entry still belongs to the same
         block.
     """
 
     evidence: Evidence
-    generations: Entries
+    reuses: Entries
 
 
 class Verifier:
-    """Verifies blocks: compares their bytes with their check values (checksums), and condemns
+    """Verifies blocks: compares their bytes with their checksums, and condemns
     (drops) blocks that do not match. Only `judge` may be called on any thread, the other methods
     only on the thread of the event loop.
 
@@ -86,17 +86,17 @@ class Verifier:
 
     def cases(self, entries: Entries) -> list[Case]:
         """Describes entries (records in the block table) so that `judge` can compare them with
-        their check values (checksums). Returns a `Case` for each group of blocks of the same shape:
+        their checksums. Returns a `Case` for each group of blocks of the same shape:
         number and sizes of shards (the ranks' parts of a block). `entries`: ready entries, or
         detached entries (removed, but still pinned)."""
         records = self._core.space.index.table.records
         return [
-            Case(found, records[found.entries, table.W_GENERATION].copy())
+            Case(found, records[found.entries, table.W_REUSES].copy())
             for found in evidence(self._core, entries)
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the blocks of a load that were not yet compared with their check values
+        """Returns the blocks of a load that were not yet compared with their checksums
         (checksums), in the form that `judge` accepts. `judge` must compare them before the load
         copies its blocks. Usually the list is empty.
 
@@ -115,7 +115,7 @@ class Verifier:
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Compares blocks with their check values (checksums). Returns, for each case, a mask of
+        """Compares blocks with their checksums. Returns, for each case, a mask of
         the entries (records in the block table) whose bytes match. Reads the bytes, without the
         GIL, and blocks the calling thread. Callable on any thread."""
         return [holds(self._arena, case.evidence) for case in cases]
@@ -136,7 +136,7 @@ class Verifier:
             # Skip an entry whose number belongs to another block by now. Don't skip an entry that
             # was removed while a lease pins it (a detached entry), because it can still be loaded.
             same = index.can_be_read(entries) & (
-                records[entries, table.W_GENERATION] == case.generations
+                records[entries, table.W_REUSES] == case.reuses
             )
             index.unverified[entries[same & good]] = False
             self.verified_blocks += int((same & good).sum())
@@ -146,7 +146,7 @@ class Verifier:
         if len(ready):
             self.condemned_blocks += len(ready)
             log.error(
-                "condemned blocks=%d first=%s: their bytes are not those of their check values",
+                "condemned blocks=%d first=%s: their bytes are not those of their checksums",
                 len(ready),
                 self._name(int(ready[0])),
             )
@@ -155,7 +155,7 @@ class Verifier:
 
     async def compare(self, entries: Entries) -> Entries:
         """Compares those blocks among `entries` that are still unverified (not compared since a
-        restart) with their check values (checksums), and condemns (drops) blocks that do not match.
+        restart) with their checksums, and condemns (drops) blocks that do not match.
         Returns the entries (records in the block table) that do not match, without duplicates. All
         `entries` must be pinned, for example by a lease.
         """
@@ -174,7 +174,7 @@ class Verifier:
     # At start
 
     def verify_for(self, budget_s: float) -> None:
-        """Compares blocks of an earlier server with their check values (checksums), in random
+        """Compares blocks of an earlier server with their checksums, in random
         order, for at most `budget_s` seconds. Blocks the calling thread."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
@@ -186,7 +186,7 @@ class Verifier:
             batch = waiting[at : at + self._batch_length(waiting[at:])]
             at += len(batch)
             # Skip entries that are no longer unverified: when a block was condemned (dropped as
-            # damaged), its representation was dropped with it.
+            # damaged), its sketch was dropped with it.
             cases = self.cases(batch[index.unverified[batch]])
             self.settle(cases, self.judge(cases))
 

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_server.cache.values import KEY_SPACE_ROWS
 
 FORMAT_VERSION = 1
@@ -42,13 +42,13 @@ class KnownKeySpace:
     """A key space (a model in a configuration) in the state file.
 
     number: its number in the server that wrote the file.
-    representations: its kinds of representations (compact summaries of blocks' attention keys, for
+    sketches: its kinds of sketches (compact summaries of blocks' attention keys, for
         sparse attention), in the order of their group indices.
     """
 
     number: int
     key_space: KeySpace
-    representations: tuple[Representation, ...] = ()
+    sketches: tuple[Sketch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,11 @@ def _entry(known: KnownKeySpace) -> str:
     text = _texts.get(known.key_space)
     if text is None:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))
-    kinds = json.dumps([asdict(kind) for kind in known.representations])
+    kinds = json.dumps([asdict(kind) for kind in known.sketches])
     fingerprint = known.key_space.fingerprint.hex()
     return (
         f'{{"number": {known.number}, "fingerprint": "{fingerprint}", "key_space": {text}, '
-        f'"representations": {kinds}}}'
+        f'"sketches": {kinds}}}'
     )
 
 
@@ -178,8 +178,8 @@ def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
     if key_space.fingerprint.hex() != entry["fingerprint"]:
         raise ValueError("a key space does not have its fingerprint")
     kinds = tuple(
-        Representation(**{**kind, **_tuples(kind, "shard_bytes")})
-        for kind in entry["representations"]
+        Sketch(**{**kind, **_tuples(kind, "shard_bytes")})
+        for kind in entry["sketches"]
     )
     return KnownKeySpace(int(entry["number"]), key_space, kinds)
 

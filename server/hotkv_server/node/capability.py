@@ -136,9 +136,9 @@ class Lying:
     bytes_per_s: float
 
 
-class Epochs(Protocol):
+class Generations(Protocol):
     """Flushes key spaces, in this node and in tiers that nodes share. A flush deletes all blocks of
-    a key space (a model in a configuration). Each shared tier has an epoch for each key space:
+    a key space (a model in a configuration). Each shared tier has a generation for each key space:
     a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
@@ -152,7 +152,7 @@ class Epochs(Protocol):
         space meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the epoch (number that each flush raises) of a new session's key
+        """Asks shared tiers for the generation (number that each flush raises) of a new session's key
         space, and waits for the answers for a bounded time. Until a tier has answered, the server
         treats the blocks that are stored as possibly older than the last flush."""
 
@@ -169,7 +169,7 @@ class Lookups(Protocol):
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Returns True if a lookup of these blocks must wait for the answer of a shared tier
         (`ask`). It must wait in two cases: a shared tier may have blocks that host memory lacks; or
-        a shared tier must first confirm the key space's epoch (number that each flush raises).
+        a shared tier must first confirm the key space's generation (number that each flush raises).
         Returns False if `session` is None."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
@@ -211,7 +211,7 @@ class BlocksBelow(Protocol):
     and host memory."""
 
     @property
-    def epochs(self) -> Epochs: ...
+    def generations(self) -> Generations: ...
 
     @property
     def lookups(self) -> Lookups: ...

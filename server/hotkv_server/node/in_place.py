@@ -1,7 +1,7 @@
 """Reading in place: a client reads leased blocks through its own mapping of the arena.
 
 Always true: a client learns the offset of a block that came from an earlier server only after the
-block's bytes have been found to match its check value (checksum). The call that asks for offsets
+block's bytes have been found to match its checksum. The call that asks for offsets
 compares first, on a thread. A block that does not match is condemned (dropped) and is not granted.
 If several calls ask for the same lease at the same time, they wait for the same comparison.
 """
@@ -23,10 +23,10 @@ from hotkv_server.node.session import LiveSession
 
 class InPlace:
     """Returns the arena offsets of leased blocks to clients. Blocks that an earlier server stored
-    are first compared with their check values (checksums), unless that was done already. On the
+    are first compared with their checksums, unless that was done already. On the
     event loop only.
 
-    verifier: compares blocks with their check values.
+    verifier: compares blocks with their checksums.
     tell: function to call when blocks have been condemned (dropped because they do not match).
     """
 
@@ -35,7 +35,7 @@ class InPlace:
         self._verifier = verifier
         self._tell = tell
         # The running comparisons: by the number of a lease, the task that compares the lease's
-        # blocks with their check values.
+        # blocks with their checksums.
         self._comparing: dict[int, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
@@ -45,7 +45,7 @@ class InPlace:
         """Returns the grant of the session's read lease: which blocks it pins, and their offsets in
         the arena.
 
-        If some blocks of the lease must still be compared with their check values (checksums),
+        If some blocks of the lease must still be compared with their checksums,
         returns a task instead, which compares them and then returns the grant. The task raises
         UNKNOWN_LEASE if the lease ends before the comparison does.
         """

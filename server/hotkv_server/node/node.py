@@ -49,7 +49,7 @@ DEFAULT_DRAIN_S = 10.0
 """Default of `Node.drain_timeout_s`: the longest time, in seconds, for which a server that drains
 waits for its running transfers. It equals the default of the setting `drain_timeout_s`."""
 STALLED_WORK_S = 60.0
-"""A thread that copies blocks, compares check values or publishes events counts as stuck when one
+"""A thread that copies blocks, compares checksums or publishes events counts as stuck when one
 piece of its work takes longer than this. Such a piece takes far less time, even on a machine that
 swaps."""
 
@@ -62,7 +62,7 @@ class Node:
     memory: the files of arena, block table and state.
     capabilities: optional parts of the server; add them before `start`.
     copy_engine: copies blocks. The node does not close it: the code that made it does.
-    verifier: compares blocks with their check values (checksums).
+    verifier: compares blocks with their checksums.
     devices: the GPUs of this machine that the server uses.
     tiers: the tiers below host memory; None without such tiers.
     drained: event that is set when a drain has ended: the server was asked to stop, and its last
@@ -138,7 +138,7 @@ class Node:
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, the capabilities (optional parts of the server) and the tiers. If
         `scrub_bytes_per_s` is not 0, also starts the scrubber, which compares blocks with their
-        check values (checksums)."""
+        checksums."""
         self.lag.start()
         if self.core.grace.is_on:
             # The grace (time in which blocks stay pinned for clients of an earlier server) begins
@@ -244,7 +244,7 @@ class Node:
 
     async def _meet(self, key_space_id: int) -> None:
         if self.tiers is not None:
-            await self.tiers.epochs.meet(key_space_id)
+            await self.tiers.generations.meet(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space: deletes all blocks of a model in a configuration, in host memory
@@ -256,7 +256,7 @@ class Node:
         """
         self.core.key_space(key_space_id)
         if self.tiers is not None:
-            return await self.tiers.epochs.flush(key_space_id)
+            return await self.tiers.generations.flush(key_space_id)
         flushing = asyncio.create_task(self.removals.flush(key_space_id))
         self._flushes.add(flushing)
         flushing.add_done_callback(self._flushes.discard)

@@ -47,7 +47,7 @@ def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
     spaces (each is a model in a configuration), which the next server needs to interpret the
     blocks."""
     known = (
-        KnownKeySpace(number, record.key_space, record.representations)
+        KnownKeySpace(number, record.key_space, record.sketches)
         for number, record in sorted(core.key_spaces.items())
     )
     return ServerState(slab_bytes, tuple(known))
@@ -169,7 +169,7 @@ class Persistence:
 
 
 # Recovery: restores the key spaces of an earlier server, then its blocks, then compares some of
-# their bytes with the check values.
+# their bytes with the checksums.
 
 
 def take_over(
@@ -179,8 +179,8 @@ def take_over(
     `memory`, if any. Writes the new block table and the state file. Blocks the calling thread.
     Raises OSError if the files can't be written.
 
-    verifier: compares blocks with their check values.
-    check_s: how long to compare restored blocks with their check values, at most, in seconds. The
+    verifier: compares blocks with their checksums.
+    check_s: how long to compare restored blocks with their checksums, at most, in seconds. The
         other restored blocks are compared before their first load. None: restored blocks are never
         compared; all count as verified.
     """
@@ -195,7 +195,7 @@ def take_over(
         for known in left.state.key_spaces:
             try:
                 numbers[known.number], _ = core.catalog.register(
-                    known.key_space, known.representations, began_s, known.number
+                    known.key_space, known.sketches, began_s, known.number
                 )
             except HotKVError as error:
                 log.warning(
@@ -240,10 +240,10 @@ def _log(restored: Restored, verifier: Verifier, num_later: int, took_s: float) 
         log.warning("blocks of residencies could not be kept: their engines have been told")
     dropped = (f"{why.replace(' ', '_')}:{count}" for why, count in restored.dropped.items())
     log.info(
-        "restored blocks=%d representations=%d verified=%d condemned=%d unverified=%d kept=%d "
+        "restored blocks=%d sketches=%d verified=%d condemned=%d unverified=%d kept=%d "
         "dropped=%s took_s=%.2f",
         restored.blocks,
-        restored.representations,
+        restored.sketches,
         verifier.verified_blocks,
         verifier.condemned_blocks,
         num_later,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.space import keep_bounds
 from hotkv_server.cache.values import EvictionNotice, TenantShare
@@ -246,11 +246,11 @@ class Removals:
                 return
 
     async def forget_for(
-        self, key_space: KeySpace, representations: tuple[Representation, ...]
+        self, key_space: KeySpace, sketches: tuple[Sketch, ...]
     ) -> None:
         """Forgets key spaces (each is a model in a configuration) and their blocks, to make
         room for a new key space. Stops when `key_space` can be registered with these kinds of
-        representations (compact forms of blocks' keys, for sparse attention).
+        sketches (compact forms of blocks' keys, for sparse attention).
 
         May forget too few key spaces, because it forgets at most MAX_FORGOTTEN, and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
@@ -259,7 +259,7 @@ class Removals:
         # that hangs uses its slots. Then another key space must be chosen.
         tried = set[int]()
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
-            number = self._core.catalog.surplus(key_space, representations, tried)
+            number = self._core.catalog.surplus(key_space, sketches, tried)
             if not number:
                 return
             tried.add(number)

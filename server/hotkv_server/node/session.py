@@ -71,14 +71,14 @@ class SessionMemory:
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
     def check_use(
-        self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]
+        self, block_ids: Sequence[NDArray[np.int64]], sketches: Iterable[int]
     ) -> None:
-        """Raises HotKVError if the layout does not have these blocks or representations, or if a
+        """Raises HotKVError if the layout does not have these blocks or sketches, or if a
         mapped file was truncated or is sparse.
 
         block_ids: block ids in the engine's memory, an array for each run (consecutive blocks of a
             group).
-        representations: group indexes of representations (compact forms of keys, for sparse
+        sketches: group indexes of sketches (compact forms of keys, for sparse
             attention), as the layout numbers them.
         """
         for ids in block_ids:
@@ -86,10 +86,10 @@ class SessionMemory:
                 raise invalid(
                     f"runs.block_ids go beyond the {self.layout.num_blocks} blocks of the layout"
                 )
-        for group_index in representations:
+        for group_index in sketches:
             if not self.layout.covers(group_index):
                 raise invalid(
-                    f"runs.group_index {group_index} is a representation that the layout has "
+                    f"runs.group_index {group_index} is a sketch that the layout has "
                     "no tensors of; register some"
                 )
         for handle_id, mapping in self.mappings.items():
@@ -309,7 +309,7 @@ class LiveSession:
     inflight_bytes: int = 0
     """Bytes of the transfers in flight."""
     num_reads: int = 0
-    """Number of running selections (for sparse attention) and comparisons with check values. They
+    """Number of running selections (for sparse attention) and comparisons with checksums. They
     read slots of the arena that the session's leases pin."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
@@ -373,18 +373,18 @@ class LiveSession:
     def group_index(self, named: int) -> int:
         """Converts `named`, the number by which the client names a KV cache group, to the number by
         which the server stores the group's blocks. In the client's numbering, the key space's
-        groups come first. The kinds of representations (compact forms of keys, for sparse
+        groups come first. The kinds of sketches (compact forms of keys, for sparse
         attention) that the session declared follow.
 
         Raises INVALID_FIELD for a number that is negative or too high.
         """
-        num_groups, kinds = len(self.key_space.groups), self.record.representations
+        num_groups, kinds = len(self.key_space.groups), self.record.sketches
         if 0 <= named < num_groups:
             return named
         if not 0 <= named - num_groups < len(kinds):
             raise invalid(
                 f"group_index is {named}; this key space has {num_groups} groups and the "
-                f"session declares {len(kinds)} representations"
+                f"session declares {len(kinds)} sketches"
             )
         return kinds[named - num_groups]
 
@@ -393,7 +393,7 @@ class LiveSession:
         the client names the group. This is the inverse of the method `group_index`."""
         if group_index < MAX_GROUPS:
             return group_index
-        return len(self.key_space.groups) + self.record.representations.index(group_index)
+        return len(self.key_space.groups) + self.record.sketches.index(group_index)
 
     def notify(self, notice: Notice) -> None:
         """Queues a notice to the client, for example of evictions. Ends the session if the queue is

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
@@ -45,7 +45,7 @@ class Sessions:
         space.
     names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
-    meet: function that asks shared tiers for the epoch (number that each flush raises) of a key
+    meet: function that asks shared tiers for the generation (number that each flush raises) of a key
         space.
     run_effects: function that carries out the effects of the core's decisions, for example sends
         notices of evictions.
@@ -105,7 +105,7 @@ class Sessions:
         role: str,
         key_space: KeySpace,
         client_name: str,
-        representations: tuple[Representation, ...] = (),
+        sketches: tuple[Sketch, ...] = (),
         *,
         hears_evictions: bool = True,
         engine_name: str = "",
@@ -118,7 +118,7 @@ class Sessions:
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
         client_name: name of the client's program, which is shown to operators.
-        representations: kinds of representations (compact forms of keys, for sparse attention) that
+        sketches: kinds of sketches (compact forms of keys, for sparse attention) that
             the session will store or load.
         engine_name: name by which the engine is shown to people; empty if the engine has no name.
         model_names: names by which requests address the model; the first is shown to people.
@@ -128,12 +128,12 @@ class Sessions:
         Raises OVERLOADED, and the errors of `CacheCore.open_session`.
         """
         self._check_count(key_space.tenant, max_of_tenant)
-        await self._removals.forget_for(key_space, representations)
+        await self._removals.forget_for(key_space, sketches)
         # Other sessions may have opened during the wait.
         self._check_count(key_space.tenant, max_of_tenant)
         is_new = not self._core.catalog.number(key_space.fingerprint)
         record = self._core.open_session(
-            engine_id, role, key_space, time.monotonic(), representations
+            engine_id, role, key_space, time.monotonic(), sketches
         )
 
         def named(one: Capability) -> None:
@@ -201,7 +201,7 @@ class Sessions:
 
     async def declare(self, key_space: KeySpace) -> int:
         """Registers a key space (a model in a configuration) without opening a session, saves
-        it, and asks shared tiers for its epoch (number that each flush raises). Returns the number
+        it, and asks shared tiers for its generation (number that each flush raises). Returns the number
         of the key space.
 
         Raises DRAINING, and the errors of `Catalog.register`.
@@ -312,11 +312,11 @@ class Sessions:
         in the engine's memory (`Layout.prepare`). Raises INVALID_LAYOUT."""
         try:
             kinds = self._core.catalog.record(session.record.key_space_id)
-            representations = {
-                session.named(g): kinds.representation(g) for g in session.record.representations
+            sketches = {
+                session.named(g): kinds.sketch(g) for g in session.record.sketches
             }
             # Run this in a thread, because it takes long with thousands of tensors.
-            await asyncio.to_thread(layout.prepare, session.key_space.groups, representations)
+            await asyncio.to_thread(layout.prepare, session.key_space.groups, sketches)
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
 

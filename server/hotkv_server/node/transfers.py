@@ -31,7 +31,7 @@ from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Plan, Region, block_copies
-from hotkv_server.integrity.check_values import Sums
+from hotkv_server.integrity.checksums import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.logs import Throttle
@@ -264,7 +264,7 @@ class Transfer:
     runs: the blocks of a store; empty for a load.
 
     Always true: the answer comes after the last access to the engine's memory and to the slots
-    (places in the arena). If blocks of a load must still be compared with their check values
+    (places in the arena). If blocks of a load must still be compared with their checksums
     (checksums), the comparison comes before the copy. A load fails if one of its blocks is
     condemned (dropped because it does not match) before the load ends.
     """
@@ -348,7 +348,7 @@ class Transfer:
         ]
 
     def _judge(self, changed: list[str], cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Returns which blocks match their check values. Raises HotKVError if one of the `changed`
+        """Returns which blocks match their checksums. Raises HotKVError if one of the `changed`
         files of the engine's memory has a hole. On a thread of the executor."""
         self._call.memory.check_holes(changed)
         return self._means.verifier.judge(cases) if cases else []
@@ -424,7 +424,7 @@ class Transfer:
         """Returns the final outcome and message of the transfer, given the outcome and message of
         its copy job. The outcome becomes FAILED in three cases: the cache's state is inconsistent
         (`Health.breach`), the file of the engine's memory was truncated, or a block of a load was
-        condemned (did not match its check value) during the copy."""
+        condemned (did not match its checksum) during the copy."""
         call = self._call
         if self._means.health.breach:
             return Outcome.FAILED, "the server ends: its books can't be trusted"
@@ -442,7 +442,7 @@ class Transfers:
 
     growth: lets stores wait while the arena still gets memory.
     arena: address range of the arena.
-    verifier: compares blocks with their check values (checksums) before a load.
+    verifier: compares blocks with their checksums before a load.
     kept_bytes: bounds the memory that transfers use until they end.
     loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
     run_effects: function that carries out the effects of the core's decisions, for example sends
@@ -687,8 +687,8 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Computes sums over the bytes that a store has written. The core makes the check values
-        (checksums) of the stored blocks from them. Does nothing if check values are turned off.
+        """Computes sums over the bytes that a store has written. The core makes the checksums
+        (checksums) of the stored blocks from them. Does nothing if checksums are turned off.
         Runs on the copy thread that has written the last bytes.
 
         shard_index: number of the shard (a rank's part of a block) that the store has written.

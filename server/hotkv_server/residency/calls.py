@@ -48,7 +48,7 @@ async def open_residency(
         residency_id=opened.residency_id,
         word_index=opened.word_index,
         word_value=opened.word_value,
-        generation=opened.generation,
+        start_number=opened.start_number,
     )
 
 
@@ -60,7 +60,7 @@ async def extend_residency(
 ) -> residency_pb2.ExtendResidencyResponse:
     """Pins further blocks of a running request in the arena, and returns their offsets there.
 
-    Waits if blocks must first be compared with their check values (checksums), or if a tier that
+    Waits if blocks must first be compared with their checksums, or if a tier that
     nodes share must first confirm that the key space was not flushed. If no tier confirms it in
     time, pins nothing, and every offset in the answer is -1.
     """
@@ -68,14 +68,14 @@ async def extend_residency(
     group_index = session.group_index(request.group_index)
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     tiers = node.tiers
-    if tiers is None or await tiers.epochs.wait_to_serve(session.record.key_space_id):
+    if tiers is None or await tiers.generations.wait_to_serve(session.record.key_space_id):
         name = residency_id(request.residency_id)
         found = await desk.extend(session, name, group_index, request.first_position, hashes)
     else:
         found = (np.full(len(hashes), -1, np.int64),) * 2
-    offsets, representations = (each.astype("<i8").tobytes() for each in found)
+    offsets, sketches = (each.astype("<i8").tobytes() for each in found)
     return residency_pb2.ExtendResidencyResponse(
-        offsets=offsets, representation_offsets=representations
+        offsets=offsets, sketch_offsets=sketches
     )
 
 

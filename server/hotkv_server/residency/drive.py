@@ -1,10 +1,10 @@
 """Opens, extends and closes the residencies of a node. Use on the event loop only.
 
 `residency.book` makes the decisions. This module compares blocks first: a block that a restart has
-restored is compared with its check value (checksum) before a residency pins it.
+restored is compared with its checksum before a residency pins it.
 
 Always true: a client learns the offset of a restored block only after the block's bytes have
-matched the check value. During the comparison the blocks are pinned, and the session stays open. A
+matched the checksum. During the comparison the blocks are pinned, and the session stays open. A
 residency is closed in parts, and other tasks run between the parts.
 """
 
@@ -24,8 +24,8 @@ from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
 """Two arrays of slot offsets in the arena, in bytes, with an item per block. First array: offset of
-the block; -1 if the block is not pinned. Second array: offset of its representation (compact form
-of keys, for sparse attention); -1 if the block has no pinned representation."""
+the block; -1 if the block is not pinned. Second array: offset of its sketch (compact form
+of keys, for sparse attention); -1 if the block has no pinned sketch."""
 
 
 class ResidencyDesk:
@@ -33,7 +33,7 @@ class ResidencyDesk:
     blocks of a running request in host memory.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
-        check values (checksums). It sends notices and events about the removed blocks to clients.
+        checksums. It sends notices and events about the removed blocks to clients.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
@@ -76,9 +76,9 @@ class ResidencyDesk:
         hashes: Words,
     ) -> Extended:
         """Pins those blocks of `hashes` that are ready and verified. Returns the offsets of their
-        slots (places in the arena), and of the slots of their representations (compact forms of
+        slots (places in the arena), and of the slots of their sketches (compact forms of
         keys, for sparse attention). Waits only if ready blocks must first be compared with their
-        check values (checksums).
+        checksums.
 
         first_position: position of the first block in the request; the other blocks follow it.
         hashes: hashes of the blocks, each a row of eight uint32 words.
@@ -98,7 +98,7 @@ class ResidencyDesk:
             record.number, residency_id, group_index, first_position, hashes, time.monotonic()
         )
         residency = residencies.book.live(record, residency_id)
-        return offsets, residencies.resident.representation_offsets(
+        return offsets, residencies.resident.sketch_offsets(
             residency, group_index, first_position, len(hashes)
         )
 

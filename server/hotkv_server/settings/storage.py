@@ -1,4 +1,4 @@
-"""Settings of the arena and its blocks: check values, leases, residencies, copies."""
+"""Settings of the arena and its blocks: checksums, leases, residencies, copies."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
     max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
         0,
         description=(
-            "Most entries of the index: blocks and representations. 0: one per 16 KiB of arena."
+            "Most entries of the index: blocks and sketches. 0: one per 16 KiB of arena."
         ),
     )
     prefault: bool = Field(
@@ -112,34 +112,34 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
 
 class IntegritySettings(BaseModel, extra="forbid"):
-    """Check values: the server compares blocks with them before it trusts their bytes."""
+    """Checksums: the server compares blocks with them before it trusts their bytes."""
 
     check: Literal["sampled", "full", "off"] = Field(
         "sampled",
         description=(
-            "What a check value covers: one line of 64 bytes in each 4 KiB (sampled), all bytes "
+            "What a checksum covers: one line of 64 bytes in each 4 KiB (sampled), all bytes "
             "(full), or nothing (off)."
         ),
     )
     start_check_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         0.3,
         description=(
-            "Longest time that a start compares blocks with their check values, in seconds. The "
+            "Longest time that a start compares blocks with their checksums, in seconds. The "
             "rest is compared when it is first loaded."
         ),
     )
     scrub_bytes_per_s: Annotated[ByteSize, Field(ge=0)] = Field(
         ByteSize(256 * MIB),
         description=(
-            "Bytes of blocks that are compared with their check values in the background, a "
+            "Bytes of blocks that are compared with their checksums in the background, a "
             "second. 0: none."
         ),
     )
 
     @property
     def stride(self) -> int:
-        """Returns the distance from a line (64 bytes) that a check value covers to the next such
-        line, in lines: 1 if it covers all bytes. Returns 0 for no check values."""
+        """Returns the distance from a line (64 bytes) that a checksum covers to the next such
+        line, in lines: 1 if it covers all bytes. Returns 0 for no checksums."""
         return {"sampled": 64, "full": 1, "off": 0}[self.check]
 
 

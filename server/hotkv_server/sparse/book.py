@@ -1,17 +1,17 @@
 """Selects the blocks to which a decode step attends, for engines that can't do it themselves
-because they can't map the arena. Scores the blocks by their representations (compact forms of the
+because they can't map the arena. Scores the blocks by their sketches (compact forms of the
 blocks' keys) in the arena, with the functions that engines use too (`hotkv_sparse`).
 
 A `SelectSpec` has the settings of the selections. It also defines the offset of each layer's
-representation in a slot. A contradictory spec is refused when it is made; the error names the field
+sketch in a slot. A contradictory spec is refused when it is made; the error names the field
 of `hotkv.v1.SelectConfig`.
 
-Representations are not copied. Instead, the functions of `hotkv_sparse` get a view of the arena.
+Sketches are not copied. Instead, the functions of `hotkv_sparse` get a view of the arena.
 Its row r begins at byte r * `SLOT_ALIGN` plus the layer's offset in a slot. So the row of a slot is
 the slot's offset divided by `SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
 
 Shapes: Q query heads, H KV heads, D channels, C covered blocks (leading blocks of the context whose
-representations are leased).
+sketches are leased).
 """
 
 from collections.abc import Mapping
@@ -57,12 +57,12 @@ MAX_CENTRE_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class PackedCentre:
     """A layer's centre, in a form that can be compared by value: the mean key of each KV head,
-    which representations subtract from the keys that they encode
+    which sketches subtract from the keys that they encode
     (`hotkv_sparse.centre.LayerCentre`).
 
     mu: mean key of each KV head, little-endian float32 [H KV heads of all shards (ranks), D
         channels].
-    bias: for each format of representations (compact forms of keys), by name: by how much scores in
+    bias: for each format of sketches (compact forms of keys), by name: by how much scores in
         this format overestimate the log of a block's attention mass with this centre.
     """
 
@@ -75,21 +75,21 @@ class SelectSpec:
     """The settings by which the server selects blocks for a sequence (a context that is decoded
     sparsely). Raises HotKVError if fields contradict each other.
 
-    config: the scorers, which estimate from representations how much attention a block gets, and
+    config: the scorers, which estimate from sketches how much attention a block gets, and
         how many blocks are selected.
-    representation_group: group index of the kind of representation (compact form of keys) by which
+    sketch_group: group index of the kind of sketch (compact form of keys) by which
         blocks are scored.
     layer_indices: layers for which the server selects, ascending.
     kv_heads, head_size: KV heads of a shard (a rank's part of a block), and channels of a head.
     hot_blocks: number of slots of a hot set (the blocks that the client has on its device). The
         server records a hot set for each layer and shard. 0: the server records no hot sets.
     scale: factor by which the product of query and key is multiplied; None: 1 / sqrt(`head_size`).
-    centres: centres (mean keys) by layer, with which the representations were built. The server
+    centres: centres (mean keys) by layer, with which the sketches were built. The server
         can't check that they are the right centres: it knows only a hash of them.
     """
 
     config: SparseConfig
-    representation_group: int
+    sketch_group: int
     layer_indices: tuple[int, ...]
     kv_heads: int
     head_size: int
@@ -195,7 +195,7 @@ class SelectSpec:
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
-        """Returns the offset of each representation (compact form of a block's keys) within a
+        """Returns the offset of each sketch (compact form of a block's keys) within a
         shard's part of a slot (place in the arena), in bytes, by layer and format."""
         places: dict[int, dict[str, int]] = {}
         at = 0
@@ -209,7 +209,7 @@ class SelectSpec:
     @cached_property
     def shard_bytes(self) -> int:
         """Returns the size of a shard's (a rank's) part of a slot (place in the arena) of
-        representations (compact forms of keys), in bytes."""
+        sketches (compact forms of keys), in bytes."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
@@ -217,21 +217,21 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD unless all shards (the ranks' parts) of a representation have the
+        """Raises INVALID_FIELD unless all shards (the ranks' parts) of a sketch have the
         size that this spec requires.
 
         shard_bytes: bytes of each shard, as the session has declared them for the kind of
-            representation (compact form of keys).
+            sketch (compact form of keys).
         """
         if any(size != self.shard_bytes for size in shard_bytes):
             raise invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
-                f"{self.shard_bytes} bytes a shard; the representation is "
+                f"{self.shard_bytes} bytes a shard; the sketch is "
                 f"declared with {list(shard_bytes)}"
             )
 
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
-        """Returns views of the arena with the representations (compact forms of keys) of a layer
+        """Returns views of the arena with the sketches (compact forms of keys) of a layer
         and shard (rank), by format. Row r of a view belongs to the slot at offset r * SLOT_ALIGN.
         """
         sources = {}
@@ -336,7 +336,7 @@ def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) ->
     Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
     TOO_LARGE if it needs too many scores.
 
-    num_covered: number of covered blocks: leading blocks of the sequence whose representations
+    num_covered: number of covered blocks: leading blocks of the sequence whose sketches
         (compact forms of keys) are leased.
     """
     if request.layer not in spec.places:
@@ -380,7 +380,7 @@ def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) ->
         raise invalid(
             f"context_token_count is {request.context_tokens}, but only {num_covered} leading "
             "blocks are covered: store the others with "
-            "their representations and append them, or ask for less"
+            "their sketches and append them, or ask for less"
         )
     return where
 
@@ -397,7 +397,7 @@ def select(
     record of the blocks that the client has in its hot slots (places on its device), if there is
     one. Blocks the calling thread, mostly without the GIL.
 
-    slots_C: offsets in the arena of the representations (compact forms of keys) of the C covered
+    slots_C: offsets in the arena of the sketches (compact forms of keys) of the C covered
         blocks: the first blocks of the context, from which the server selects.
     where: the result of `check_request`: the blocks that are always kept, and the candidates.
     """

@@ -55,15 +55,15 @@ async def create_sequence(
         spec = _select_spec(request.select, session, request.group_index)
         record = sparse.core.key_spaces[session.record.key_space_id]
         if (
-            spec.representation_group < MAX_GROUPS
-            or record.block_group(spec.representation_group) != request.group_index
+            spec.sketch_group < MAX_GROUPS
+            or record.block_group(spec.sketch_group) != request.group_index
         ):
             raise invalid(
-                "select.representation_group_index is "
-                f"{request.select.representation_group_index}; name a representation of group "
+                "select.sketch_group_index is "
+                f"{request.select.sketch_group_index}; name a sketch of group "
                 f"{request.group_index} that the session declares"
             )
-        spec.check_slots(record.representation(spec.representation_group).shard_bytes)
+        spec.check_slots(record.sketch(spec.sketch_group).shard_bytes)
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence_id = fields.identifier("sequence_id", request.sequence_id)
     sequence = await sparse.create(session, sequence_id, request.group_index, hashes, spec)
@@ -134,10 +134,10 @@ def _select_spec(
 ) -> SelectSpec:
     """Converts a message to the settings by which blocks of a KV cache group are selected. The
     caller must then call `check_slots`, which checks that the settings fit the size of the blocks'
-    representations (compact forms of keys)."""
+    sketches (compact forms of keys)."""
     return SelectSpec(
         _config(message),
-        session.group_index(message.representation_group_index),
+        session.group_index(message.sketch_group_index),
         tuple(message.layer_indices),
         message.kv_head_count,
         message.head_size,

@@ -157,10 +157,10 @@ class SparseDecode:
         """Returns False if ready blocks of the session's key space may be older than a flush
         (deletion of all its blocks) on another node, or if the sequence (a context that is decoded
         sparsely) has ended. Waits for a bounded time until the shared tiers have confirmed the key
-        space's epoch (number that each flush raises). Raises UNKNOWN_SESSION if the session closes
+        space's generation (number that each flush raises). Raises UNKNOWN_SESSION if the session closes
         meanwhile."""
         number, key_space_id = session.record.number, session.record.key_space_id
-        serves = self._tiers is None or await self._tiers.epochs.wait_to_serve(key_space_id)
+        serves = self._tiers is None or await self._tiers.generations.wait_to_serve(key_space_id)
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
         return serves and self.sequences.find(number, sequence.sequence_id) is sequence
@@ -188,12 +188,12 @@ class SparseDecode:
 
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
         """Releases the sequence's lease and acquires a new lease. The new lease pins the leading
-        blocks that are ready together with their representations (compact forms of keys). Raises
+        blocks that are ready together with their sketches (compact forms of keys). Raises
         OVERLOADED, and changes nothing, if the new lease would exceed a bound of the session's
         owner (its tenant or engine)."""
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
-        groups = (sequence.spec.representation_group, sequence.group_index)
+        groups = (sequence.spec.sketch_group, sequence.group_index)
         found = [
             table.is_ready(self.core.space.index.find(key_space_id, group, sequence.hashes))
             for group in groups
@@ -230,8 +230,8 @@ class SparseDecode:
                 return
             # The lease pins fewer entries than the call asked for, because leases without a load
             # may pin only a share of the arena. `_leading` is the number of blocks that were pinned
-            # together with their representations: try again with these. If it is 0, the
-            # representations alone, which come first in the call, have used up the share: try again
+            # together with their sketches: try again with these. If it is 0, the
+            # sketches alone, which come first in the call, have used up the share: try again
             # with half of the blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned) or count // 2
@@ -288,8 +288,8 @@ class Selections:
     """Selects the blocks to which a decode step attends, for engines that can't map the arena.
 
     The blocks of a selection are pinned until the selection has ended, as for a load.
-    Representations (compact forms of keys) that a restart has restored are compared with their
-    check values (checksums) before they are read. Selections run on separate threads; selections of
+    Sketches (compact forms of keys) that a restart has restored are compared with their
+    checksums before they are read. Selections run on separate threads; selections of
     the same sequence (a context that is decoded sparsely) run in order.
 
     num_served: number of answered selections.
@@ -421,14 +421,14 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares representations (compact forms of keys) of the sequence (a context that is
-        decoded sparsely) with their check values (checksums). Compares only representations that a
+        """Compares sketches (compact forms of keys) of the sequence (a context that is
+        decoded sparsely) with their checksums. Compares only sketches that a
         restart has restored and that were not compared yet. Raises UNKNOWN_LEASE if bytes do not
         match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
-                f"sequence_id {sequence.sequence_id!r}: a representation's bytes are not those "
+                f"sequence_id {sequence.sequence_id!r}: a sketch's bytes are not those "
                 "that were stored; append its blocks again",
             )
 

@@ -45,10 +45,10 @@ class LiveSequence:
 
     Only if the server selects blocks for the sequence:
     lease_id: id of the lease that pins the covered blocks; empty if no block is covered. The
-        covered blocks are the leading blocks that were ready together with their representations
+        covered blocks are the leading blocks that were ready together with their sketches
         (compact forms of keys).
-    entries: entries of the covered blocks' representations, uint32 [covered].
-    slots: offsets of these representations in the arena, int64 [covered], in bytes.
+    entries: entries of the covered blocks' sketches, uint32 [covered].
+    slots: offsets of these sketches in the arena, int64 [covered], in bytes.
     hot_sets: for each layer and shard, the recorded hot set (the blocks in the client's hot slots),
         and the number of the client's stream of selections to which this hot set belongs.
     lock: held during a selection.

@@ -33,7 +33,7 @@ def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
     """Makes the core (the cache's records), with the blocks of an earlier server, and the verifier,
-    which later compares blocks with their check values (checksums). This call itself compares
+    which later compares blocks with their checksums. This call itself compares
     blocks for at most
     `integrity.start_check_s`. Blocks the calling thread. Raises StartError if the arena's files
     can't be read or written."""

@@ -43,7 +43,7 @@ POINTS = {
     "end_load": "hotkv_server.cache.core:CacheCore.end_load",
     "begin_store": "hotkv_server.cache.core:CacheCore.begin_store",
     "end_store": "hotkv_server.cache.core:CacheCore.end_store",
-    "representations": "hotkv_server.cache.table.index:Representations.publish",
+    "sketches": "hotkv_server.cache.table.index:Sketches.publish",
     "copy": "hotkv_server.dataplane.host:HostCopyEngine._copy",
     "sums": "hotkv_server.node.transfers:Transfers._take_sums",
     "restore": "hotkv_server.node.persistence:restore",

@@ -2,7 +2,7 @@
 to a flush, no node finds a block that was stored before the flush.
 
 A check gets a `Store`, which makes nodes that share the store under test. Checks use the key space
-NAME, which must have no epoch (number that each flush raises) at first. Flushes during a read are
+NAME, which must have no generation (number that each flush raises) at first. Flushes during a read are
 not checked here, because a test of them depends on the protocol of the tier's store. The tests of
 each tier check such flushes with `FaultProxy`.
 """
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hotkv_server.testing.tier_contract import SLOT_BYTES, WAIT_S, Bench, content, hash_of
-from hotkv_server.tiers.protocol import NO_EPOCH, RAISES, Blocks, Epochs, Read, Write, begun
+from hotkv_server.tiers.protocol import NO_GENERATION, RAISES, Blocks, Generations, Read, Write, begun
 
 T = TypeVar("T")
 NAME, OTHER = "00ff" * 8, "ee" * 16
@@ -28,7 +28,7 @@ READ_AT = 32
 
 Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
 """A function that returns a context manager, which makes a node (a tier over the store). Its
-argument `on_epoch` is called with (fingerprint, epoch) if a call expects another epoch (number that
+argument `on_generation` is called with (fingerprint, generation) if a call expects another generation (number that
 each flush raises) than the store has."""
 
 
@@ -37,9 +37,9 @@ class Store:
     """A store under test, which several nodes share.
 
     node: makes a node that uses the store: returns a context manager that yields a `Bench`, which
-        calls the node's tier. The keyword argument `on_epoch` is passed to the tier.
-    lose: deletes the epoch (number that each flush raises) of the key space NAME from the store.
-    spoil: replaces the epoch of NAME with bytes that are no epoch; None if that is impossible.
+        calls the node's tier. The keyword argument `on_generation` is passed to the tier.
+    lose: deletes the generation (number that each flush raises) of the key space NAME from the store.
+    spoil: replaces the generation of NAME with bytes that are no generation; None if that is impossible.
     """
 
     node: Node
@@ -66,36 +66,36 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
     return done[0]
 
 
-def epoch(tier: Any, name: str = NAME) -> int | None:
-    """Reads the epoch (number that each flush raises) of a key space (a model in a
+def generation(tier: Any, name: str = NAME) -> int | None:
+    """Reads the generation (number that each flush raises) of a key space (a model in a
     configuration) from the tier's store. Returns None if the store does not answer."""
-    shown: Any = answer(lambda done: tier.epochs([name], time.monotonic() + WAIT_S, done))
-    return None if shown is None else shown.epochs.get(name)
+    shown: Any = answer(lambda done: tier.generations([name], time.monotonic() + WAIT_S, done))
+    return None if shown is None else shown.generations.get(name)
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0, *, is_retry: bool = False) -> int | None:
-    """Flushes a key space (a model in a configuration) in the store. Returns the new epoch
+    """Flushes a key space (a model in a configuration) in the store. Returns the new generation
     (number that each flush raises), which is above `floor`. Returns None if the store does not
     answer."""
-    return answer(lambda done: tier.raise_epoch(name, floor, done, is_retry))
+    return answer(lambda done: tier.raise_generation(name, floor, done, is_retry))
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
-    """Returns the keys of `count` blocks of the key space NAME in the epoch `at` (number that each
+    """Returns the keys of `count` blocks of the key space NAME in the generation `at` (number that each
     flush raises)."""
     prefix = b"hotkv/1/%b/%d/0/" % (NAME.encode(), at)
     return [prefix + hash_of(number) for number in range(count)]
 
 
-def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
+def blocks_of(keys: Sequence[bytes], first_slot: int, generations: Generations) -> Blocks:
     """Returns the `Blocks` argument of a tier's call, for blocks with these keys in consecutive
     slots (places in the arena) from `first_slot` on.
 
-    epochs: by fingerprint, the epoch (number that each flush raises) that the call expects; empty:
-        the epoch is not checked.
+    generations: by fingerprint, the generation (number that each flush raises) that the call expects; empty:
+        the generation is not checked.
     """
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
-    return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), epochs=epochs)
+    return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), generations=generations)
 
 
 def write(bench: Bench, keys: Sequence[bytes]) -> None:
@@ -106,77 +106,77 @@ def write(bench: Bench, keys: Sequence[bytes]) -> None:
     assert (codes == Write.STORED).all(), codes.tolist()
 
 
-def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
+def read(tier: Any, keys: Sequence[bytes], generations: Generations) -> list[int]:
     """Reads blocks from the tier into the slots (places in the arena) from READ_AT on. Returns the
     result of each block, a value of `Read`.
 
-    epochs: by fingerprint, the epoch (number that each flush raises) that the read expects.
+    generations: by fingerprint, the generation (number that each flush raises) that the read expects.
     """
-    blocks, until_s = blocks_of(keys, READ_AT, epochs), time.monotonic() + WAIT_S
+    blocks, until_s = blocks_of(keys, READ_AT, generations), time.monotonic() + WAIT_S
     return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
 
 
-def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
+def probe(tier: Any, keys: Sequence[bytes], generations: Generations) -> list[int]:
     """Asks the tier whether it has these blocks. Returns the answer for each block: FOUND, ABSENT
     or FAILED (values of `Read`)."""
     until_s = time.monotonic() + WAIT_S
     return answer(
-        lambda done: tier.probe(keys, until_s, lambda codes: done(codes.tolist()), epochs)
+        lambda done: tier.probe(keys, until_s, lambda codes: done(codes.tolist()), generations)
     )
 
 
 # ------------------------------------------------------------------------------------------- Checks
 
 
-def check_epochs(store: Store) -> None:
-    """Asks two nodes for the epoch (number that each flush raises) of a key space that has none
-    yet, then flushes the key space on both. Checks that both nodes get the same first epoch, which
-    is computed from the current time, and that each flush raises the epoch: also above a given
-    number (`floor`), and after the store has lost the epoch."""
+def check_generations(store: Store) -> None:
+    """Asks two nodes for the generation (number that each flush raises) of a key space that has none
+    yet, then flushes the key space on both. Checks that both nodes get the same first generation, which
+    is computed from the current time, and that each flush raises the generation: also above a given
+    number (`floor`), and after the store has lost the generation."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
-        first = epoch(one.tier)
+        first = generation(one.tier)
         assert first and before <= first < begun(time.time_ns() // 1000) + RAISES
-        assert epoch(other.tier) == epoch(one.tier) == first
+        assert generation(other.tier) == generation(one.tier) == first
         second, third = flush(other.tier), flush(one.tier)
-        assert second and third and first < second < third == epoch(other.tier)
+        assert second and third and first < second < third == generation(other.tier)
         known = third + (1 << 40)
         above = flush(one.tier, floor=known)
-        assert above and above > known and epoch(other.tier) == above
-        # If the key space has no epoch (number that each flush raises), a flush makes an epoch.
+        assert above and above > known and generation(other.tier) == above
+        # If the key space has no generation (number that each flush raises), a flush makes a generation.
         store.lose()
         raised = flush(one.tier)
-        assert raised and raised > third and epoch(other.tier) == raised
+        assert raised and raised > third and generation(other.tier) == raised
 
 
 def check_races(store: Store) -> None:
-    """Two nodes ask at the same time for the epoch (number that each flush raises) of a key space
+    """Two nodes ask at the same time for the generation (number that each flush raises) of a key space
     that has none yet, then both flush it several times at once. Checks that they get the same first
-    epoch, and that each flush makes another epoch."""
+    generation, and that each flush makes another generation."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
             for tier in tiers * 3:
-                tier.epochs([NAME], time.monotonic() + WAIT_S, begin())
-        (first,) = {answered.epochs[NAME] for answered in shown}
+                tier.generations([NAME], time.monotonic() + WAIT_S, begin())
+        (first,) = {answered.generations[NAME] for answered in shown}
         with _many() as (begin, raised):
             for tier in tiers * 4:
-                tier.raise_epoch(NAME, 0, begin())
-        # Each flush made a new epoch, so all epochs differ.
+                tier.raise_generation(NAME, 0, begin())
+        # Each flush made a new generation, so all generations differ.
         assert len({first, *raised}) == 9
-        assert epoch(one.tier) == epoch(other.tier) == max(raised)
+        assert generation(one.tier) == generation(other.tier) == max(raised)
 
 
 def check_reads(store: Store) -> None:
     """Writes blocks on a node, and flushes them on another node. Checks that the first node finds
-    the blocks before the flush, but not after it, and then reports the new epoch (number that each
-    flush raises). Also checks that it finds blocks that it writes in the new epoch."""
+    the blocks before the flush, but not after it, and then reports the new generation (number that each
+    flush raises). Also checks that it finds blocks that it writes in the new generation."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
-        store.node(on_epoch=lambda name, at: told.append((name, at))) as other,
+        store.node(on_generation=lambda name, at: told.append((name, at))) as other,
     ):
-        now = epoch(one.tier)
+        now = generation(one.tier)
         assert now
         keys = keys_of(now, 3)
         write(other, keys)
@@ -202,23 +202,23 @@ def check_reads(store: Store) -> None:
 
 
 def check_lost(store: Store) -> None:
-    """Deletes the epoch (number that each flush raises) of a key space (a model in a configuration)
+    """Deletes the generation (number that each flush raises) of a key space (a model in a configuration)
     from the store, or replaces it by bytes that are no number. Checks that no node then finds the
     key space's blocks, and that other key spaces are not affected."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
-        store.node(on_epoch=lambda name, at: told.append((name, at))) as other,
+        store.node(on_generation=lambda name, at: told.append((name, at))) as other,
     ):
-        now = epoch(one.tier)
+        now = generation(one.tier)
         assert now
         keys = keys_of(now, 2)
         write(other, keys)
         store.lose()
         assert read(other.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
-        assert read(other.tier, keys, {NAME: NO_EPOCH}) == [Read.ABSENT] * 2
-        assert told == [(NAME, NO_EPOCH)] * 2
-        again = epoch(one.tier)
+        assert read(other.tier, keys, {NAME: NO_GENERATION}) == [Read.ABSENT] * 2
+        assert told == [(NAME, NO_GENERATION)] * 2
+        again = generation(one.tier)
         assert again and again > now
         for value in SPOILED if store.spoil else ():
             store.spoil(value)  # type: ignore[misc]
@@ -226,24 +226,24 @@ def check_lost(store: Store) -> None:
             # Other key spaces are not affected.
             tier: Any = one.tier
             until_s = time.monotonic() + WAIT_S
-            shown: Any = answer(partial(tier.epochs, [NAME, OTHER], until_s))
-            assert shown and shown.epochs.keys() == {OTHER}, value
+            shown: Any = answer(partial(tier.generations, [NAME, OTHER], until_s))
+            assert shown and shown.generations.keys() == {OTHER}, value
             assert read(other.tier, keys, {}) == [Read.FOUND] * 2, value
         store.lose()
 
 
 def check_closed(store: Store) -> None:
-    """Closes a tier. Checks that it then answers None to a flush and to a request for an epoch
+    """Closes a tier. Checks that it then answers None to a flush and to a request for a generation
     (number that each flush raises)."""
     with store.node() as one:
         one.tier.close()
-        assert epoch(one.tier) is None and flush(one.tier) is None
+        assert generation(one.tier) is None and flush(one.tier) is None
 
 
 def check_flushes(store: Store) -> None:
     """Runs all checks of flushes (deletions of all blocks of a key space) on a store. Raises
     AssertionError if a tier breaks a rule."""
-    for check in (check_epochs, check_races, check_reads, check_lost, check_closed):
+    for check in (check_generations, check_races, check_reads, check_lost, check_closed):
         check(store)
         store.lose()
 

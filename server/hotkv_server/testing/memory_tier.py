@@ -16,15 +16,15 @@ import numpy as np
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.protocol import (
-    NO_EPOCH,
-    NO_EPOCHS,
+    NO_GENERATION,
+    NO_GENERATIONS,
     RAISES,
     Blocks,
     Codes,
-    Epochs,
+    Generations,
     Int64s,
-    OnEpoch,
-    OnEpochs,
+    OnGeneration,
+    OnGenerations,
     OnProbe,
     OnRead,
     OnWrite,
@@ -61,20 +61,20 @@ class Faults:
 
 @dataclass
 class MemoryStore:
-    """The stored blocks and epochs (numbers that flushes raise). Several tiers may share them.
+    """The stored blocks and generations (numbers that flushes raise). Several tiers may share them.
 
     places: True: the cache core chooses the storage offset (place) of each block, as for the disk
         tier.
-    content: bytes and seal (check value) of each block, by key; by place if `places` is set.
-    epochs: epoch of each key space, by fingerprint.
-    restored_below: if the store has just restarted, epochs below this number may be from before a
+    content: bytes and seal (checksum) of each block, by key; by place if `places` is set.
+    generations: generation of each key space, by fingerprint.
+    restored_below: if the store has just restarted, generations below this number may be from before a
         flush; 0: no such restart.
     """
 
     places: bool
     capacity_bytes: int = 1 << 40
     content: dict[bytes | int, tuple[bytes, int]] = field(default_factory=dict)
-    epochs: dict[str, int] = field(default_factory=dict)
+    generations: dict[str, int] = field(default_factory=dict)
     restored_below: int = 0
 
     @property
@@ -285,10 +285,10 @@ _fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):
-    """A tier for tests that several nodes share, with epochs (numbers that flushes raise). Its
+    """A tier for tests that several nodes share, with generations (numbers that flushes raise). Its
     blocks are in a `MemoryStore`. Implements `SharedTier`.
 
-    on_epoch: called with (fingerprint, epoch) if the store has another epoch than a call expected,
+    on_generation: called with (fingerprint, generation) if the store has another generation than a call expected,
         as `RemoteTier` does.
     """
 
@@ -297,12 +297,12 @@ class SharedMemoryTier(MemoryTier):
         arena: Region,
         store: MemoryStore,
         *,
-        on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        on_generation: Callable[[str, int], None] = lambda fingerprint, generation: None,
         is_manual: bool = False,
         name: str = "shared",
     ) -> None:
         assert not store.places, "a shared tier places by itself"
-        self._on_epoch = on_epoch
+        self._on_generation = on_generation
         super().__init__(arena, store, is_manual=is_manual, name=name)
 
     def probe(
@@ -310,10 +310,10 @@ class SharedMemoryTier(MemoryTier):
         keys: Sequence[bytes],
         deadline_s: float,
         on_done: OnProbe,
-        epochs: Epochs = NO_EPOCHS,
+        generations: Generations = NO_GENERATIONS,
     ) -> None:
         """Implements `SharedTier`."""
-        done = self._checked(epochs, on_done)
+        done = self._checked(generations, on_done)
 
         def do() -> None:
             is_late = time.monotonic() > deadline_s
@@ -333,25 +333,25 @@ class SharedMemoryTier(MemoryTier):
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Implements `Tier`."""
-        super().read(blocks, deadline_s, self._checked(blocks.epochs, on_done))
+        super().read(blocks, deadline_s, self._checked(blocks.generations, on_done))
 
-    def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
+    def generations(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations) -> None:
         """Implements `SharedTier`."""
 
         def do() -> None:
             if self.faults.problem:
                 on_done(None)
                 return
-            epochs = self._store.epochs
+            generations = self._store.generations
             for name in fingerprints:
-                epochs.setdefault(name, next(_fresh))
-            shown = {name: epochs[name] for name in fingerprints}
+                generations.setdefault(name, next(_fresh))
+            shown = {name: generations[name] for name in fingerprints}
             on_done(Shown(shown, self._store.restored_below))
 
         self._add(do, lambda: on_done(None), 0)
 
-    def raise_epoch(
-        self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
+    def raise_generation(
+        self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False
     ) -> None:
         """Implements `SharedTier`."""
 
@@ -359,9 +359,9 @@ class SharedMemoryTier(MemoryTier):
             if self.faults.problem:
                 on_done(None)
                 return
-            epoch = max(self._store.epochs.get(fingerprint, 0) + 1, floor + 1, next(_fresh))
-            self._store.epochs[fingerprint] = epoch
-            on_done(epoch)
+            generation = max(self._store.generations.get(fingerprint, 0) + 1, floor + 1, next(_fresh))
+            self._store.generations[fingerprint] = generation
+            on_done(generation)
 
         self._add(do, lambda: on_done(None), 0)
 
@@ -370,20 +370,20 @@ class SharedMemoryTier(MemoryTier):
             return Read.FAILED
         return Read.FOUND if key in self._store.content else Read.ABSENT
 
-    def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
-        """Wraps `on_done`, the callback of a read. The wrapper checks the epochs (numbers that
-        flushes raise) after all blocks have been read. If the store has another epoch than
-        expected, the wrapper sets the results of all blocks to ABSENT and calls `on_epoch`.
+    def _checked(self, generations: Generations, on_done: OnRead) -> OnRead:
+        """Wraps `on_done`, the callback of a read. The wrapper checks the generations (numbers that
+        flushes raise) after all blocks have been read. If the store has another generation than
+        expected, the wrapper sets the results of all blocks to ABSENT and calls `on_generation`.
 
-        epochs: the expected epoch of each key space, by fingerprint.
+        generations: the expected generation of each key space, by fingerprint.
         """
 
         def done(codes: Codes) -> None:
-            stored = self._store.epochs
-            changed = {name for name, known in epochs.items() if stored.get(name) != known}
+            stored = self._store.generations
+            changed = {name for name, known in generations.items() if stored.get(name) != known}
             if changed and not np.all(codes == Read.FAILED):
                 for name in changed:
-                    self._on_epoch(name, stored.get(name, NO_EPOCH))
+                    self._on_generation(name, stored.get(name, NO_GENERATION))
                 codes[:] = Read.ABSENT
             on_done(codes)
 

@@ -102,7 +102,7 @@ class Bench:
     are named by their number, and slots of the arena by their index. If the tier can't encode a
     block (result UNFIT), the bench writes the block again without encoding.
 
-    seals: by block, the check value that the tier returned for it. Used only for a tier whose
+    seals: by block, the checksum that the tier returned for it. Used only for a tier whose
         storage offsets the cache core chooses.
     stored_bytes: by block, its size in the tier, in bytes. Used only for such a tier.
     found_bytes: sum of the stored bytes of all blocks that reads found.
@@ -180,7 +180,7 @@ class Bench:
 
     def answer(self, blocks: Blocks) -> tuple[Codes, Seals]:
         """Calls `Tier.write` once and waits for the answer. Returns the result (a value of `Write`)
-        and the seal (check value) of each block."""
+        and the seal (checksum) of each block."""
         ended: list[tuple[Codes, Seals]] = []
         self.tier.write(blocks, lambda *answer: self._end(ended, answer))
         return self._wait(ended)[0]
@@ -321,7 +321,7 @@ def check_places(make_rig: MakeRig) -> None:
         bench.check_read([1 + SLOTS], [2])
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
         # The bytes were written under another key. So they must not be valid for this block, even
-        # together with their own seal (check value).
+        # together with their own seal (checksum).
         bench.seals[1] = bench.seals[1 + SLOTS]
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
 
@@ -437,7 +437,7 @@ def check_idle(make_rig: MakeRig) -> None:
         assert not rig.tier.problem() and rig.tier.is_alive()
         facts = rig.tier.facts()
         assert facts.batch_bytes >= rig.slot_bytes
-        assert facts.places != hasattr(rig.tier, "raise_epoch")
+        assert facts.places != hasattr(rig.tier, "raise_generation")
 
 
 def check_tier(make_rig: MakeRig, *, seed: int) -> None:

@@ -33,9 +33,9 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings import Settings, load_settings, print_error
 from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError
-from hotkv_server.tiers.drive.epochs import EpochRelay
+from hotkv_server.tiers.drive.flushes import GenerationRelay
 from hotkv_server.tiers.kinds import Place, shared_tiers
-from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier, Write
+from hotkv_server.tiers.protocol import NO_GENERATION, Blocks, Read, SharedTier, Tier, Write
 from hotkv_server.tiers.remote.client import MissingError
 
 USAGE_ERROR = 2
@@ -127,7 +127,7 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
 
 def _check_at(open_at: Callable[[Place], SharedTier]) -> Checked:
     arena, descriptor = _arena()
-    return check_shared(open_at(Place(arena, descriptor, EpochRelay())), arena)
+    return check_shared(open_at(Place(arena, descriptor, GenerationRelay())), arena)
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
@@ -177,15 +177,15 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S
-        (shown,) = _answer(tier, partial(tier.epochs, [fingerprint], until_s))
-        if shown is None or fingerprint not in shown.epochs:
-            raise StartError(tier.problem() or "does not say which epoch a key space has")
-        epoch = shown.epochs[fingerprint]
-        if epoch == NO_EPOCH:
-            raise StartError("is full: it has no room for the epoch of a key space")
-        prefix = b"hotkv/1/%s/%d" % (fingerprint.encode(), epoch)
+        (shown,) = _answer(tier, partial(tier.generations, [fingerprint], until_s))
+        if shown is None or fingerprint not in shown.generations:
+            raise StartError(tier.problem() or "does not say which generation a key space has")
+        generation = shown.generations[fingerprint]
+        if generation == NO_GENERATION:
+            raise StartError("is full: it has no room for the generation of a key space")
+        prefix = b"hotkv/1/%s/%d" % (fingerprint.encode(), generation)
         try:
-            timings = list(_try(tier, arena, prefix, {fingerprint: epoch}))
+            timings = list(_try(tier, arena, prefix, {fingerprint: generation}))
         except StartError:
             with contextlib.suppress(StartError):
                 _remove(tier, prefix, fingerprint)
@@ -196,7 +196,7 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 
 
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
-    """Removes the blocks and the epoch (number that each flush raises) of the check from the store.
+    """Removes the blocks and the generation (number that each flush raises) of the check from the store.
     Returns a message about the keys that the store has not removed after REMOVE_S; empty if it has
     removed all. Raises StartError if the tier does not answer.
 
@@ -204,7 +204,7 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
     `fingerprint`: name of the check's key space.
     """
     keys = [key for size, count in SIZES for key in _keys(prefix, size, count)]
-    everything = [*keys, b"hotkv/1/%s/epoch" % fingerprint.encode()]
+    everything = [*keys, b"hotkv/1/%s/generation" % fingerprint.encode()]
     until_s = time.monotonic() + REMOVE_S
     tier.forget(everything)
     while True:
@@ -241,13 +241,13 @@ def _keys(prefix: bytes, size: int, count: int) -> list[bytes]:
     return [b"%s/0/%s" % (prefix, block_hash) for block_hash in hashes]
 
 
-def _try(tier: Tier, arena: Region, prefix: bytes, epochs: dict[str, int]) -> Iterator[Timing]:
+def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) -> Iterator[Timing]:
     """Writes blocks of each size in SIZES, reads them back and compares their bytes. Yields the
     times for each size. Raises StartError if the tier fails or returns other bytes.
 
     `arena`: the memory with which the tier was opened (`_arena`).
     `prefix`: the first bytes of the blocks' keys.
-    `epochs`: epoch (number that each flush raises) of the check's key space, by fingerprint; empty
+    `generations`: generation (number that each flush raises) of the check's key space, by fingerprint; empty
         for the disk.
     """
     memory, offset = arena.array(), 0
@@ -258,7 +258,7 @@ def _try(tier: Tier, arena: Region, prefix: bytes, epochs: dict[str, int]) -> It
         memory[slots[0] : offset] = content
         keys, sizes = _keys(prefix, size, count), np.full(count, size, np.int64)
         blocks = [
-            Blocks([key], slots[n : n + 1], sizes[:1], epochs=epochs) for n, key in enumerate(keys)
+            Blocks([key], slots[n : n + 1], sizes[:1], generations=generations) for n, key in enumerate(keys)
         ]
         if tier.facts().places:
             blocks = [replace(one, places=one.slots.copy()) for one in blocks]

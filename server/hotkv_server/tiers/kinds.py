@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings import Settings
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.drive.epochs import EpochRelay
+from hotkv_server.tiers.drive.flushes import GenerationRelay
 from hotkv_server.tiers.protocol import SharedTier
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ class Place:
 
     `arena`: host memory with the slots of blocks.
     `fd`: file descriptor of the arena's file, for tiers that map the file in child processes.
-    `relay`: function that the tier calls when the store has another epoch of a key space than the
-        tier expected. (An epoch is a number that each flush raises, so another server has then
+    `relay`: function that the tier calls when the store has another generation of a key space than the
+        tier expected. (A generation is a number that each flush raises, so another server has then
         flushed the key space.)
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not compress.
     """
 
     arena: Region
     fd: int
-    relay: EpochRelay
+    relay: GenerationRelay
     staged: Staged | None = None
 
 
@@ -50,7 +50,7 @@ def _mooncake() -> OpenTier:
     from hotkv_server.tiers.mooncake.tier import mooncake_tier
 
     def open_tier(settings: "MooncakeSettings", at: Place) -> SharedTier:
-        return mooncake_tier(at.arena, at.fd, settings, on_epoch=at.relay, staged=at.staged)
+        return mooncake_tier(at.arena, at.fd, settings, on_generation=at.relay, staged=at.staged)
 
     return open_tier
 
@@ -59,7 +59,7 @@ def _valkey() -> OpenTier:
     from hotkv_server.tiers.valkey.tier import ValkeyTier
 
     def open_tier(settings: "ValkeySettings", at: Place) -> SharedTier:
-        return ValkeyTier(at.arena, settings, on_epoch=at.relay, staged=at.staged)
+        return ValkeyTier(at.arena, settings, on_generation=at.relay, staged=at.staged)
 
     return open_tier
 
@@ -71,7 +71,7 @@ def _s3() -> OpenTier:
     check_installed()
 
     def open_tier(settings: "S3Settings", at: Place) -> SharedTier:
-        return S3Tier(at.arena, settings, on_epoch=at.relay, staged=at.staged)
+        return S3Tier(at.arena, settings, on_generation=at.relay, staged=at.staged)
 
     return open_tier
 

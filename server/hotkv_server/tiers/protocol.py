@@ -20,52 +20,52 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.tiers.book.epochs import NO_EPOCH as NO_EPOCH
+from hotkv_server.tiers.book.generations import NO_GENERATION as NO_GENERATION
 
 Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
-Epochs: TypeAlias = Mapping[str, int]
-"""Maps the fingerprint (name) of a key space to its epoch (a number that each flush raises)."""
-NO_EPOCHS: Epochs = MappingProxyType({})
+Generations: TypeAlias = Mapping[str, int]
+"""Maps the fingerprint (name) of a key space to its generation (a number that each flush raises)."""
+NO_GENERATIONS: Generations = MappingProxyType({})
 
 
-# ------------------------------------------------------------------------------------------- Epochs
+# ------------------------------------------------------------------------------------------- Generations
 
-# An epoch is a number that a shared store keeps for each key space (a model in a
+# A generation is a number that a shared store keeps for each key space (a model in a
 # configuration). Each flush, which deletes all blocks of the key space, raises it. The number
-# encodes the time at which the epoch began.
+# encodes the time at which the generation began.
 #
-# Always true: of two epochs of a key space in a store, the later is greater. A node computes an
-# epoch from the wall clock, and makes it greater than all epochs that the node knows. A store may
-# lose an epoch, in a restart or when it returns to an old copy of its data. Because the clock has
-# advanced, no later epoch repeats the lost number.
+# Always true: of two generations of a key space in a store, the later is greater. A node computes an
+# generation from the wall clock, and makes it greater than all generations that the node knows. A store may
+# lose a generation, in a restart or when it returns to an old copy of its data. Because the clock has
+# advanced, no later generation repeats the lost number.
 
 RAISES = 1 << 16
-"""Epochs (numbers that each flush raises) are computed from the clock. `begun` returns multiples of
+"""Generations (numbers that each flush raises) are computed from the clock. `begun` returns multiples of
 RAISES, one for each tick of the clock. `raised` may return the numbers in between, so that several
-flushes within a tick begin different epochs."""
+flushes within a tick begin different generations."""
 TICK_US = 64
 """Length of a tick of the clock that `begun` reads, in microseconds."""
 
 
 def begun(now_us: int) -> int:
-    """Returns the number for a key space's new epoch (a number that each flush raises).
+    """Returns the number for a key space's new generation (a number that each flush raises).
 
-    `now_us`: when the epoch begins, in microseconds of the wall clock. A later time gives a number
+    `now_us`: when the generation begins, in microseconds of the wall clock. A later time gives a number
         at least as great. The number has at most 19 digits and is less than 2^63.
     """
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the number for the epoch that a flush (deletion of all blocks of a key space) begins.
+    """Returns the number for the generation that a flush (deletion of all blocks of a key space) begins.
 
     `now_us`: time of the flush, in microseconds of the wall clock.
-    `known`: the epochs of the key space that the caller knows. The number is greater than all of
+    `known`: the generations of the key space that the caller knows. The number is greater than all of
         them.
     """
-    return max([begun(now_us), *(epoch + 1 for epoch in known)])
+    return max([begun(now_us), *(generation + 1 for generation in known)])
 
 
 # -------------------------------------------------------------------------------------------- Calls
@@ -77,7 +77,7 @@ class Read(enum.IntEnum):
 
     FOUND: the slot has the block's bytes.
     ABSENT: the tier does not have the block.
-    CORRUPT: the stored bytes are damaged; they don't match their seal (check value).
+    CORRUPT: the stored bytes are damaged; they don't match their seal (checksum).
     FAILED: the tier has no answer, because of an error or a time limit.
     """
 
@@ -107,7 +107,7 @@ class Write(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The n blocks of a call. Item i of each field belongs to block i, except that `epochs` holds
+    """The n blocks of a call. Item i of each field belongs to block i, except that `generations` holds
     for all blocks.
 
     `keys`: the key of each block, the same on all nodes that share a tier; at most MAX_KEY_BYTES
@@ -116,12 +116,12 @@ class Blocks:
     `num_bytes`: sizes of the blocks in the arena, multiples of SLOT_ALIGN.
     `places`: byte offsets of the blocks in the disk tier's file, multiples of SLOT_ALIGN. Empty for
         a tier that decides itself where it stores a block.
-    `seals`: for a read from the disk tier, the check values (checksums) that the writes of the
+    `seals`: for a read from the disk tier, the checksums that the writes of the
         blocks returned. Empty for other tiers, because they store each seal with its block.
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
         blocks itself may use the depths, to evict the end of a sequence first. Empty: all 0.
-    `epochs`: for a `SharedTier`, the epochs in the blocks' keys. After a read the tier compares
-        these epochs with the epochs that the store has now; if one differs, all blocks are ABSENT.
+    `generations`: for a `SharedTier`, the generations in the blocks' keys. After a read the tier compares
+        these generations with the generations that the store has now; if one differs, all blocks are ABSENT.
         Empty: the tier compares nothing.
     `stored_bytes`: for the disk tier, the bytes that each block may use in the file. If this is
         less than the block's `num_bytes`, the tier encodes (compresses) the block. Empty: the same
@@ -134,7 +134,7 @@ class Blocks:
     places: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     seals: Seals = field(default_factory=lambda: np.empty(0, np.uint64))
     depths: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
-    epochs: Epochs = field(default_factory=lambda: NO_EPOCHS)
+    generations: Generations = field(default_factory=lambda: NO_GENERATIONS)
     stored_bytes: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ OnRead = Callable[[Codes], None]
 """Called with the results of a read: a value of `Read` for each block, uint8 [n]."""
 OnWrite = Callable[[Codes, Seals], None]
 """Called with the results of a write: a value of `Write` for each block, uint8 [n], and the seals
-(check values) of the STORED blocks, uint64 [n]; zeros from a shared tier."""
+(checksums) of the STORED blocks, uint64 [n]; zeros from a shared tier."""
 OnProbe = Callable[[Codes], None]
 """Called with the results of `SharedTier.probe`: for each block FOUND, ABSENT or FAILED (values of
 `Read`), uint8 [n]. The results are only a hint, because the store may lose or get a block at any
@@ -168,27 +168,27 @@ time."""
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer when a tier asks the store for key spaces' epochs (numbers that each flush
+    """A store's answer when a tier asks the store for key spaces' generations (numbers that each flush
     raises).
 
-    `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
+    `generations`: the generation of each key space; NO_GENERATION if the store has no generation for the key space and
         can't begin one: it has no room, or forbids hotkv's user to write.
     `restored_below`: nonzero if the store has just restarted, perhaps with an old copy of its data.
-        Epochs below this number began before the restart. The caller must not trust them, because
+        Generations below this number began before the restart. The caller must not trust them, because
         the old copy may lack flushes. 0: the store has not just restarted, or does not report its
         restarts.
     """
 
-    epochs: Epochs
+    generations: Generations
     restored_below: int = 0
 
 
-OnEpochs = Callable[[Shown | None], None]
-"""Called with the result of `SharedTier.epochs` (the store's answer about epochs, numbers that each
+OnGenerations = Callable[[Shown | None], None]
+"""Called with the result of `SharedTier.generations` (the store's answer about generations, numbers that each
 flush raises); None if the store did not answer."""
-OnEpoch = Callable[[int | None], None]
-"""Called with the result of `SharedTier.raise_epoch`: the new epoch (a number that each flush
-raises), or NO_EPOCH; None if the store did not answer."""
+OnGeneration = Callable[[int | None], None]
+"""Called with the result of `SharedTier.raise_generation`: the new generation (a number that each flush
+raises), or NO_GENERATION; None if the store did not answer."""
 
 
 MAX_STALL_S = 1.0
@@ -284,12 +284,12 @@ class Tier(Protocol):
 
 class SharedTier(Tier, Protocol):
     """A tier whose store several nodes share. The store also keeps a number for each key space, its
-    epoch. Each flush (deletion of all blocks of the key space) raises the epoch. In this way a
+    generation. Each flush (deletion of all blocks of the key space) raises the generation. In this way a
     flush takes effect on all nodes.
 
-    Always true: once the tier has answered `raise_epoch`, the old epoch has ended. A read with
-    `Blocks.epochs` that begins after this answer, on any node, finds no block of the old epoch. The
-    tier executes and answers calls of `epochs` and `raise_epoch` in the order of the calls.
+    Always true: once the tier has answered `raise_generation`, the old generation has ended. A read with
+    `Blocks.generations` that begins after this answer, on any node, finds no block of the old generation. The
+    tier executes and answers calls of `generations` and `raise_generation` in the order of the calls.
     """
 
     def probe(
@@ -297,41 +297,41 @@ class SharedTier(Tier, Protocol):
         keys: Sequence[bytes],
         deadline_s: float,
         on_done: OnProbe,
-        epochs: Epochs = NO_EPOCHS,
+        generations: Generations = NO_GENERATIONS,
     ) -> None:
         """Asks the tier which of these blocks it has.
 
         `deadline_s`: a time of time.monotonic. The caller ignores a later answer, so the tier may
             then report FAILED without asking its store.
-        `epochs`: the epochs (numbers that each flush raises) in the blocks' keys. If the store has
-            another epoch, all blocks are ABSENT.
+        `generations`: the generations (numbers that each flush raises) in the blocks' keys. If the store has
+            another generation, all blocks are ABSENT.
         """
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Starts to remove blocks from the store, and does not wait for the removal. A tier for
         which removal is expensive may leave some of these blocks in the store."""
 
-    def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks the store for key spaces' epochs (numbers that each flush raises). Begins an epoch
-        for each key space that has no epoch in the store. Does not wait behind queued reads and
+    def generations(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations) -> None:
+        """Asks the store for key spaces' generations (numbers that each flush raises). Begins a generation
+        for each key space that has no generation in the store. Does not wait behind queued reads and
         writes.
 
         `fingerprints`: names of the key spaces.
         `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.
         """
 
-    def raise_epoch(
-        self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
+    def raise_generation(
+        self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False
     ) -> None:
         """Flushes a key space (a model in a configuration) in the store, which deletes all its
-        blocks there. For this, raises the key space's epoch (a number that each flush raises): ends
-        the old epoch, and begins and reports a new one, which is greater than the old epoch and
+        blocks there. For this, raises the key space's generation (a number that each flush raises): ends
+        the old generation, and begins and reports a new one, which is greater than the old generation and
         `floor`. Does not wait behind queued reads and writes.
 
-        `floor`: the highest epoch of the key space that the caller knows.
+        `floor`: the highest generation of the key space that the caller knows.
         `is_retry`: True if the last call for the same flushes has failed.
 
-        Reports NO_EPOCH if the store has no room for the new epoch; even then the old epoch has
+        Reports NO_GENERATION if the store has no room for the new generation; even then the old generation has
         ended. Reports None if the store did not answer. The caller must then call again, because it
-        does not know whether the epoch was raised.
+        does not know whether the generation was raised.
         """

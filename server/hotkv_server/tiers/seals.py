@@ -1,4 +1,4 @@
-"""Seals: the check values of blocks in tiers. A tier computes the seal of a block when it writes
+"""Seals: the checksums of blocks in tiers. A tier computes the seal of a block when it writes
 the block, and compares it at each read.
 
 A seal is the 64-bit XXH3 hash of all stored bytes of a block. Its seed is computed from the block's
@@ -29,13 +29,12 @@ SECRET = np.frombuffer(
 
 
 def seal(key: bytes, content: "bytes | memoryview") -> int:
-    """Returns the seal (check value) of a block; never 0. `content`: the block's stored bytes."""
+    """Returns the seal (checksum) of a block; never 0. `content`: the block's stored bytes."""
     return xxhash.xxh3_64_intdigest(content, xxhash.xxh3_64_intdigest(key)) or 1
 
 
 def secrets(keys: Sequence[bytes]) -> Seals:
-    """Returns, for each block's key, the secret with which XXH3 computes the block's seal (check
-    value): 24 words that XXH3 mixes with the block's bytes, uint64 [n, 24]. XXH3 derives the secret
+    """Returns, for each block's key, the secret with which XXH3 computes the block's seal (checksum): 24 words that XXH3 mixes with the block's bytes, uint64 [n, 24]. XXH3 derives the secret
     from a seed, and the seed is the XXH3 hash of the key."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
     # XXH3 adds the seed to the 64-bit words 0, 2, 4 … of the default secret, and subtracts it from

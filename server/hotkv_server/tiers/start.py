@@ -28,8 +28,8 @@ from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder
-from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
+from hotkv_server.tiers.drive.generation_notes import GENERATIONS_FILE, GenerationNotes, NotesFolder
+from hotkv_server.tiers.drive.flushes import GenerationRelay, Generations
 from hotkv_server.tiers.drive.records import LowerMemory, records_file_bytes
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
@@ -70,11 +70,11 @@ def check_tiers(settings: Settings) -> None:
     """Raises StartError if a server with these settings can't start its tiers.
 
     The possible reasons: the folder of the disk tier is unusable or has no room; the modules of a
-    tier are not installed; the file that records flushes (`EPOCHS_FILE`) belongs to another user.
+    tier are not installed; the file that records flushes (`GENERATIONS_FILE`) belongs to another user.
     Does not connect to stores, because a server also starts while a store is down.
     """
     try:
-        check_files([settings.arena_dir / EPOCHS_FILE])
+        check_files([settings.arena_dir / GENERATIONS_FILE])
     except (UnsafeError, OSError) as error:
         raise StartError(f"arena.dir: {error}") from error
     disk = settings.tiers.disk
@@ -191,7 +191,7 @@ class OpenedTiers:
         self._settings = settings
         self._arena = arena
         self._lower = lower
-        self._epochs: Epochs | None = None
+        self._generations: Generations | None = None
         encodes = settings.tiers.disk.compress == "auto"
         self._encoded_bytes: EncodedBytes | None = room_bytes if encodes else None
 
@@ -227,31 +227,31 @@ class OpenedTiers:
         """Opens the shared tiers. Returns the object that makes the calls to all tiers (lookups,
         reads, writes, flushes). The core must already have restored the blocks in the arena. Does
         not wait for stores, so a store may be down. Raises StartError."""
-        shared: list[tuple[SharedTier, EpochRelay]] = []
+        shared: list[tuple[SharedTier, GenerationRelay]] = []
         for name, open_at in shared_tiers(self._settings):
-            relay = EpochRelay()
+            relay = GenerationRelay()
             try:
                 tier = open_at(Place(self._arena, memory.arena.fd, relay))
             except (OSError, MissingError) as error:
                 raise StartError(f"tiers.{name}: {error}") from error
             shared.append((tier, relay))
-        self._epochs = epochs = Epochs(core, shared, self._open_notes(core, memory))
+        self._generations = generations = Generations(core, shared, self._open_notes(core, memory))
         most_bytes = moving_bytes(core)
-        driven = [TierShared(core, tier, verifier, epochs, most_bytes) for tier, _ in shared]
+        driven = [TierShared(core, tier, verifier, generations, most_bytes) for tier, _ in shared]
         below = None
         if (lower := self._lower) is not None:
-            below = TierBelow(core, lower.tier, verifier, epochs, most_bytes, lower.memory)
+            below = TierBelow(core, lower.tier, verifier, generations, most_bytes, lower.memory)
         wait_s = self._settings.tiers.lookup_wait_ms / 1000
-        return Tiers(core, self._arena, wait_s, epochs, below, driven)
+        return Tiers(core, self._arena, wait_s, generations, below, driven)
 
-    def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
-        """Returns the `EpochNotes`, the record of flushes (deletions of all blocks of a key space).
+    def _open_notes(self, core: CacheCore, memory: NodeMemory) -> GenerationNotes:
+        """Returns the `GenerationNotes`, the record of flushes (deletions of all blocks of a key space).
         Its file has a copy in the arena's folder and, if there is a disk, another copy in the
         disk's folder. The core must already have restored the blocks in both folders."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
-        return EpochNotes(folders)
+        return GenerationNotes(folders)
 
     def close(self) -> None:
         """Closes the records of the disk tier, and unlocks the disk's folder for another server.
@@ -260,13 +260,13 @@ class OpenedTiers:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Removes the files with the record of flushes (`EpochNotes`), unless they are still
+        """Removes the files with the record of flushes (`GenerationNotes`), unless they are still
         needed. They are needed if there is a disk, because its blocks outlive the server. They are
-        also needed if a flush is not complete: the next server must then still raise the epoch (a
+        also needed if a flush is not complete: the next server must then still raise the generation (a
         number that each flush raises) of the key space in a store. Called at the end of a server
         that leaves no blocks in the arena to the next server. Blocks the calling thread."""
-        if self._lower is None and self._epochs is not None:
-            self._epochs.discard()
+        if self._lower is None and self._generations is not None:
+            self._generations.discard()
 
 
 def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
@@ -280,7 +280,7 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
     `reset`: True drops the blocks that an earlier server left on the disk.
     """
     lower = open_lower(settings, arena, reset=reset)
-    had_tiers = (settings.arena_dir / EPOCHS_FILE).exists()
+    had_tiers = (settings.arena_dir / GENERATIONS_FILE).exists()
     if lower is None and not any(shared_tiers(settings)) and not had_tiers:
         return None
     return OpenedTiers(settings, arena, lower)

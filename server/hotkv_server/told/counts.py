@@ -107,7 +107,7 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "arena_stranded_bytes": float(pool.stranded_bytes),
         "arena_fragmentation_ratio": pool.fragmentation_ratio,
         "arena_imbalance_ratio": pool.imbalance_ratio,
-        "representation_bytes": float(host.representation_bytes),
+        "sketch_bytes": float(host.sketch_bytes),
         "ready_blocks": float(host.num_blocks),
         "unverified_blocks": float(host.num_unverified),
         "arena_registered_bytes": float(node.devices.pinned_bytes),

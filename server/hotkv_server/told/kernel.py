@@ -180,7 +180,7 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
         "block_count": figures.num_blocks,
         "free_slab_count": figures.num_free_slabs,
         "slab_byte_count": figures.slab_bytes,
-        "representation_byte_count": figures.representation_bytes,
+        "sketch_byte_count": figures.sketch_bytes,
         "slab_classes": [
             {
                 "slot_byte_count": one.slot_bytes,
@@ -208,7 +208,7 @@ def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
         "dtype": one.key_space.dtype,
         "group_count": len(one.key_space.groups),
         "block_count": one.num_blocks,
-        "representation_count": one.num_representations,
+        "sketch_count": one.num_sketches,
     }
 
 
@@ -218,14 +218,14 @@ def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
     return {
         **key_space_row(node, one),
         "key_space": _key_space(one.key_space),
-        "representations": [
+        "sketches": [
             {
                 "group_index": kind.group_index,
                 "format": kind.format,
                 "version": kind.version,
                 "shard_byte_counts": list(kind.shard_bytes),
             }
-            for kind in one.representations
+            for kind in one.sketches
         ],
     }
 
@@ -374,7 +374,7 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
         "pin_count": block.num_pins,
         "idle_s": max(0.0, now_s - block.last_used_s) if block.last_used_s else 0.0,
         "parent_hash": text(block.parent_words),
-        "representation_byte_count": block.representation_bytes,
+        "sketch_byte_count": block.sketch_bytes,
     }
 
 

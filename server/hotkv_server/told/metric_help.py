@@ -61,9 +61,9 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "their lookup."
         ),
         "lease_seconds": "Time of read leases, with reads from tiers.",
-        "acquired_representations_total": "Representations that read leases pinned.",
-        "missed_representations_total": (
-            "Representations that read leases asked for and did not get."
+        "acquired_sketches_total": "Sketches that read leases pinned.",
+        "missed_sketches_total": (
+            "Sketches that read leases asked for and did not get."
         ),
         "expired_leases_total": (
             "Leases that expired before their release, because an engine hung or died."
@@ -74,7 +74,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "stored_bytes_total": "Bytes that stores copied from engines.",
         "store_seconds": "Time of finished stores, with waits for a device or copy thread.",
         "store_bytes": "Sizes of finished stores.",
-        "stored_representations_total": "Representations that stores made ready.",
+        "stored_sketches_total": "Sketches that stores made ready.",
         "loaded_blocks_total": "Blocks that loads copied to engines.",
         "loaded_bytes_total": "Bytes that loads copied to engines.",
         "load_seconds": "Time of finished loads, with waits for a device or copy thread.",
@@ -104,7 +104,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
     "The arena": {
         "arena_capacity_bytes": "Bytes of the arena that have memory. It grows after a start.",
         "arena_full_capacity_bytes": "Bytes of the whole arena.",
-        "arena_used_bytes": "Bytes of slots that hold blocks and representations.",
+        "arena_used_bytes": "Bytes of slots that hold blocks and sketches.",
         "arena_pinned_bytes": (
             "Bytes that leases, residencies and requests pin. Near the capacity, stores are "
             "refused."
@@ -125,7 +125,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
         "free_slabs": "Slabs that are lent to no slot size.",
         "ready_blocks": "Blocks that engines can load.",
-        "representation_bytes": "Bytes of representations for sparse decode.",
+        "sketch_bytes": "Bytes of sketches for sparse decode.",
     },
     "Tiers": {
         "tier_up": "1 if there is a disk tier and it works.",
@@ -175,7 +175,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
         "shared_fetched_blocks_total": "Blocks fetched from shared tiers for a request.",
         "shared_refused_blocks_total": (
-            "Blocks not written because a shared tier was full, down or without an epoch."
+            "Blocks not written because a shared tier was full, down or without a generation."
         ),
         "shared_corrupt_blocks_total": "Damaged or foreign blocks in shared tiers; each is a miss.",
         "shared_failed_blocks_total": "Blocks whose reading or writing in a shared tier failed.",
@@ -250,7 +250,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
     },
     "Integrity": {
         "restored_blocks_total": "Blocks of an earlier server that the start found again.",
-        "verified_blocks_total": "Blocks whose bytes matched their check value.",
+        "verified_blocks_total": "Blocks whose bytes matched their checksum.",
         "condemned_blocks_total": (
             "Blocks dropped because their bytes had changed. Above 0, another program writes to "
             "the arena, or memory is faulty."
@@ -391,8 +391,8 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "estimated_mass": "Sum over selections of the estimated share of attention mass.",
     "swap_bytes": "Bytes of the pages that joined hot sets.",
     "select_s": "Seconds spent on selections.",
-    "built_blocks": "Representations that engines built.",
-    "build_s": "Seconds spent on building representations.",
+    "built_blocks": "Sketches that engines built.",
+    "build_s": "Seconds spent on building sketches.",
     "recall_samples": "Selections measured against exact attention.",
     "recall": (
         "Sum over samples of the share of the best blocks that was attended to. Divided by "
@@ -400,7 +400,7 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     ),
     "true_mass": "Sum over samples of the exact share of attention mass that was attended to.",
     "faults": "Faults of sparse attention; the call used dense attention.",
-    "loaded_blocks": "Representations that engines loaded.",
+    "loaded_blocks": "Sketches that engines loaded.",
 }
 """HELP text for each name in `hotkv_proto.reports.SPARSE_COUNTERS`. Each counter has a sample per
 layer, summed over all engines."""

@@ -32,8 +32,8 @@ from hotkv_server.told.verdicts import MISSES, checks, verdicts
 OF_CENSUS = {
     "pinned_byte_count",
     "block_count",
-    "representation_byte_count",
-    "representation_count",
+    "sketch_byte_count",
+    "sketch_count",
 }
 """Fields of host memory and of key spaces that come from a census (count of all entries). They are
 None before the first survey."""

@@ -20,12 +20,12 @@ from hotkv_server.cache.values import Entries, HashList, Int64s
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """A snapshot of n ready blocks: arrays [n] of their entry numbers, generations, heat, and slot
-    sizes in bytes. A block with more heat is evicted later. The generation shows later whether the
+    """A snapshot of n ready blocks: arrays [n] of their entry numbers, reuses, heat, and slot
+    sizes in bytes. A block with more heat is evicted later. The reuse count shows later whether the
     entry number still belongs to the same block."""
 
     entries: Entries
-    generations: NDArray[np.uint32]
+    reuses: NDArray[np.uint32]
     heat: NDArray[np.float64]
     num_bytes: Int64s
 
@@ -43,7 +43,7 @@ class Warmth:
         positions."""
         return Warmth(
             self.entries[places],
-            self.generations[places],
+            self.reuses[places],
             self.heat[places],
             self.num_bytes[places],
         )
@@ -53,17 +53,17 @@ def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
     """Yields snapshots (`Warmth`) that together contain all ready blocks of a key space (a model
     in a configuration)."""
     index, policy = core.space.index, core.space.policy
-    generations = index.table.records[:, table.W_GENERATION]
+    reuses = index.table.records[:, table.W_REUSES]
     for start in range(0, index.num_numbers, PART_ENTRIES):
         entries = index.ready_blocks(key_space_id, start, start + PART_ENTRIES)
-        yield Warmth(entries, generations[entries], policy.heat(entries), index.slot_bytes(entries))
+        yield Warmth(entries, reuses[entries], policy.heat(entries), index.slot_bytes(entries))
 
 
 def joined(parts: list[Warmth]) -> Warmth:
     """Joins snapshots of blocks (`Warmth`) into one snapshot, in their order."""
     return Warmth(
         np.concatenate([part.entries for part in parts] or [np.empty(0, np.uint32)]),
-        np.concatenate([part.generations for part in parts] or [np.empty(0, np.uint32)]),
+        np.concatenate([part.reuses for part in parts] or [np.empty(0, np.uint32)]),
         np.concatenate([part.heat for part in parts] or [np.empty(0)]),
         np.concatenate([part.num_bytes for part in parts] or [np.empty(0, np.int64)]),
     )
@@ -73,7 +73,7 @@ def names(core: CacheCore, some: Warmth) -> list[HashList]:
     """Returns the hashes of those blocks of a snapshot that are still cached, by group, in the
     order of the snapshot."""
     index = core.space.index
-    generations = index.table.records[some.entries, table.W_GENERATION]
-    is_same = (generations == some.generations) & index.is_ready(some.entries)
+    reuses = index.table.records[some.entries, table.W_REUSES]
+    is_same = (reuses == some.reuses) & index.is_ready(some.entries)
     _, groups, hashes = index.keys(some.entries[is_same])
     return [HashList(group, hashes[groups == group]) for group in np.unique(groups).tolist()]

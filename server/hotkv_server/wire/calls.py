@@ -56,7 +56,7 @@ def lookup(
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise invalid("key_space_id is 0 and session_id is empty; give one of them")
-    # In its own key space, a session may declare representations (compact forms of keys), and then
+    # In its own key space, a session may declare sketches (compact forms of keys), and then
     # has its own numbers for groups. In any other key space, clients use the server's numbers.
     is_own = session is not None and number == session.record.key_space_id
     if node.has_tenants and not is_own:
@@ -138,8 +138,7 @@ def acquire(
     """Acquires a read lease: pins the blocks that are ready. If the client has received the arena's
     descriptor, it can also ask for the blocks' offsets in the arena.
 
-    Returns a task if blocks must first be promoted from a tier, or compared with their check
-    values.
+    Returns a task if blocks must first be promoted from a tier, or compared with their checksums.
     """
     began_s = time.monotonic()
     if request.wants_offsets and not session.has_arena:
@@ -153,7 +152,7 @@ def acquire(
     answer: cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]
     if node.tiers is not None and (
         node.tiers.has_some(session, groups)
-        or not node.tiers.epochs.may_serve(session.record.key_space_id)
+        or not node.tiers.generations.may_serve(session.record.key_space_id)
     ):
         answer = asyncio.create_task(_acquire_later(node, session, request, lease_id, groups))
     else:
@@ -176,7 +175,7 @@ async def _acquire_later(
     assert tiers is not None
     held = await tiers.bring_up(session, groups)
     try:
-        may_pin = await tiers.epochs.wait_to_serve(session.record.key_space_id)
+        may_pin = await tiers.generations.wait_to_serve(session.record.key_space_id)
         acquired = _acquire(node, session, request, lease_id, groups, may_pin=may_pin)
     finally:
         tiers.let_go(held)

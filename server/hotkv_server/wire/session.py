@@ -22,7 +22,7 @@ from hotkv_proto.messages.layout import (
     read_device_order,
     read_key_space,
     read_layout,
-    read_representations,
+    read_sketches,
 )
 from hotkv_proto.messages.session import memory_registered_message
 from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
@@ -60,7 +60,7 @@ log.addFilter(Throttle())
 # further requests of the session are served:
 # - transfers: when they end;
 # - lookups and leases that must wait for a tier: when the wait ends;
-# - leases and residencies whose blocks must be compared with their check values: after the
+# - leases and residencies whose blocks must be compared with their checksums: after the
 #   comparison;
 # - calls that a capability (optional part of the server) answers with a task: when the task ends.
 # Other calls are answered before the next request of the session is served.
@@ -582,9 +582,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         check_most(MAX_MODEL_NAMES, len(opening.model_names), "model_names has {} entries")
         for name in opening.model_names:
             fields.name("model_names", name)
-        key_space, representations = (
+        key_space, sketches = (
             read_key_space(opening.key_space),
-            read_representations(opening.representations),
+            read_sketches(opening.sketches),
         )
         tenant = self._edge.access.admit(peer, key_space.tenant)
         self._check_unread(opening.engine_id if tenant is None else tenant.name)
@@ -593,7 +593,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             for text in (opening.engine_id, opening.engine_name)
         )
         session = await self._node.sessions.open(
-            engine_id, role, key_space, opening.client_name, representations,
+            engine_id, role, key_space, opening.client_name, sketches,
             hears_evictions=not opening.without_eviction_notices,
             engine_name=engine_name,
             model_names=opening.model_names,
@@ -672,10 +672,10 @@ def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
     """Returns the salts of a session: numbers that its client mixes into each hash that it looks up
     in the block table, so that equal hashes of two groups stay distinct. There is a salt (a signed
     number) for each group of the key space (a model in a configuration), then one for each kind of
-    representation (compact forms of blocks' keys) that the client declares."""
+    sketch (compact forms of blocks' keys) that the client declares."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
-        *map(space.representation_salt, read_representations(opening.representations)),
+        *map(space.sketch_salt, read_sketches(opening.sketches)),
     ]
     return [signed_salt(salt) for salt in salts]
 

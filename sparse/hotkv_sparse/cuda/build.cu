@@ -1,5 +1,5 @@
-// Builds the representations of whole blocks (compact forms of their keys) from keys in the engine's pages, as
-// `hotkv_sparse.representations` does on a CPU. Runs at the end of a prefill step.
+// Builds the sketches of whole blocks (compact forms of their keys) from keys in the engine's pages, as
+// `hotkv_sparse.sketches` does on a CPU. Runs at the end of a prefill step.
 //
 // One thread block makes one run (16 tokens) of one KV head; each warp handles one token. Keys may have any float type
 // and any strides, and are read once. The bytes of a run are written once, the 64 bytes of a line side by side.
@@ -47,7 +47,7 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
   return word;
 }
 
-// Builds representations in a token format, which has a code per channel of each token. grid (blocks, KV heads, runs of
+// Builds sketches in a token format, which has a code per channel of each token. grid (blocks, KV heads, runs of
 // 16 tokens in a block), 512 threads.
 //
 // `keys`, `kind`, strides: the engine's cache; strides count elements.

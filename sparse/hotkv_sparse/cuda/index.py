@@ -1,9 +1,9 @@
-"""A layer's representations in device memory: a pool with a row per block, which a kernel builds
-from the engine's keys. Representations are compact forms of blocks' keys, by which sparse attention
+"""A layer's sketches in device memory: a pool with a row per block, which a kernel builds
+from the engine's keys. Sketches are compact forms of blocks' keys, by which sparse attention
 selects blocks.
 
-`CudaSelector` scores the rows of the pool. A row has the same bytes as a representation from
-`hotkv_sparse.representations`, so the server may store it with its block, and any engine may load
+`CudaSelector` scores the rows of the pool. A row has the same bytes as a sketch from
+`hotkv_sparse.sketches`, so the server may store it with its block, and any engine may load
 it. Because of float rounding, two things may differ from the CPU's result: the code of a channel
 halfway between two levels, and the last bit of a sigma (a token's scale).
 
@@ -63,7 +63,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """Sizes of the rows of a pool. A row is the representation (compact form of the keys) of a
+    """Sizes of the rows of a pool. A row is the sketch (compact form of the keys) of a
     block, in the format `name`. Raises INVALID_FIELD if the kernels don't support them."""
 
     name: str
@@ -90,7 +90,7 @@ class IndexShape:
 
     @property
     def form(self) -> Format:
-        """Returns the format of the representations (compact forms of blocks' keys)."""
+        """Returns the format of the sketches (compact forms of blocks' keys)."""
         return formats.format_named(self.name)
 
     @property
@@ -100,13 +100,13 @@ class IndexShape:
 
     @property
     def num_runs(self) -> int:
-        """Returns the number of runs in a block. A run has 16 tokens; a representation in a token
+        """Returns the number of runs in a block. A run has 16 tokens; a sketch in a token
         format, which has a scale per token, consists of runs (see `formats`)."""
         return formats.num_runs(self.block_tokens)
 
     @property
     def head_bytes(self) -> int:
-        """Returns the size in bytes of the representation (compact form of the keys) of one block
+        """Returns the size in bytes of the sketch (compact form of the keys) of one block
         in one KV head."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
@@ -144,7 +144,7 @@ class IndexShape:
 
 
 class Index:
-    """The representations (compact forms of blocks' keys) of a layer in device memory.
+    """The sketches (compact forms of blocks' keys) of a layer in device memory.
 
     pool: uint8 [rows, row_bytes], a row per block.
     mu_HD: the centre (mean key of each head), which is subtracted from keys before they are
@@ -195,12 +195,12 @@ class Index:
         num_tokens: Array | None = None,
         addresses: Array | None = None,
     ) -> None:
-        """Builds the representations (compact forms of keys) of blocks from the keys in the
+        """Builds the sketches (compact forms of keys) of blocks from the keys in the
         engine's cache.
 
         The work is queued on the stream; the keys must not change until it is done. Raises
         INVALID_FIELD for summary formats, for which there are no kernels here; build these with
-        `hotkv_sparse.representations`.
+        `hotkv_sparse.sketches`.
 
         pages: int32 [num_blocks], page of each block; not used if `addresses` is given.
         rows: int32 [num_blocks], row of the pool for each block; a negative row skips the block.

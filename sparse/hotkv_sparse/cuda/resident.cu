@@ -18,7 +18,7 @@
 // `table`: [rows, table_stride], output: for rows that do not attend sparsely, a copy of their row of `engine_table`.
 // `lengths`: [rows], output: number of tokens in each row's context.
 // `complete_pages`, `complete_rows`: int32 [num_complete], output: the pages of the blocks that the step completes, and
-//   the rows of these blocks in the pools of representations; -1 for an unused entry. The entries of row r begin at
+//   the rows of these blocks in the pools of sketches; -1 for an unused entry. The entries of row r begin at
 //   starts[r] / block_tokens + r, so the entries of two rows never overlap.
 extern "C" __global__ void __launch_bounds__(128) find_states(
     const int* context_tokens, const int* starts, int num_rows, const int* engine_table, long long engine_stride, int block_tokens,
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(128) find_states(
 // `addresses`: int64 [count], output: the address of each block's page. The page is in the engine's cache, which begins
 //   at `cache` and has pages of `page_bytes`. If the block is away (only in host memory), the page is `layer_offset`
 //   bytes behind the start of the block's slot in the arena.
-// `found_rows`: int32 [count], output: the row of each block in the pools of representations; -1 if no row of the batch
+// `found_rows`: int32 [count], output: the row of each block in the pools of sketches; -1 if no row of the batch
 //   has this state.
 extern "C" __global__ void __launch_bounds__(128) locate_keys(
     int state, int count, const int* own_of, int num_rows, const int* engine_table, long long engine_stride, const int* freed, int num_sinks,

@@ -202,7 +202,7 @@ class Residents:
         the kernels of sparse attention read. For any other row, writes the row's blocks to `table`.
         Writes `lengths` for all rows.
 
-        rows: int32 [states, blocks], for each block of a state, the row of its representation
+        rows: int32 [states, blocks], for each block of a state, the row of its sketch
             (compact form of its keys) in the pools.
         state_of: int32 [rows], output.
         is_named: False for a batch that `name_rows` does not describe; then no row has a state.
@@ -230,13 +230,13 @@ class Residents:
         self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
     ) -> None:
         """Finds where the keys of the first `count` blocks of a request are in a layer. Writes the
-        address of each block's page to `addresses`, and the row of its representation to
+        address of each block's page to `addresses`, and the row of its sketch to
         `found_rows`. The row is -1 if the request is not in the batch.
 
         The page is in the cache, or in the arena if the block is away (only in host memory).
 
         arena: addresses of the blocks' slots in the arena.
-        rows: for each block of a state, the row of its representation (compact form of its keys) in
+        rows: for each block of a state, the row of its sketch (compact form of its keys) in
             the pools.
         """
         batch = self._batch()

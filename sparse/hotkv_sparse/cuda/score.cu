@@ -1,5 +1,5 @@
 // Scores every candidate block of a context with a step's queries, as `hotkv_sparse.scores` does on a CPU. The
-// representations (compact forms of blocks' keys) are read once for all query heads of a KV head.
+// sketches (compact forms of blocks' keys) are read once for all query heads of a KV head.
 //
 // Token formats: tensor cores multiply codes and queries as bytes (m16n8k32); the products are exact in int32. The rows
 // of a product are 16 tokens, its columns up to 8 query heads. Channels may have any order in the product, as long as
@@ -222,7 +222,7 @@ __device__ __forceinline__ void add_tokens(
 
 // Scores the candidates of each sequence in a token format. grid (any, KV heads * tiles, sequences), 128 threads.
 //
-// `pool`: the representations; its address and row_bytes are multiples of 16.
+// `pool`: the sketches; its address and row_bytes are multiples of 16.
 // `rows`: int32 [states, max_blocks], the row of each block in `pool`.
 // `lines`: number of lines of a run. A line counts 16 channels with 2 bits; with 3 bits it counts 32 channels, whose
 //   codes fill two low lines and a high line.
@@ -302,7 +302,7 @@ INSTANCE(3, 2)
 #endif
 
 // Scores the candidates of each sequence in a summary format. grid (any, KV heads, sequences), 128 threads. A
-// representation has the parts, as bytes value + 128 [parts, channels], followed by a float scale for each part. A part
+// sketch has the parts, as bytes value + 128 [parts, channels], followed by a float scale for each part. A part
 // has at most 256 channels, a multiple of 16. `codes` and `words` are the outputs of `prepare_queries`.
 extern "C" __global__ void __launch_bounds__(128) score_parts(
     const u8* pool, long long row_bytes, int head_bytes, int num_parts, int channels, const int* rows, const int* state_of,

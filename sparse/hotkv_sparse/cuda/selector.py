@@ -50,7 +50,7 @@ class Queries:
 class CudaSelector:
     """The sparse decode of a layer on CUDA (see the module).
 
-    index: the layer's representations (compact forms of blocks' keys, by which blocks are scored).
+    index: the layer's sketches (compact forms of blocks' keys, by which blocks are scored).
     keys, values: the layer's cache.
     hot: the layer's hot sets (the blocks on the device to which a step attends).
 
@@ -121,7 +121,7 @@ class CudaSelector:
     def build(
         self, pages: Array | None, rows: Array, num_blocks: int, addresses: Array | None = None
     ) -> None:
-        """Builds the representations (compact forms of keys) of blocks from the layer's keys. The
+        """Builds the sketches (compact forms of keys) of blocks from the layer's keys. The
         work is queued on the stream. `Index.build` explains the arguments."""
         self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
 

@@ -137,12 +137,12 @@ class Workspace:
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
         """Sets, for consecutive blocks of a sequence from position `first` on, where their
-        representations (compact forms of keys) are, and where the blocks' copies in the arena are.
+        sketches (compact forms of keys) are, and where the blocks' copies in the arena are.
 
         Call this method between two steps. Blocks until the values are copied to the device.
 
         sequence: index of the sequence's state.
-        rows: for each block, the row of its representation in the pools.
+        rows: for each block, the row of its sketch in the pools.
         addresses: for each block, the device address of its slot in the mapped arena; 0: no copy.
         """
         if (

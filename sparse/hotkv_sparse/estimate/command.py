@@ -127,7 +127,7 @@ def _add_sparse_flags(flags: argparse._ArgumentGroup) -> None:
     flags.add_argument("--recent-tokens", type=int, default=sparse.recent_tokens)
     flags.add_argument("--dense-layers", type=int, nargs="*", default=list(sparse.dense_layers))
     flags.add_argument(
-        "--representations", choices=("device", "host"), default="device", help="where they lie"
+        "--sketches", choices=("device", "host"), default="device", help="where they lie"
     )
 
 
@@ -175,7 +175,7 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
             dense_layers=tuple(chosen.dense_layers),
             min_context_tokens=0,
         ),
-        representations_on_host=chosen.representations == "host",
+        sketches_on_host=chosen.sketches == "host",
         chunk_tokens=chosen.chunk_tokens,
         staging_layers=chosen.staging_layers,
         tensor_parallel=chosen.tensor_parallel,

@@ -3,7 +3,7 @@ in one of three modes: dense, sparse (all KV on the device) and resident (KV in 
 figure has its formula.
 
 A device holds once the weights, the activations and a staging area (in which a prefill assembles
-the KV of its context), and for each request keys, values and representations (compact forms of
+the KV of its context), and for each request keys, values and sketches (compact forms of
 keys). The memory that remains for requests limits the batch.
 """
 
@@ -66,7 +66,7 @@ class Memory:
     staging: area in which a prefill assembles the pages of its context (mode RESIDENT).
     room: device memory that remains for requests.
     kv_token: keys and values of a token in all layers.
-    request_kv, request_representations: the parts of `request`.
+    request_kv, request_sketches: the parts of `request`.
     request: the device memory of a request.
     device: device memory of the whole batch; the batch fits if `device` is at most `device_limit`.
     largest_batch: number of requests of this context that fit in device and host memory.
@@ -78,7 +78,7 @@ class Memory:
     room: Figure
     kv_token: Figure
     request_kv: Figure
-    request_representations: Figure
+    request_sketches: Figure
     request: Figure
     device: Figure
     device_limit: Figure
@@ -112,9 +112,9 @@ def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
         "device limit - weights - activations - staging",
     )
     request_kv = _request_kv(model, plan, mode)
-    representations = _representations(model, plan, mode)
+    sketches = _sketches(model, plan, mode)
     request = Figure(
-        request_kv.value + representations.value, "bytes", "keys and values + representations"
+        request_kv.value + sketches.value, "bytes", "keys and values + sketches"
     )
     host_request = _host_request(model, plan, mode)
     return Memory(
@@ -124,7 +124,7 @@ def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
         room=room,
         kv_token=kv_token,
         request_kv=request_kv,
-        request_representations=representations,
+        request_sketches=sketches,
         request=request,
         device=Figure(
             weights.value + activations.value + staging.value + plan.batch * request.value,
@@ -196,11 +196,11 @@ def _request_kv(model: Model, plan: Plan, mode: Mode) -> Figure:
     )
 
 
-def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
+def _sketches(model: Model, plan: Plan, mode: Mode) -> Figure:
     if mode is Mode.DENSE:
         return Figure(0.0, "bytes", "none")
-    block_bytes = plan.block_representation_bytes(model)
-    if plan.representations_on_host:
+    block_bytes = plan.block_sketch_bytes(model)
+    if plan.sketches_on_host:
         return Figure(0.0, "bytes", "in host memory")
     return Figure(
         plan.context_blocks * block_bytes,
@@ -212,22 +212,22 @@ def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
 
 def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
     """Computes the host memory of a request. In mode RESIDENT (all KV in host memory) it holds the
-    whole context and its representations (compact forms of blocks' keys). In mode SPARSE (all KV on
-    the device) it holds the representations if `representations_on_host` is set. Otherwise it is
+    whole context and its sketches (compact forms of blocks' keys). In mode SPARSE (all KV on
+    the device) it holds the sketches if `sketches_on_host` is set. Otherwise it is
     0."""
-    on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.representations_on_host)
+    on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.sketches_on_host)
     if not on_host:
         return Figure(0.0, "bytes", "none needed")
     whole = plan.with_(tensor_parallel=1)
     kv_bytes = plan.block_tokens * model.kv_token_bytes(plan.element_bytes)
     if mode is Mode.SPARSE:
         kv_bytes = 0
-    block_bytes = whole.block_representation_bytes(model)
+    block_bytes = whole.block_sketch_bytes(model)
     return Figure(
         plan.context_blocks * (kv_bytes + block_bytes),
         "bytes",
         f"{plan.context_blocks} blocks x ({human_bytes(kv_bytes)} + {human_bytes(block_bytes)} of "
-        "representations)",
+        "sketches)",
     )
 
 

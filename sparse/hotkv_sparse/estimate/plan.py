@@ -299,7 +299,7 @@ class Plan:
     tokens: tokens in the context of a request.
     batch: number of requests that decode together.
     sparse: the settings of sparse decode, as operators write them.
-    representations_on_host: whether representations (compact forms of blocks' keys) are in host
+    sketches_on_host: whether sketches (compact forms of blocks' keys) are in host
         memory and use no device memory.
     chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
     staging_layers: number of layers whose context is on the device at the same time during a
@@ -313,7 +313,7 @@ class Plan:
     batch: int = 1
     block_tokens: int = 16
     sparse: SparseConfig = field(default_factory=default_sparse)
-    representations_on_host: bool = False
+    sketches_on_host: bool = False
     chunk_tokens: int = 8192
     staging_layers: int = 2
     tensor_parallel: int = 1
@@ -402,8 +402,8 @@ class Plan:
         """Returns the size of a token's keys and values in a layer, on a device, in bytes."""
         return 2 * self.rank_kv_heads(model) * model.head_size * self.element_bytes
 
-    def block_representation_bytes(self, model: Model) -> int:
-        """Returns the size of a block's representations (compact forms of its keys) in all sparse
+    def block_sketch_bytes(self, model: Model) -> int:
+        """Returns the size of a block's sketches (compact forms of its keys) in all sparse
         layers, on a device, in bytes."""
         names = [name for layer in range(model.layers) for name in self.sparse.scorers_of(layer)]
         heads = self.rank_kv_heads(model)

@@ -134,7 +134,7 @@ class Uses:
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Records a use of the named blocks that are ready, and pins them if `retention` asks for
-        it. Raises INVALID_FIELD if `groups` names representations (compact summaries of attention
+        it. Raises INVALID_FIELD if `groups` names sketches (compact summaries of attention
         keys)."""
         books = self._books
         check_named(

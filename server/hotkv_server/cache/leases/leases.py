@@ -24,7 +24,7 @@ from hotkv_server.cache.values import (
     Int64s,
     SessionRecord,
 )
-from hotkv_server.integrity.check_values import Sums
+from hotkv_server.integrity.checksums import Sums
 
 # Read leases pin ready entries; write leases own reserved entries.
 #
@@ -51,7 +51,7 @@ def content_of(groups: Sequence[HashList]) -> int:
 
 @dataclass(slots=True)
 class ReadLease:
-    """A lease that pins ready blocks or representations (compact forms of keys), so that an engine
+    """A lease that pins ready blocks or sketches (compact forms of keys), so that an engine
     can load them. An entry is their record in the block table.
 
     owner: the tenant, or the engine if no tenants are configured; `FairBound` counts the lease for
@@ -113,7 +113,7 @@ class WriteLease:
     has_promise: True if these bytes are promised to a residency, which has a bound of its own.
     shards_seen: bitmask of shards whose store has ended.
     parts: a pair for each copy that has ended: the entries that the copy has written, and for each
-        of them the sum of its written bytes, for check values (checksums).
+        of them the sum of its written bytes, for checksums.
     num_copies: number of stores in flight under the lease.
     released: True once the lease was released or has expired. While stores are in flight, the lease
         still owns its entries.
@@ -146,7 +146,7 @@ class WriteLease:
     def add_sums(self, entries: Entries, sums: Sums) -> None:
         """Records that a copy has written these entries (records in the block table), each listed
         once. `sums`: for each entry, the sum of the bytes that the copy has written to it, from
-        which the block's check value (checksum) is computed later."""
+        which the block's checksum is computed later."""
         if not len(entries):
             return
         order = np.argsort(entries)
@@ -183,7 +183,7 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 def write_weight(num_blocks: int, num_shards: int) -> int:
     """Returns the most bytes of memory, approximately, that a write lease uses: a key and an entry
     number for each block, and an entry number and a sum for each block and shard (a rank's part of
-    a block). `num_blocks`: number of blocks and representations (compact summaries of blocks'
+    a block). `num_blocks`: number of blocks and sketches (compact summaries of blocks'
     attention keys) that the first call names."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 

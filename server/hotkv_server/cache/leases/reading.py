@@ -151,13 +151,13 @@ class ReadLeases:
             counters.acquired_blocks += len(found)
             counters.missed_blocks += len(entries) - len(found)
         else:
-            counters.acquired_representations += len(found)
-            counters.missed_representations += len(entries) - len(found)
+            counters.acquired_sketches += len(found)
+            counters.missed_sketches += len(entries) - len(found)
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
         group, in the order of the `acquire` call. The offset is -1 for a block that the lease does
-        not pin, and for a block that must still be compared with its check value (checksum)."""
+        not pin, and for a block that must still be compared with its checksum."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise invalid(

@@ -1,6 +1,6 @@
 """`Reservations` opens and ends write leases, which reserve slots (places in the arena). `Stores`
 begins and ends stores under write leases. Calls name blocks in runs: a run is a chain of
-consecutive blocks of one group, or of their representations (compact summaries of a block's
+consecutive blocks of one group, or of their sketches (compact summaries of a block's
 attention keys, for sparse attention)."""
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from hotkv_server.cache.values import (
     SessionRecord,
     SlotRun,
 )
-from hotkv_server.integrity.check_values import Sums, sealed
+from hotkv_server.integrity.checksums import Sums, sealed
 
 # Reservations: a write lease owns the blocks that it reserves until each is published (made ready)
 # or dropped.
@@ -64,7 +64,7 @@ class Named:
     words: for each run (chain of consecutive blocks), an entry word per block: the entry number,
         with the high bit set while the entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
-        the blocks of named representations (compact summaries of blocks' attention keys), and the
+        the blocks of named sketches (compact summaries of blocks' attention keys), and the
         entries before them in their chains.
     """
 
@@ -79,7 +79,7 @@ class CheckedCall:
 
     runs: the blocks that the call names.
     listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without the keys of
-        representations (compact summaries of blocks' attention keys).
+        sketches (compact summaries of blocks' attention keys).
     named: the entries of the call's blocks. None if the call joins a lease, or if other calls may
         have run since the entries were looked up.
     ttl_s: lifetime of the call's lease.
@@ -335,7 +335,7 @@ class Reservations:
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
         """Returns the keys (uint64) by which the index finds the blocks of these runs (chains of
         consecutive blocks), run after run. A key is the block's hash, mixed with its key space and
-        group (`BlockIndex.mixed_hashes`). Skips runs of representations (compact summaries of
+        group (`BlockIndex.mixed_hashes`). Skips runs of sketches (compact summaries of
         blocks' attention keys, for sparse attention)."""
         index = self._books.space.index
         keys = [
@@ -381,7 +381,7 @@ class Reservations:
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
         """Returns the bytes of memory that a new lease counts against the limit of its owner
-        (tenant or engine). The lease is on the blocks and representations (compact summaries of
+        (tenant or engine). The lease is on the blocks and sketches (compact summaries of
         blocks' attention keys) of `runs`. Raises OVERLOADED if the owner's leases would then use
         too much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
@@ -514,8 +514,8 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Returns the positions of the blocks whose representations (compact summaries of blocks'
-        attention keys, for sparse attention) may be reserved. A representation may be reserved if
+        """Returns the positions of the blocks whose sketches (compact summaries of blocks'
+        attention keys, for sparse attention) may be reserved. A sketch may be reserved if
         its block is ready, or reserved under this lease. If its block is reserved under another
         lease, sets the `results` at this position to IN_FLIGHT. `wanted`: the positions to examine
         in the run (chain of consecutive blocks)."""
@@ -536,7 +536,7 @@ class Reservations:
         if not len(entries):
             return
         space = self._books.space
-        self._books.counters.aborted_blocks += int((~space.representations.among(entries)).sum())
+        self._books.counters.aborted_blocks += int((~space.sketches.among(entries)).sum())
         space.removal.drop(entries, cause)
 
     def end(self, lease: WriteLease) -> None:
@@ -581,7 +581,7 @@ def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float |
 # when all its shards (the parts from each rank) are written.
 #
 # This section owns no state: `TransferBook` has the stores, `LeaseBook` the leases. Always true: a
-# block becomes ready only when every shard is written. A representation (compact form of a block's
+# block becomes ready only when every shard is written. A sketch (compact form of a block's
 # keys) becomes ready only if its block is ready by then. No two copies write the same shard of the
 # same block. An aborted entry keeps its slot until no copy can touch it.
 
@@ -682,7 +682,7 @@ class Stores:
     ) -> None:
         """Pins the named blocks that are ready already for the residency of a store. (A residency
         is a request whose KV stays in host memory.) Skips blocks that must still be compared with
-        their check value (checksum).
+        their checksum.
 
         pins: the object that pins blocks for the residency.
         reservation: the answer of `Reservations.reserve` for `runs`, which says which blocks are
@@ -724,13 +724,13 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        (a rank's part) written, then their representations (compact summaries of attention keys).
+        (a rank's part) written, then their sketches (compact summaries of attention keys).
         Returns `BlockResult` values, an array for each run (chain of consecutive blocks) of the
         call.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped.
-        sums: sums of the copied bytes, for check values (checksums); an array for each run. May be
+        sums: sums of the copied bytes, for checksums; an array for each run. May be
             empty.
         """
         transfer = self._books.transfers.pop(session_number, transfer_id)
@@ -772,7 +772,7 @@ class Stores:
         Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
-        sums: sums of the copied bytes of each block of the run, for check values (checksums); None
+        sums: sums of the copied bytes of each block of the run, for checksums; None
             if the copy failed or no sums were computed.
         """
         index = self._books.space.index
@@ -797,7 +797,7 @@ class Stores:
                     transfer.groups[at], transfer.depths[at] + positions[complete], done
                 )
         else:
-            kept = self._publish_representations(lease, done, checks)
+            kept = self._publish_sketches(lease, done, checks)
             if transfer.pins is not None:
                 record = self._books.catalog.record(lease.key_space_id)
                 transfer.pins.pin_linked(
@@ -819,19 +819,19 @@ class Stores:
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
         """Makes blocks ready: blocks whose shards (the ranks' parts of a block) are all written.
-        `keys`: the entries' keys (`BlockIndex.mixed`). `checks`: their check values (checksums)."""
+        `keys`: the entries' keys (`BlockIndex.mixed`). `checks`: their checksums."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
         self._uses.retain(entries, lease.retention, now_s)
         self._books.counters.stored_blocks += len(entries)
 
-    def _publish_representations(
+    def _publish_sketches(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes those representations (compact summaries of attention keys) ready whose blocks are
-        ready, and marks the other representations as aborted. All given representations are of one
-        kind. `checks`: their check values (checksums). Returns a mask of the entries (records in
+        """Makes those sketches (compact summaries of attention keys) ready whose blocks are
+        ready, and marks the other sketches as aborted. All given sketches are of one
+        kind. `checks`: their checksums. Returns a mask of the entries (records in
         the block table) that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
@@ -841,8 +841,8 @@ class Stores:
         blocks = space.index.find(lease.key_space_id, record.block_group(int(groups[0])), hashes)
         has_block = table.is_ready(blocks)
         space.index.mark_written(entries[~has_block], ABORTED_MARK)
-        space.representations.publish(entries[has_block], blocks[has_block], checks[has_block])
-        self._books.counters.stored_representations += int(has_block.sum())
+        space.sketches.publish(entries[has_block], blocks[has_block], checks[has_block])
+        self._books.counters.stored_sketches += int(has_block.sum())
         return has_block
 
     def abort(self, lease: WriteLease) -> None:

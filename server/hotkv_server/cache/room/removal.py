@@ -7,7 +7,7 @@ ranges of adjacent slabs that are lent, and returned, together.
 
 Always true: an entry of the index owns exactly one slot (place for a block) of the pool, and no two
 entries own the same bytes. The bytes of every slot in use count for its key space and tenant. A
-pinned or reserved entry is never evicted. Entries are blocks or representations (compact summaries
+pinned or reserved entry is never evicted. Entries are blocks or sketches (compact summaries
 of a block's attention keys, for sparse attention).
 """
 
@@ -25,7 +25,7 @@ from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removed import Causes, RemovedKeys
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import ABSENT, FREE, SlabPool
-from hotkv_server.cache.table.index import BlockIndex, Keys, Representations
+from hotkv_server.cache.table.index import BlockIndex, Keys, Sketches
 from hotkv_server.cache.values import BoolMask, Cause, Entries, EvictionNotice, Int64s
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ EVICTED_PER_PART = 1 << 12
 
 class Books:
     """The state of a tier: index, pool of slots (places for blocks), tenants, eviction policy and
-    representations (compact summaries of blocks' attention keys, for sparse attention)."""
+    sketches (compact summaries of blocks' attention keys, for sparse attention)."""
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -64,7 +64,7 @@ class Books:
         self.pool = pool
         self.tenants = tenants
         self.policy = policy
-        self.representations = Representations(index, self.free_slots)
+        self.sketches = Sketches(index, self.free_slots)
 
     def __repr__(self) -> str:
         return f"Books({self.index!r}, {self.pool!r})"
@@ -84,17 +84,17 @@ class Books:
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry (block or representation)."""
+        """Returns the tenant number of each entry (block or sketch)."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         """Returns the heat of each entry: entries (records in the block table) with the lowest heat
-        are evicted first. A representation (compact summary of a block's attention keys, for sparse
+        are evicted first. A sketch (compact summary of a block's attention keys, for sparse
         attention) has the heat of its block."""
-        return self.policy.heat(self.representations.blocks_of(entries))
+        return self.policy.heat(self.sketches.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
-        """Yields all entries (blocks and representations) that are not free, in parts. Each part
+        """Yields all entries (blocks and sketches) that are not free, in parts. Each part
         examines the next PART_ENTRIES entry numbers."""
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
@@ -107,7 +107,7 @@ class Books:
         self.index.check_invariants()
         self.pool.check_invariants()
         self.policy.check_invariants()
-        self.representations.check_invariants()
+        self.sketches.check_invariants()
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         key_spaces, sizes = self.index.keys(live)[0], self.index.slot_bytes(live)
         used = {
@@ -138,7 +138,7 @@ class Books:
 
 
 class Removal:
-    """Removes entries (blocks and representations) of a tier.
+    """Removes entries (blocks and sketches) of a tier.
 
     effects: eviction notices that `take_effects` has not returned yet.
     now_s: approximately the current time: `CacheCore` sets it when a client connects and when
@@ -154,7 +154,7 @@ class Removal:
         self.ages_s = Histogram(AGES_S)
         self._books = books
         self.index = books.index
-        self._representations = books.representations
+        self._sketches = books.sketches
         self._removed = RemovedKeys()
 
     def __repr__(self) -> str:
@@ -166,23 +166,23 @@ class Removal:
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns the given entries (blocks or representations) that `evict` would evict: entries
+        """Returns the given entries (blocks or sketches) that `evict` would evict: entries
         that are ready and not pinned."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts the given entries (records in the block table) that are ready and not pinned.
         Returns how many it evicted. Adds an eviction notice for the evicted blocks, but not for the
-        evicted representations (compact summaries of attention keys). `cause`: remembered as the
+        evicted sketches (compact summaries of attention keys). `cause`: remembered as the
         reason of the removal (`causes`)."""
         going = self.going(entries)
-        alone = self._representations.among(going)
+        alone = self._sketches.among(going)
         count = self.evict_blocks(going[~alone], cause)
-        # `evict_blocks` has removed some representations (compact forms of keys) together with
-        # their blocks: evict the remaining representations.
+        # `evict_blocks` has removed some sketches (compact forms of keys) together with
+        # their blocks: evict the remaining sketches.
         rest = going[alone]
         rest = rest[self.index.evictable(rest)]
-        self._representations.drop(rest)
+        self._sketches.drop(rest)
         return count + len(rest)
 
     def evict_blocks(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
@@ -198,7 +198,7 @@ class Removal:
             parts = self.index.remove(entries, keys)
             self._give_notice(parts, keys, cause)
             self._books.free_slots(parts)
-            self._representations.follow(parts)
+            self._sketches.follow(parts)
             self.evicted_blocks += len(entries)
         return len(entries)
 
@@ -213,10 +213,10 @@ class Removal:
         is_pinned = self.index.pins[entries] > 0
         self._books.free_slots(self.index.remove(entries[~is_pinned], keys[~is_pinned]))
         self.index.detach(entries[is_pinned])
-        self._representations.follow(parts)
+        self._sketches.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries (blocks or representations) that will not be written, without an
+        """Removes reserved entries (blocks or sketches) that will not be written, without an
         eviction notice. `cause`: remembered as the reason of the removal, so that `causes` returns
         it; NONE is not remembered."""
         keys = self.index.mixed(entries)
@@ -433,7 +433,7 @@ class Rebalancer:
     entries may be evicted for a tenant. A slab is emptied if its blocks are colder than the blocks
     of the receiving size that would otherwise be evicted, or if too few blocks of that size can be
     evicted. A run (range of slabs that get a slot size together) is emptied as a whole, so each of
-    its slabs costs the heat of the run's hottest block. A representation (compact summary of a
+    its slabs costs the heat of the run's hottest block. A sketch (compact summary of a
     block's attention keys, for sparse attention) has the heat of its block.
     """
 
@@ -559,7 +559,7 @@ class Rebalancer:
     def _ranked(self, entries: Entries) -> Ranked:
         heat = self._books.heat(entries)
         order = np.argsort(heat, kind="stable")
-        sizes = self._books.representations.bytes_with(entries[order])
+        sizes = self._books.sketches.bytes_with(entries[order])
         return ranks_of(heat[order]), np.append(0, np.cumsum(sizes)), entries[order]
 
     def _costs(
@@ -584,7 +584,7 @@ class Rebalancer:
             mine = heat[
                 (self.index.slot_bytes(live) == slot_bytes)
                 & (heat < np.inf)
-                & ~self._books.representations.linked(live)
+                & ~self._books.sketches.linked(live)
             ]
             own = np.append(own, mine)
             if len(own) > 2 * num_slots + PART_ENTRIES:

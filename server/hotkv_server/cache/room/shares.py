@@ -123,7 +123,7 @@ class BoundShare(FairBound):
 
 
 # `TenantBook` counts how many bytes of the arena each tenant uses, and decides whose blocks may be
-# evicted for a tenant. It counts the slots of blocks and representations in any state (reserved,
+# evicted for a tenant. It counts the slots of blocks and sketches in any state (reserved,
 # ready, or detached: flushed while pinned).
 #
 # A tenant may have a burst bound, the most bytes that it may use, and a guarantee. Always true: a

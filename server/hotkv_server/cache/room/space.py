@@ -4,8 +4,8 @@ that own them. `Room` makes room for new entries.
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
 Blocks are evicted only when their room is needed: `make_room` evicts right before the `insert` that
 needs the slots. Making room can take long, so it runs in parts, between which other calls may run.
-Representations (compact summaries of a block's attention keys, for sparse attention) are entries
-too, but the eviction policy does not know them (see `Representations`).
+Sketches (compact summaries of a block's attention keys, for sparse attention) are entries
+too, but the eviction policy does not know them (see `Sketches`).
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantSh
 # within about a second (`coming_bytes`). A tenant that has reached its burst bound (the most bytes
 # that it may use) gets room only by evicting its own blocks. The coldest blocks of the same slot
 # size are evicted, unless slabs (pieces of the arena) of other sizes are colder (`Rebalancer`). A
-# representation (compact form of a block's keys) is evicted without its block only if a block needs
+# sketch (compact form of a block's keys) is evicted without its block only if a block needs
 # its room. Long work runs in parts. Other calls may use free slots between two parts, so each part
 # counts the missing slots again.
 
@@ -42,7 +42,7 @@ slot is lacking."""
 
 
 class Room:
-    """Makes room in a tier: frees slots of a size by evicting entries (blocks or representations).
+    """Makes room in a tier: frees slots of a size by evicting entries (blocks or sketches).
 
     coming_bytes: bytes of the arena that get memory within about a second. A call that needs this
         memory for slots is refused these slots, and their bytes are subtracted here
@@ -81,10 +81,10 @@ class Room:
         the tenant with number `taker`; fewer if no more entries (records in the block table) may be
         evicted for that tenant. Yields after each part of the work.
 
-        is_block: True if the slots are for blocks. Representations (compact summaries of blocks'
+        is_block: True if the slots are for blocks. Sketches (compact summaries of blocks'
             attention keys) may then be dropped to make room; their blocks stay.
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
-            memory). Representations may then be dropped too, even if `is_block` is False.
+            memory). Sketches may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored for a tenant within its guarantee (the bytes that
             it is assured of), and while `may_keep_at` returns False.
@@ -97,7 +97,7 @@ class Room:
                 is_due = self._tenants.may_claim(taker, wanted * size)
                 yield from self._make_slots(size, wanted, taker, None if is_due else keep_at_s)
         if is_block or has_promise:
-            yield from self._drop_representations(
+            yield from self._drop_sketches(
                 size, lambda: count - self._pool.available_slots(size), taker
             )
 
@@ -107,15 +107,15 @@ class Room:
         keep_at_s = None if is_some_due else keep_at_s
         yield from self._evict_coldest(0, missing_numbers, taker, keep_at_s)
         if is_block:
-            yield from self._drop_representations(0, missing_numbers, taker)
+            yield from self._drop_sketches(0, missing_numbers, taker)
 
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Returns True if the policy may refuse a slot of this size to a new block, so that older
         blocks stay. This requires that `may_keep` is True, that the arena has no slots of other
-        sizes, and that it has no representations (compact summaries of attention keys). Otherwise
-        blocks of other sizes, or representations, would be evicted in place of blocks of this
+        sizes, and that it has no sketches (compact summaries of attention keys). Otherwise
+        blocks of other sizes, or sketches, would be evicted in place of blocks of this
         size."""
-        shares = self._books.representations.declared or self._pool.is_shared(aligned(slot_bytes))
+        shares = self._books.sketches.declared or self._pool.is_shared(aligned(slot_bytes))
         return self.may_keep and not shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
@@ -304,7 +304,7 @@ class Room:
         def may_go(entries: Entries) -> BoolMask:
             mask: BoolMask = books.index.evictable(entries, slot_bytes)
             if tenants.is_used:
-                owners, sizes = books.owners(entries), books.representations.bytes_with(entries)
+                owners, sizes = books.owners(entries), books.sketches.bytes_with(entries)
                 mask &= may_pay(owners) & tenants.may_give(owners, sizes, taker)
             return mask
 
@@ -318,30 +318,30 @@ class Room:
                 # `may_go` judged each victim (block to evict) as if it were the only one. If all
                 # victims were evicted, a tenant might have less than its guarantee, so leave out
                 # some.
-                sizes = books.representations.bytes_with(victims)
+                sizes = books.sketches.bytes_with(victims)
                 victims = victims[tenants.within(books.owners(victims), sizes, taker)]
             evicted += self._removal.evict_blocks(victims)
             if not (tenants.is_used and len(victims)):
                 break
         return evicted
 
-    def _drop_representations(
+    def _drop_sketches(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops the representations (compact summaries of attention keys) of the coldest blocks
+        """Drops the sketches (compact summaries of attention keys) of the coldest blocks
         until `missing` returns 0. The blocks stay. Yields after each part.
 
-        slot_bytes: drops only representations of this slot size; 0: of any size.
+        slot_bytes: drops only sketches of this slot size; 0: of any size.
         missing: function that returns how many slots (places for blocks) or entry numbers are still
             to be freed.
         taker: number of the tenant for which they are freed.
         """
-        books, representations = self._books, self._books.representations
-        if not representations.declared or missing() <= 0:
+        books, sketches = self._books, self._books.sketches
+        if not sketches.declared or missing() <= 0:
             return
         found = [np.empty(0, np.uint32)]
         for live in books.walk():
-            mine = live[representations.among(live)]
+            mine = live[sketches.among(live)]
             found.append(mine[books.index.evictable(mine, slot_bytes)])
             yield
         entries = np.concatenate(found)
@@ -353,9 +353,9 @@ class Room:
             # Check the entries again: since the search, an entry may have been removed and its
             # number reused for another block.
             part = entries[start : start + EVICTED_PER_PART]
-            part = part[representations.among(part)]
+            part = part[sketches.among(part)]
             part = part[books.index.evictable(part, slot_bytes)]
-            representations.drop(part[: max(0, missing())])
+            sketches.drop(part[: max(0, missing())])
             if missing() <= 0:
                 return
             yield
@@ -398,7 +398,7 @@ def _evict_excess(books: Books, removal: Removal, tenant: int) -> Parts[int]:
     if (excess_bytes := books.tenants.excess_bytes(tenant)) <= 0:
         return 0
     victims = books.policy.victims(0, count, may_go)
-    freed = np.cumsum(books.representations.bytes_with(victims))
+    freed = np.cumsum(books.sketches.bytes_with(victims))
     return removal.evict_blocks(victims[: int(np.searchsorted(freed, excess_bytes)) + 1])
 
 
@@ -415,7 +415,7 @@ MAX_REFRESHED = 1 << 14
 
 
 class Space:
-    """All slots of a tier and the entries (blocks and representations) that own them: inserts
+    """All slots of a tier and the entries (blocks and sketches) that own them: inserts
     entries, makes them ready, records their uses, and makes room for them.
 
     index, pool: the block table with the entries, and the pool that allocates slots.
@@ -443,7 +443,7 @@ class Space:
         self.policy = policy
         self.chains = Chains(self.index)
         self.books = Books(self.index, self.pool, self.tenants, policy)
-        self.representations = self.books.representations
+        self.sketches = self.books.sketches
         self.removal = Removal(self.books)
         self.room = Room(self.books, self.removal)
 
@@ -529,7 +529,7 @@ class Space:
         """Makes room for an `insert` of `count` keys. Yields after each part of the work; does not
         yield if there is room already or if the work is short.
 
-        group_index: a group of blocks, or a kind of representation (compact summary of a block's
+        group_index: a group of blocks, or a kind of sketch (compact summary of a block's
             attention keys).
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory).
@@ -557,11 +557,11 @@ class Space:
         checks: Keys | None = None,
         keys: Keys | None = None,
     ) -> None:
-        """Makes reserved entries (blocks or representations) ready and records a use of each. The
+        """Makes reserved entries (blocks or sketches) ready and records a use of each. The
         entries are in the order of their prompt.
 
         retention: the wish of the request to retain the blocks, for the eviction policy.
-        checks: the entries' check values (checksums), uint64; all 0 if not given.
+        checks: the entries' checksums, uint64; all 0 if not given.
         keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
         """
         keys = self.index.mixed(entries) if keys is None else keys

@@ -1,6 +1,6 @@
 """`BlockIndex` finds, adds and removes entries by key in the shared block table, which only this
-module writes. `Chains` links the blocks of a prompt. `Representations` links each block with its
-representation: a compact summary of its attention keys, by which sparse attention selects blocks.
+module writes. `Chains` links the blocks of a prompt. `Sketches` links each block with its
+sketch: a compact summary of its attention keys, by which sparse attention selects blocks.
 
 Always true: an entry number is free, reserved, ready or detached (removed from the table while
 pinned). A key has at most one reserved or ready entry. Clients that read the table can find only
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from hotkv_proto import native, table
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
-from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, BoolMask, Entries, Int64s
+from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_SKETCHES, BoolMask, Entries, Int64s
 
 Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Finds blocks in the block table by key. Each block, and each representation (compact summary
+    """Finds blocks in the block table by key. Each block, and each sketch (compact summary
     of a block's attention keys), has an entry: a record in the table, which has a number. This
     object also stores data about each entry that only the server needs.
 
@@ -30,7 +30,7 @@ class BlockIndex:
     limit: number of entries whose records have memory.
     num_unpins: number of calls that released pins.
     pins: number of pins on each entry, by entry number.
-    unverified: by entry number, True if the bytes must be compared with the check value (checksum)
+    unverified: by entry number, True if the bytes must be compared with the checksum
         before a load: the entry came from an old table, or its bytes did not match and a lease
         still pins it.
 
@@ -53,7 +53,7 @@ class BlockIndex:
         self._next_unused = 1
         # A page of this array uses no memory until it is written. So the array takes 64 KiB for
         # each group index that any key space uses, however many key spaces come and go.
-        self._salts = np.zeros((MAX_GROUPS + MAX_REPRESENTATIONS, KEY_SPACE_ROWS), np.uint64)
+        self._salts = np.zeros((MAX_GROUPS + MAX_SKETCHES, KEY_SPACE_ROWS), np.uint64)
         self._kernels = native.require("hotkv_server.cache.table.kernels")
 
     def back(self, num_entries: int) -> None:
@@ -143,7 +143,7 @@ class BlockIndex:
 
         mark: the bit to set in each mask; 0 sets none, so that the call only returns the masks.
 
-        A reserved entry has no check value (checksum) yet, so its mask is stored in the upper half
+        A reserved entry has no checksum yet, so its mask is stored in the upper half
         of that field of the record.
         """
         masks = np.empty(len(entries), np.uint32)
@@ -155,7 +155,7 @@ class BlockIndex:
         them.
 
         keys: the entries' keys, as `mixed` returns them.
-        checks: the entries' check values (checksums).
+        checks: the entries' checksums.
         """
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
@@ -186,7 +186,7 @@ class BlockIndex:
         lookups miss them. The entries keep their numbers and slots (places for blocks) until
         `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
-        self.table.records[entries, table.W_REPRESENTATION] = 0
+        self.table.records[entries, table.W_SKETCH] = 0
 
     def remove_detached(self, entries: Entries) -> None:
         """Removes detached entries (flushed while pinned) and frees their numbers."""
@@ -247,8 +247,8 @@ class BlockIndex:
         return depths
 
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
-        """Returns the check values (checksums) of ready entries (records in the block table); 0
-        without a check value."""
+        """Returns the checksums of ready entries (records in the block table); 0
+        without a checksum."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
@@ -285,7 +285,7 @@ class BlockIndex:
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
         """Returns the entries (records in the block table) with numbers from `first` to `end` - 1
-        that are ready blocks, not representations (compact summaries of attention keys).
+        that are ready blocks, not sketches (compact summaries of attention keys).
         `key_space_id`: 0 for all key spaces.
         `end`: None for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
@@ -449,15 +449,15 @@ class Chains:
         return nearest_first[:count][::-1].copy()
 
 
-# Representations (compact forms of blocks' keys, for sparse attention) are entries of their own,
+# Sketches (compact forms of blocks' keys, for sparse attention) are entries of their own,
 # with slots of another size. Each is linked with its block.
 #
-# Always true: a ready representation and a ready block of the same key space and hash name each
-# other. A block has at most one representation, the version stored last. The eviction policy does
-# not see representations, and no eviction notice reports them. A representation is removed with its
-# block, or when a new version replaces it. A representation is removed without its block only if a
-# block needs the room. There are two cases: the slab (piece of the arena) with the representation
-# gets another slot size, or no other entry of this slot size may be evicted. If a representation is
+# Always true: a ready sketch and a ready block of the same key space and hash name each
+# other. A block has at most one sketch, the version stored last. The eviction policy does
+# not see sketches, and no eviction notice reports them. A sketch is removed with its
+# block, or when a new version replaces it. A sketch is removed without its block only if a
+# block needs the room. There are two cases: the slab (piece of the arena) with the sketch
+# gets another slot size, or no other entry of this slot size may be evicted. If a sketch is
 # pinned when it is removed, it can't be found any more, but keeps its slot until its last pin is
 # released.
 
@@ -469,18 +469,18 @@ FreeSlots = Callable[[list[Words]], None]
 
 def blocks_first(groups: list[int]) -> list[int]:
     """Returns the positions 0 to len(`groups`) - 1 in another order: first the positions with a
-    group of blocks, then the positions with a group of representations (compact summaries of
+    group of blocks, then the positions with a group of sketches (compact summaries of
     attention keys). `groups`: the group index of each run (chain of consecutive blocks) of a
     call."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
-class Representations:
-    """The representations (compact summaries of blocks' attention keys, for sparse attention) in an
+class Sketches:
+    """The sketches (compact summaries of blocks' attention keys, for sparse attention) in an
     index, each linked with its block.
 
-    declared: True once a session has declared a kind of representation. While it is False, methods
-        skip the work for representations.
+    declared: True once a session has declared a kind of sketch. While it is False, methods
+        skip the work for sketches.
     """
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
@@ -490,21 +490,21 @@ class Representations:
         self._free_slots = free_slots
 
     def __repr__(self) -> str:
-        return f"Representations({len(self.ready())} ready)"
+        return f"Sketches({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Registers a kind of representation (compact summary of a block's attention keys, for
+        """Registers a kind of sketch (compact summary of a block's attention keys, for
         sparse attention) of a key space (a model in a configuration).
 
         group_index: the index of the kind, MAX_GROUPS or higher.
         salt: number that is mixed into the hashes of blocks to make the keys of their
-            representations of this kind; differs from the salts of the groups.
+            sketches of this kind; differs from the salts of the groups.
         """
         self._index.add_key_space(key_space_id, [salt], group_index)
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries (records in the block table) that are representations
+        """Returns a mask of the entries (records in the block table) that are sketches
         (compact summaries of blocks' attention keys)."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
@@ -514,21 +514,21 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns the entries (records in the block table) of all representations (compact
+        """Returns the entries (records in the block table) of all sketches (compact
         summaries of attention keys) that are ready. Takes time linear in the capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns for each ready block the entry (record in the block table) of its representation
-        (compact summary of its attention keys); 0 for a block without a representation."""
-        linked: Entries = self._records[entries, table.W_REPRESENTATION]
+        """Returns for each ready block the entry (record in the block table) of its sketch
+        (compact summary of its attention keys); 0 for a block without a sketch."""
+        linked: Entries = self._records[entries, table.W_SKETCH]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
         """Returns for each entry (record in the block table) how many bytes of slots (places for
         blocks) its removal would free: its own slot, and for a block also the slot of its
-        representation (compact summary of its attention keys)."""
+        sketch (compact summary of its attention keys)."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
@@ -536,25 +536,25 @@ class Representations:
 
     def blocks_of(self, entries: Entries) -> Entries:
         """Returns for each entry (record in the block table) the entry whose heat decides when it
-        is evicted (the lowest heat first). For a ready representation (compact summary of a block's
+        is evicted (the lowest heat first). For a ready sketch (compact summary of a block's
         attention keys) this is the entry of its block, otherwise the entry itself."""
         if not self.declared:
             return entries
-        blocks = self._records[entries, table.W_REPRESENTATION]
+        blocks = self._records[entries, table.W_SKETCH]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries (records in the block table) that are representations
+        """Returns a mask of the entries (records in the block table) that are sketches
         (compact summaries of attention keys) and are linked with a ready block."""
         are: NDArray[np.bool_] = self.among(entries) & (
-            self._records[entries, table.W_REPRESENTATION] != 0
+            self._records[entries, table.W_SKETCH] != 0
         )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations (compact summaries of attention keys) ready, each for a
-        ready block, and removes the blocks' former representations. `checks`: the representations'
-        check values (checksums), uint64; all 0 if not given."""
+        """Makes reserved sketches (compact summaries of attention keys) ready, each for a
+        ready block, and removes the blocks' former sketches. `checks`: the sketches'
+        checksums, uint64; all 0 if not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -562,20 +562,20 @@ class Representations:
             self._index.mixed(entries),
             np.zeros(len(entries), np.uint64) if checks is None else checks,
         )
-        self._records[blocks, table.W_REPRESENTATION] = entries
-        self._records[entries, table.W_REPRESENTATION] = blocks
+        self._records[blocks, table.W_SKETCH] = entries
+        self._records[entries, table.W_SKETCH] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations (compact summaries of attention keys) of blocks that were
+        """Removes the sketches (compact summaries of attention keys) of blocks that were
         just removed. `parts`: the records that the blocks had."""
         for rows in parts if self.declared else ():
-            linked = rows[:, table.W_REPRESENTATION]
+            linked = rows[:, table.W_SKETCH]
             self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
-        """Removes ready representations (compact summaries of blocks' attention keys); their blocks
+        """Removes ready sketches (compact summaries of blocks' attention keys); their blocks
         stay."""
-        self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
+        self._records[self._records[entries, table.W_SKETCH], table.W_SKETCH] = 0
         self._remove(entries)
 
     def _remove(self, entries: Entries) -> None:
@@ -587,17 +587,17 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a link between a block and its representation (compact summary
+        """Raises AssertionError if a link between a block and its sketch (compact summary
         of its attention keys) is not mutual or joins different keys. Takes time linear in the
         capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
-        links = self._records[live, table.W_REPRESENTATION]
+        links = self._records[live, table.W_SKETCH]
         assert np.all(links[~is_ready] == 0), "an entry that is not ready is linked"
         mine = self.among(live)
-        assert np.all(links[mine & is_ready] != 0), "a representation has no block"
+        assert np.all(links[mine & is_ready] != 0), "a sketch has no block"
         linked, other = live[links != 0], links[links != 0]
-        assert np.array_equal(self._records[other, table.W_REPRESENTATION], linked), (
+        assert np.array_equal(self._records[other, table.W_SKETCH], linked), (
             "a link does not hold both ways"
         )
         assert np.all(self.among(linked) != self.among(other)), "a link joins two of a kind"

@@ -33,7 +33,7 @@ from hotkv_proto.kernels import (
 )
 from hotkv_server.cache.values import KEY_SPACE_ROWS
 
-CHECK, KEY_SPACE, GROUP_STATE, OFFSET, SIZE, GENERATION, PARENT, DEPTH, REPRESENTATION = (
+CHECK, KEY_SPACE, GROUP_STATE, OFFSET, SIZE, REUSES, PARENT, DEPTH, SKETCH = (
     8,
     10,
     11,
@@ -324,10 +324,10 @@ def insert(
         records[entry, GROUP_STATE] = group | np.uint32(RESERVED << 16)
         records[entry, OFFSET] = np.uint32(offsets[i] // SLOT_ALIGN)
         records[entry, SIZE] = size
-        records[entry, GENERATION] += np.uint32(1)
+        records[entry, REUSES] += np.uint32(1)
         records[entry, PARENT] = np.uint32(0)
         records[entry, DEPTH] = np.uint32(depths[i])
-        records[entry, REPRESENTATION] = np.uint32(0)
+        records[entry, SKETCH] = np.uint32(0)
         buckets[bucket, TAGS + way] = np.uint32(mixed & LOW_HALF)
         buckets[bucket, ENTRIES + way] = np.uint32(entry) | RESERVED_FLAG
         store32(buckets, bucket, SEQ, seq + np.uint32(2))
@@ -363,7 +363,7 @@ def link(records: Any, entries: Any, first: Any) -> None:
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     """Adds the bit `mark` to each reserved entry's mask of written shards: bit n stands for shard
     n, the part of a block from one rank. Writes the new masks into `masks`. While an entry is
-    reserved, its record stores the mask in the upper half of the check value (checksum)."""
+    reserved, its record stores the mask in the upper half of the checksum."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
@@ -375,7 +375,7 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries (records in the block table) ready and writes their check values
+    """Makes reserved entries (records in the block table) ready and writes their checksums
     (checksums), `checks`, uint64. Skips entries that are not in the table. Returns how many entries
     became ready."""
     done = 0

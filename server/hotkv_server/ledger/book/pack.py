@@ -107,7 +107,7 @@ def unpack(content: bytes) -> Kept:
     if magic != MAGIC:
         raise PackError(f"it begins with {magic!r}; this version reads {MAGIC!r}")
     if zlib.crc32(content[12:]) != crc:
-        raise PackError("its check value does not hold: it is torn or damaged")
+        raise PackError("its checksum does not hold: it is torn or damaged")
     try:
         text = json.loads(content[HEADER.size : HEADER.size + length])
         reader = _Reader(content, HEADER.size + length)

@@ -1,8 +1,8 @@
-"""Pins entries (blocks, and their representations for sparse attention) for residencies. Also marks
+"""Pins entries (blocks, and their sketches for sparse attention) for residencies. Also marks
 entries that clients may be reading directly in the arena.
 
 Always true: an entry has one pin for each position at which a residency contains it, and one for
-each running comparison with its check value (`hold`). An entry is marked if and only if a residency
+each running comparison with its checksum (`hold`). An entry is marked if and only if a residency
 pins it, or it is kept for readers of the previous server (`cache.readers.Grace`). The mark is set
 before any client learns the entry's offset. If two residencies pin the same entry, the promise
 (reserved slots) of each shrinks by a slot, but the pinned bytes count the entry once.
@@ -20,7 +20,7 @@ from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:
-    """Pins entries (blocks, and their representations for sparse attention) for residencies. A
+    """Pins entries (blocks, and their sketches for sparse attention) for residencies. A
     residency keeps the blocks of a running request in host memory. Marks the pinned entries, so
     that the next server keeps them.
 
@@ -39,16 +39,16 @@ class ResidencyPins:
     def __repr__(self) -> str:
         return f"ResidencyPins({self._bound.pinned_bytes} B)"
 
-    def representation_offsets(
+    def sketch_offsets(
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
-        """Returns the slot offsets of the representations (compact forms of keys, for sparse
+        """Returns the slot offsets of the sketches (compact forms of keys, for sparse
         attention) that the residency pins. The result has an offset for each of `block_count`
-        positions from `first_position` on; -1 if the residency pins no representation at the
+        positions from `first_position` on; -1 if the residency pins no sketch at the
         position.
 
-        A representation that a restart has restored counts as not pinned until its bytes have been
-        compared with its check value (checksum).
+        A sketch that a restart has restored counts as not pinned until its bytes have been
+        compared with its checksum.
         """
         group, index = residency.groups[group_index], self._space.index
         linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
@@ -78,11 +78,11 @@ class ResidencyPins:
         self._pin(residency, entries, group.block_bytes)
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
-        """Pins the representations (compact forms of keys, for sparse attention) of the blocks at
+        """Pins the sketches (compact forms of keys, for sparse attention) of the blocks at
         `positions`.
 
-        A representation is pinned if its block is pinned and ready, and if its kind is one of the
-        group's `kinds`. A position has at most one pinned representation.
+        A sketch is pinned if its block is pinned and ready, and if its kind is one of the
+        group's `kinds`. A position has at most one pinned sketch.
         """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not group.kinds:
@@ -91,7 +91,7 @@ class ResidencyPins:
         rows, known = group.rows(positions)
         rows = rows[known]
         rows = rows[(group.linked[rows] == 0) & index.is_ready(group.entries[rows])]
-        linked = self._space.representations.of(group.entries[rows])
+        linked = self._space.sketches.of(group.entries[rows])
         kinds = records[linked, table.W_GROUP_STATE] & np.uint32(0xFFFF)
         wanted = (linked != 0) & np.isin(kinds, list(group.kinds))
         rows, linked = rows[wanted], linked[wanted]
@@ -116,7 +116,7 @@ class ResidencyPins:
         self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
-        """Removes one pin from each of these entries (blocks or representations), which a residency
+        """Removes one pin from each of these entries (blocks or sketches), which a residency
         (a request whose KV stays in host memory) of `tenant` has pinned. An entry that was flushed
         (deleted with its whole key space) while it was pinned becomes free with its last pin."""
         index, distinct = self._space.index, np.unique(entries)
@@ -128,7 +128,7 @@ class ResidencyPins:
         self._space.removal.reap(distinct)
 
     def hold(self, entries: Entries) -> Entries:
-        """Pins each entry once, while the entries are compared with their check values (checksums).
+        """Pins each entry once, while the entries are compared with their checksums.
         Returns `entries`; the caller must later pass this same array to `let_go`, which unpins the
         entries."""
         if len(entries):
@@ -145,7 +145,7 @@ class ResidencyPins:
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Returns how many times this object pins each block or representation (compact form of
+        """Returns how many times this object pins each block or sketch (compact form of
         keys), by entry number. Takes time linear in the capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:

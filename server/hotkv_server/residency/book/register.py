@@ -6,7 +6,7 @@ Always true:
 - A position (index of a block in the request) names a single entry (record in the block table) of a
   residency.
 - A call that opens or grows a residency names the number of blocks of each group. A group has at
-  most as many positions as the last successful call named, and at most one representation (compact
+  most as many positions as the last successful call named, and at most one sketch (compact
   form of keys) per position. A group's rows are sorted by position.
 - The number of residencies and the memory of their lists are bounded for each owner, a tenant or an
   engine (`cache.room.shares.FairBound`, `BoundShare`).
@@ -43,14 +43,14 @@ class ResidentGroup:
 
     most: most blocks (rows) that the group may have.
     block_bytes: slot size of a block.
-    kinds: the kinds of representations (compact forms of keys, for sparse attention) to pin
+    kinds: the kinds of sketches (compact forms of keys, for sparse attention) to pin
         together with the blocks, as group indexes.
-    kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
+    kind_bytes: slot size of a sketch, the same for all `kinds`; 0 without kinds.
     positions: position of each row's block in the request, int64, increasing.
     entries: entry number of each row's block, uint32.
-    linked: entry number of the representation that is pinned with each row's block, uint32; 0:
+    linked: entry number of the sketch that is pinned with each row's block, uint32; 0:
         none.
-    num_linked: number of rows with a pinned representation.
+    num_linked: number of rows with a pinned sketch.
     """
 
     most: int
@@ -69,7 +69,7 @@ class ResidentGroup:
 
     def slots(self, num_blocks: int) -> dict[int, int]:
         """Returns the number of slots (places in the arena) of each size that `num_blocks` blocks
-        need, with a representation (compact form of keys) for each block."""
+        need, with a sketch (compact form of keys) for each block."""
         return self._slots(num_blocks, num_blocks)
 
     def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
@@ -89,15 +89,15 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position the entry (record in the block table) of the representation
-        (compact form of keys) that is pinned with its block; 0 if no representation is pinned."""
+        """Returns for each position the entry (record in the block table) of the sketch
+        (compact form of keys) that is pinned with its block; 0 if no sketch is pinned."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds a row for each block that the residency now pins, without its representation
+        """Adds a row for each block that the residency now pins, without its sketch
         (compact form of keys).
 
         positions: positions of the blocks, increasing; the group must not have rows for them yet.
@@ -109,18 +109,18 @@ class ResidentGroup:
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records the pinned representations of blocks that had no representation (compact form of
+        """Records the pinned sketches of blocks that had no sketch (compact form of
         keys) yet.
 
         rows: rows of the blocks.
-        linked: entry (record in the block table) of each block's representation.
+        linked: entry (record in the block table) of each block's sketch.
         """
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
         """Removes up to `most` rows (one for each pinned block), the last rows first. Returns the
-        entries of their blocks and representations (compact forms of keys)."""
+        entries of their blocks and sketches (compact forms of keys)."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
         gone: Entries = np.concatenate((self.entries[keep:], linked[linked != 0]))
@@ -133,7 +133,7 @@ class ResidentGroup:
         return gone
 
     def pinned(self) -> Entries:
-        """Returns the entries of all blocks and representations (compact forms of keys) that the
+        """Returns the entries of all blocks and sketches (compact forms of keys) that the
         group pins."""
         entries: Entries = np.concatenate((self.entries, self.linked[self.linked != 0]))
         return entries
@@ -177,7 +177,7 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Returns the number of blocks that the residency pins, without representations (compact
+        """Returns the number of blocks that the residency pins, without sketches (compact
         forms of keys)."""
         return sum(len(group.positions) for group in self.groups.values())
 
@@ -188,7 +188,7 @@ class Residency:
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
         """Returns the number of slots (places in the arena) of each size that blocks need, together
-        with their representations (compact forms of keys, for sparse attention).
+        with their sketches (compact forms of keys, for sparse attention).
 
         num_blocks: number of blocks, by group.
         """

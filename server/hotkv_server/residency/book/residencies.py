@@ -79,7 +79,7 @@ class Residencies:
     def open(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
-        """Reserves room for a residency: for its blocks, and for a representation (a compact form
+        """Reserves room for a residency: for its blocks, and for a sketch (a compact form
         of a block's keys) per block if the session has declared a kind. If the residency is already
         open, reserves only the additional blocks.
 
@@ -104,7 +104,7 @@ class Residencies:
                 self.book.grow(residency, num_blocks)
             self.bound.promise(residency.tenant, slots)
         index, value = self._words.of_session(residency.session_number)
-        return ResidencyOpened(residency.residency_id, index, value, self._words.generation)
+        return ResidencyOpened(residency.residency_id, index, value, self._words.start_number)
 
     def _asked(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
@@ -188,7 +188,7 @@ class Residencies:
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """Pins the blocks of `hashes` that are ready and verified, with their representations
+        """Pins the blocks of `hashes` that are ready and verified, with their sketches
         (compact forms of keys, for sparse attention).
 
         Returns the slot offset of each block in the arena; -1 if the block is not pinned, or if its
@@ -253,7 +253,7 @@ class Residencies:
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
         """Pins the ready blocks among `hashes` that a restart has restored and that have not been
-        compared with their check values (checksums) yet. Returns the entries (records in the block
+        compared with their checksums yet. Returns the entries (records in the block
         table) of these blocks. The caller must compare them, and then pass them to
         `resident.let_go`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
@@ -334,7 +334,7 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """Handles blocks that do not match their check values: closes all residencies (requests
+        """Handles blocks that do not match their checksums: closes all residencies (requests
         whose KV stays in host memory) of each session that may be reading any of these blocks. The
         session's client may have read damaged bytes. So the session's validity word is changed,
         which makes the client stop."""
@@ -422,14 +422,14 @@ def _new_group(
 ) -> ResidentGroup:
     kinds = {
         kind: aligned(record.shape(kind).slot_bytes)
-        for kind in session.representations
+        for kind in session.sketches
         if record.block_group(kind) == group_index
     }
     largest = max(kinds.values(), default=0)
     return ResidentGroup(
         count,
         aligned(record.shape(group_index).slot_bytes),
-        # Pin only the kinds of representations (compact forms of keys) that have the largest slots:
+        # Pin only the kinds of sketches (compact forms of keys) that have the largest slots:
         # for each block, room for one slot of this size is reserved.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,

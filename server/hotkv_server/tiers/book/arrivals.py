@@ -35,8 +35,8 @@ class Arrivals:
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
         neither ready nor reserved in host memory. Returns no positions for a list of
-        representations (compact forms of keys, for sparse attention), because tiers don't store
-        representations."""
+        sketches (compact forms of keys, for sparse attention), because tiers don't store
+        sketches."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -136,8 +136,8 @@ class Arrivals:
         block ready.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
-        `checks` uint64 [n]: check values (checksums) of the found blocks; None if the server
-            computes no check values.
+        `checks` uint64 [n]: checksums of the found blocks; None if the server
+            computes no checksums.
         """
         if len(move.forsaken):
             forsaken, move.forsaken = move.forsaken, move.forsaken[:0]

@@ -77,19 +77,19 @@ class Copies:
         total, or when about MAX_LOOKED blocks were checked. This is a generator, which yields
         between parts of the work, so that the caller can run other work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
-        generations = index.table.records[:, table.W_GENERATION]
+        reuses = index.table.records[:, table.W_REUSES]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]
         while len(waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
             some = waiting.take(num_bytes)
             num_looked += len(some) + PART_BLOCKS
             num_bytes -= int(index.slot_bytes(some).sum())
             parts.append(some)
-            known.append(generations[some])
+            known.append(reuses[some])
             yield
         # While this generator was suspended, a block may have been evicted and its entry number
-        # reused for another block. The generation of the entry has then changed.
+        # reused for another block. The reuse count of the entry has then changed.
         taken = np.concatenate(parts)
-        same = (generations[taken] == np.concatenate(known)) & index.is_ready(taken)
+        same = (reuses[taken] == np.concatenate(known)) & index.is_ready(taken)
         return each_once(taken[same])
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:

@@ -84,7 +84,7 @@ class Demotion:
         the caller can run other work.
         """
         index, num_looked = self._host.index, 0
-        generations = index.table.records[:, table.W_GENERATION]
+        reuses = index.table.records[:, table.W_REUSES]
         taken = known = np.empty(0, np.uint32)
         held, held_known = taken, known
         held_key_spaces: set[int] = set()
@@ -98,23 +98,23 @@ class Demotion:
             held_key_spaces |= self._stopped(some)
             is_held = np.isin(index.key_spaces(some), list(held_key_spaces))
             held = np.concatenate((held, some[is_held]))
-            held_known = np.concatenate((held_known, generations[some[is_held]]))
+            held_known = np.concatenate((held_known, reuses[some[is_held]]))
             some = some[~is_held]
-            same = taken[generations[taken] == known]
+            same = taken[reuses[taken] == known]
             some = some[self.lacks(some) & ~np.isin(some, same)]
             if len(some):
                 some = some[self.gate.admit(self._offered(some, same), now_s)]
             num_bytes -= int(index.slot_bytes(some).sum())
             taken = np.concatenate((taken, some))
-            known = np.concatenate((known, generations[some]))
+            known = np.concatenate((known, reuses[some]))
             yield
         # While this generator was suspended, a block may have been evicted and its entry number
-        # reused for another block. The generation of the entry has then changed.
-        ready: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
+        # reused for another block. The reuse count of the entry has then changed.
+        ready: Entries = taken[(reuses[taken] == known) & index.is_ready(taken)]
         # First put the held blocks back at the head of the queue. If blocks of `ready` must go back
         # too (`put_back`, below), they are then inserted before the held blocks, which follow them
         # in their sequences.
-        self.waiting.add_first(held[(generations[held] == held_known) & index.is_ready(held)])
+        self.waiting.add_first(held[(reuses[held] == held_known) & index.is_ready(held)])
         # A flush may have begun while this generator was suspended.
         is_stopped = np.isin(index.key_spaces(ready), list(self._stopped(ready)))
         if is_stopped.any():
@@ -273,7 +273,7 @@ class Demotion:
         `is_plain`, without asking the write gate (`WriteGate`).
 
         `is_stored` [n]: True if the tier has stored the block.
-        `seals` uint64 [n]: seals (check values) of the stored blocks.
+        `seals` uint64 [n]: seals (checksums) of the stored blocks.
         `is_unfit` [n]: True if the encoded form of the block did not fit its place; None if all
             forms fitted.
         """

@@ -10,7 +10,7 @@ disk; `place_sizes` chooses the sizes of the places. Always true:
   anywhere;
 - if the disk loses a block, the copy of the block in host memory stays.
 
-Representations (summaries of blocks for sparse attention) stay in host memory.
+Sketches (summaries of blocks for sparse attention) stay in host memory.
 """
 
 from collections.abc import Iterator

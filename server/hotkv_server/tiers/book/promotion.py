@@ -52,8 +52,8 @@ class Promotion:
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
         """Looks up a list of blocks in the disk's block table. Returns, for each block, the number
         of its entry in this table; 0 if the block is not ready on the disk. Returns only zeros for
-        a list of representations (compact forms of keys, for sparse attention), because
-        representations are never on the disk.
+        a list of sketches (compact forms of keys, for sparse attention), because
+        sketches are never on the disk.
 
         `positions`: positions in the list of the blocks to look up; None: all blocks.
         """
@@ -112,8 +112,8 @@ class Promotion:
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.
-        `checks` uint64 [n]: check values (checksums) of the found blocks; None if the server
-            computes no check values.
+        `checks` uint64 [n]: checksums of the found blocks; None if the server
+            computes no checksums.
         """
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))

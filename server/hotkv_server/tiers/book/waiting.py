@@ -32,8 +32,8 @@ class WaitingBlocks:
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        # Each part has waiting entries, their generations, and the sizes of their slots. The
-        # generation of an entry changes when its number is reused. Blocks of many small calls of
+        # Each part has waiting entries, their reuses, and the sizes of their slots. The
+        # reuse count of an entry changes when its number is reused. Blocks of many small calls of
         # `add` share a part: a part for each such call would take some 500 bytes per block, which
         # adds up while a tier is down.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
@@ -69,13 +69,13 @@ class WaitingBlocks:
             self._drop_oldest()
 
     def _part(self, entries: Entries) -> tuple[Entries, Entries, Int64s]:
-        """Returns a new part for the queue, with these blocks, the generations of their entries
+        """Returns a new part for the queue, with these blocks, the reuses of their entries
         (numbers that change when an entry is reused) and the sizes of their slots. Counts the
         blocks as waiting."""
         sizes = self._index.slot_bytes(entries)
         self._num_entries += len(entries)
         self.num_bytes += int(sizes.sum())
-        return entries.copy(), self._index.table.records[entries, table.W_GENERATION].copy(), sizes
+        return entries.copy(), self._index.table.records[entries, table.W_REUSES].copy(), sizes
 
     def _drop_oldest(self) -> None:
         """Drops the oldest blocks if more blocks wait than host memory can have entries."""
@@ -84,15 +84,15 @@ class WaitingBlocks:
 
     def _cut(self, count: int) -> tuple[Entries, Entries]:
         """Removes the first `count` entries (blocks) from the queue, but only from its first part.
-        Returns them, and their generations (numbers that show whether an entry was reused)."""
-        entries, generations, sizes = self._parts[0]
+        Returns them, and their reuses (numbers that show whether an entry was reused)."""
+        entries, reuses, sizes = self._parts[0]
         if count < len(entries):
-            self._parts[0] = entries[count:], generations[count:], sizes[count:]
+            self._parts[0] = entries[count:], reuses[count:], sizes[count:]
         else:
             self._parts.popleft()
         self._num_entries -= min(count, len(entries))
         self.num_bytes -= int(sizes[:count].sum())
-        return entries[:count], generations[:count]
+        return entries[:count], reuses[:count]
 
     def take(self, num_bytes: int) -> Entries:
         """Removes the next blocks from the queue: at most `num_bytes` in total, but at least one
@@ -101,6 +101,6 @@ class WaitingBlocks:
         sizes = self._parts[0][2]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         some, known = self._cut(count)
-        same = self._index.table.records[some, table.W_GENERATION] == known
+        same = self._index.table.records[some, table.W_REUSES] == known
         taken: Entries = some[same & self._index.is_ready(some)]
         return taken

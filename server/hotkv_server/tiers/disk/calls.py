@@ -48,7 +48,7 @@ class DiskCall:
     `answer`: called with `codes` and `seals` when the call has ended.
     `codes`: uint8 [n], the result of each block, a value of `Read` or `Write`; FAILED until the
         result is known.
-    `seals`: uint64 [n], the seals (check values) of written blocks; 0 until they are known.
+    `seals`: uint64 [n], the seals (checksums) of written blocks; 0 until they are known.
     """
 
     blocks: Blocks

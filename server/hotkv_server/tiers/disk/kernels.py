@@ -1,6 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that move blocks between memory and a file, and compute the blocks' seals (check
-values), without the GIL. Load them with `hotkv_proto.native.require`.
+"""Numba kernels that move blocks between memory and a file, and compute the blocks' seals (checksums), without the GIL. Load them with `hotkv_proto.native.require`.
 
 Always true: if a block can't be moved, the blocks after it are moved all the same.
 
@@ -223,7 +222,7 @@ def _folded(typingctx: Any, one: Any, other: Any) -> Any:
     types.void(_INPUTS, _INPUTS, types.uint64[:, ::1], types.uint64[::1]), nogil=True, cache=True
 )
 def seal_many(addresses: Any, sizes: Any, secrets: Any, seals: Any) -> None:
-    """Computes the seals (check values) of n blocks, as `tiers.seals.seal` does: sets `seals[i]` to
+    """Computes the seals (checksums) of n blocks, as `tiers.seals.seal` does: sets `seals[i]` to
     the seal of the `sizes[i]` bytes of memory at `addresses[i]`.
 
     `addresses`, `sizes`: int64 [n]; each size must be more than 240.

@@ -6,7 +6,7 @@ of a block is smaller than its slot, the block is stored encoded, that is compre
 (`tiers.compression.form`).
 
 Always true: a block is FOUND only if the file has returned the written bytes unchanged. The block's
-seal (check value) covers all bytes of its place, and is compared before the bytes are decoded. (A
+seal (checksum) covers all bytes of its place, and is compared before the bytes are decoded. (A
 seal over decoded bytes would not cover the unused bytes of the encoded form.) The seed of the seal
 is computed from the block's key. For an encoded block the key has a suffix, so plain and encoded
 bytes of a block have different seals.
@@ -93,7 +93,7 @@ class BlockMover:
 
     def move(self, piece: DiskPiece) -> None:
         """Copies the blocks of a piece (part of a read or write call). Sets their codes (results)
-        and, for a write, their seals (check values).
+        and, for a write, their seals (checksums).
 
         A block is not copied, and stays FAILED, in three cases: its slot is outside the arena; it
         would be written outside the file; or it gets no staging memory in time.
@@ -150,7 +150,7 @@ class BlockMover:
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
         """Reads the blocks of `rows` (some blocks of `call`) from the file to memory at
-        `addresses`. Returns a mask of the blocks whose bytes match their seals (check values).
+        `addresses`. Returns a mask of the blocks whose bytes match their seals (checksums).
 
         Sets a block's result to CORRUPT in three cases: the block's bytes don't match its seal; the
         file ends before these bytes; or the disk can't read this block but can read another part of
@@ -213,7 +213,7 @@ class BlockMover:
     def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
         """Writes the stored bytes of the blocks of `rows` (some blocks of `call`), which are in
         memory at `addresses`, to the blocks' places in the file. Sets the blocks' codes (results),
-        and the seals (check values) of STORED blocks."""
+        and the seals (checksums) of STORED blocks."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
         whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)
@@ -225,7 +225,7 @@ class BlockMover:
             call.code = -int(failed[-1])
 
     def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
-        """Returns the seals (check values) of the blocks of `rows` (some blocks of `call`), whose
+        """Returns the seals (checksums) of the blocks of `rows` (some blocks of `call`), whose
         stored bytes are in memory at `addresses`."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):

@@ -1,7 +1,6 @@
 """The disk tier: moves blocks between slots of the arena and the slab file, on its own threads.
 
-The cache core chooses the place of each block in the file, and keeps the block's seal (check
-value). Always true:
+The cache core chooses the place of each block in the file, and keeps the block's seal (checksum). Always true:
 
 - a read finds a block only if all its bytes match its seal. So the disk may reorder or lose writes
   without harm;
@@ -133,7 +132,7 @@ class DiskTier:
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Reads blocks into their slots (places in the arena); see `Tier.read`.
 
-        A block is CORRUPT in three cases: the block's bytes don't match its seal (check value); the
+        A block is CORRUPT in three cases: the block's bytes don't match its seal (checksum); the
         file ends before these bytes; or the disk can read other places of the file, but not the
         block's place. A block is FAILED if the disk can't read at all, or if no staging memory was
         free until the deadline.

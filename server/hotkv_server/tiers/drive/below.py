@@ -22,7 +22,7 @@ from hotkv_server.node.persistence import state_of
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
-from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.flushes import Generations
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.tasks import TierTasks, agreeing, blocks_of, future, on_loop
@@ -47,9 +47,9 @@ class TierBelow:
 
     `tier`: reads and writes the bytes of blocks.
     `lower`: records which blocks are on the disk, and which moves are under way.
-    `epochs`: knows whether blocks on the disk may be older than a flush (deletion of all blocks of
+    `generations`: knows whether blocks on the disk may be older than a flush (deletion of all blocks of
         a key space).
-    `verifier`: compares blocks with their check values (checksums).
+    `verifier`: compares blocks with their checksums.
     `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
         effect.
     `memory`: the disk's records, which a thread writes to files; None if the tier's blocks need not
@@ -61,7 +61,7 @@ class TierBelow:
         core: CacheCore,
         tier: Tier,
         verifier: Verifier,
-        epochs: Epochs,
+        generations: Generations,
         moving_bytes: int,
         memory: LowerMemory | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class TierBelow:
         self.tracing: Tracer | None = None
         self._core = core
         self._verifier = verifier
-        self._epochs = epochs
+        self._generations = generations
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
         self._down_bytes = 0
         self._asked_revision = -1
@@ -92,8 +92,7 @@ class TierBelow:
 
         `tasks`: runs the task.
         `tell`: sends the core's notices and events about removed blocks. Called after blocks may
-            have been evicted or condemned (dropped, because their bytes did not match their check
-            values).
+            have been evicted or condemned (dropped, because their bytes did not match their checksums).
         `on_ready`: called after blocks were moved down, with their entries in the disk's block
             table, the medium (`Medium.DISK`) and the tier's name.
         """
@@ -133,9 +132,9 @@ class TierBelow:
     def _is_kept(self) -> bool:
         """Returns True if the files for the next server are up to date: they have all key spaces
         (each is a model in a configuration) of this node, and each key space's present seal
-        number (`Record.local`, part of the check values of its blocks). Only then are blocks moved
+        number (`Record.local`, part of the checksums of its blocks). Only then are blocks moved
         to the disk: without these files the next server could not read them."""
-        return self._keep_key_spaces() and self._epochs.are_seals_saved
+        return self._keep_key_spaces() and self._generations.are_seals_saved
 
     def _keep_key_spaces(self) -> bool:
         """Returns True if the file of the disk's key spaces has all key spaces of this node. If the
@@ -171,14 +170,14 @@ class TierBelow:
         `is_plain`: True stores the blocks without encoding.
         """
         index, down = self._core.space.index, self.lower.down
-        generations = index.table.records[entries, table.W_GENERATION]
+        reuses = index.table.records[entries, table.W_REUSES]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
             tell()
-        same = index.table.records[entries, table.W_GENERATION] == generations
+        same = index.table.records[entries, table.W_REUSES] == reuses
         return down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move to the disk. If a block's bytes do not match its check value
+        """Writes the blocks of a move to the disk. If a block's bytes do not match its checksum
         (checksum), the block does not become ready on the disk. If its encoded form is too large,
         writes the block again, without encoding. `tell`: sends the core's notices and events about
         removed blocks (see `start`)."""
@@ -215,12 +214,12 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Waits until the shared stores have confirmed the key space's epochs (numbers that each
+        """Waits until the shared stores have confirmed the key space's generations (numbers that each
         flush raises), so that blocks may be loaded from the disk. Waits at most until `until_s`, a
         time of time.monotonic. Does not access the disk, because `lower` records which blocks the
         disk has."""
         if self.has_some(key_space_id, groups):
-            await self._epochs.confirm_all(key_space_id, until_s)
+            await self._generations.confirm_all(key_space_id, until_s)
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Returns True if a block of these lists of hashes is on the disk and not in host
@@ -232,7 +231,7 @@ class TierBelow:
         on the disk and not in host memory. Returns no positions unless all shared stores have
         confirmed, a short time ago, that the key space was not flushed. The reason: a flush on
         another node must also delete the blocks on this disk."""
-        if not self._epochs.are_all_confirmed(key_space_id):
+        if not self._generations.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
@@ -241,21 +240,21 @@ class TierBelow:
         ready on the disk. All False unless all shared stores have confirmed, a short time ago, that
         the key space was not flushed. The reason: a flush on another node must also delete the
         blocks on this disk."""
-        may = self._epochs.are_all_confirmed(key_space_id)
+        may = self._generations.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to load blocks from the disk: reserves slots in host memory, for as many blocks as
         there is room for. Returns None if no block gets a slot (place in the arena), or if the
         shared stores must first confirm again that the key space was not flushed (see `wanted`)."""
-        may = self._epochs.are_all_confirmed(key_space_id)
+        may = self._generations.are_all_confirmed(key_space_id)
         return self.lower.up.begin(key_space_id, groups, now_s) if may else None
 
     def blocks(self, move: Move) -> Blocks:
         """Describes the blocks of a move. The result is the argument of `Tier.read` or
         `Tier.write`."""
         below = self.lower.space.index
-        prefix = self._epochs.disk_prefix(move.key_space_id)
+        prefix = self._generations.disk_prefix(move.key_space_id)
         blocks = blocks_of(self._core, move.entries, prefix)
         return replace(
             blocks,
@@ -269,8 +268,8 @@ class TierBelow:
         the number of blocks that the disk has lost: they were damaged or absent.
 
         `codes`: the result of each block's read, a value of `Read`, uint8 [n].
-        `checks`: the check values (checksums) of the blocks, uint64 [n]; zeros if the server
-            computes no check values.
+        `checks`: the checksums of the blocks, uint64 [n]; zeros if the server
+            computes no checksums.
         """
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)

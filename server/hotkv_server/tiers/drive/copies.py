@@ -2,8 +2,8 @@
 stored on this node are copied soon. *Old* blocks are copied at a limited rate. Old blocks are:
 blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
 
-Always true: a block is written only if its bytes match its check value (checksum). In addition, the
-store must have confirmed its key space's epoch (a number that each flush raises) in the last 1.5 s.
+Always true: a block is written only if its bytes match its checksum. In addition, the
+store must have confirmed its key space's generation (a number that each flush raises) in the last 1.5 s.
 Before old blocks are written, the tier is asked which of them it has already; only the blocks that
 it lacks are written. While the tier has a known problem, copying pauses.
 
@@ -27,7 +27,7 @@ from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.copies import OLD, STORED, Copies
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
-from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.flushes import Generations
 from hotkv_server.tiers.drive.tasks import (
     TierTasks,
     agreeing,
@@ -47,7 +47,7 @@ MAX_OUT_BYTES = 64 << 20
 """Most bytes of blocks that are being copied at a time. These blocks can't be evicted from host
 memory."""
 LEARN_S = 1.0
-"""Longest time that a write waits, before it begins, for the store to confirm the epoch (number
+"""Longest time that a write waits, before it begins, for the store to confirm the generation (number
 that each flush raises) of the blocks' key space."""
 PROBE_S = 2.0
 """Longest wait until the tier has answered which of the old blocks it has."""
@@ -68,13 +68,13 @@ class TierCopies:
     """Copies blocks from host memory to a tier that other nodes share; see the module.
 
     `breaker`: knows whether the tier is broken.
-    `epochs`: knows whether the store has confirmed a key space's epoch (a number that each flush
+    `generations`: knows whether the store has confirmed a key space's generation (a number that each flush
         raises).
-    `verifier`: compares blocks with their check values (checksums).
+    `verifier`: compares blocks with their checksums.
     `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
     `num_copied`: number of blocks that were written to the tier, or were in it already.
     `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
-        all tries failed, a flush removed them, or their bytes did not match their check values.
+        all tries failed, a flush removed them, or their bytes did not match their checksums.
     `on_ready`: called after blocks were copied, with their entries in host memory, the medium
         (`Medium.REMOTE`) and the tier's name.
     """
@@ -84,7 +84,7 @@ class TierCopies:
         core: CacheCore,
         tier: SharedTier,
         breaker: Breaker,
-        epochs: Epochs,
+        generations: Generations,
         verifier: Verifier,
         moving_bytes: int,
     ) -> None:
@@ -95,7 +95,7 @@ class TierCopies:
         self._tier = tier
         self._name = tier.facts().name
         self._breaker = breaker
-        self._epochs = epochs
+        self._generations = generations
         self._verifier = verifier
         books = books_of(core)
         self._copies = Copies(books.moves)
@@ -127,7 +127,7 @@ class TierCopies:
 
         `tasks`: runs the tasks.
         `tell`: sends the core's notices and events about removed blocks. Called after blocks may
-            have been condemned (dropped, because their bytes did not match their check values).
+            have been condemned (dropped, because their bytes did not match their checksums).
         """
         tasks.spawn(self._copy_stored(tasks, tell))
         tasks.spawn(self._copy_old(tasks, tell))
@@ -135,9 +135,9 @@ class TierCopies:
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
         """Queues old blocks of host memory (blocks from the disk or from an earlier server) to be
-        copied to the tier. Does nothing unless `Epochs.may_offer` allows it: among other things,
+        copied to the tier. Does nothing unless `Generations.may_offer` allows it: among other things,
         no flush may be on its way to a store."""
-        if self._epochs.may_offer(self._name, key_space_id):
+        if self._generations.may_offer(self._name, key_space_id):
             self._copies.add_old(entries)
 
     async def _copy_stored(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
@@ -191,7 +191,7 @@ class TierCopies:
 
     async def _offer_left(self, tasks: TierTasks) -> None:
         """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
-        the blocks of a key space (a model in a configuration) only once `Epochs.may_offer` allows
+        the blocks of a key space (a model in a configuration) only once `Generations.may_offer` allows
         it: among other things, no flush may be on its way to a store."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
@@ -201,7 +201,7 @@ class TierCopies:
             if key_space_id not in self._core.key_spaces:
                 self._left.popleft()
                 first = 0
-            elif not self._epochs.may_offer(self._name, key_space_id):
+            elif not self._generations.may_offer(self._name, key_space_id):
                 self._left.rotate()
                 first = 0
             elif not len(self._copies.lanes[OLD]):
@@ -216,7 +216,7 @@ class TierCopies:
 
     async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the tier, then ends the move. Skips old blocks that the
-        tier already has, and blocks whose bytes do not match their check values (checksums).
+        tier already has, and blocks whose bytes do not match their checksums.
 
         `lane`: number of the queue from which the blocks were taken (`book.copies`).
         `tell`: sends the core's notices and events about removed blocks (see `start`).
@@ -229,10 +229,10 @@ class TierCopies:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
-            # Confirm the epoch (number that each flush raises) only after the probe: a flush may
+            # Confirm the generation (number that each flush raises) only after the probe: a flush may
             # have begun during the probe.
             until_s = time.monotonic() + LEARN_S
-            if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
+            if not await self._generations.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED
             elif len(at := at[~move.is_void[at]]):
                 if lane != STORED:
@@ -261,12 +261,12 @@ class TierCopies:
         the tier has it, 0 if the tier lacks it, FAILED if the tier did not answer."""
         codes = np.full(len(move), Write.FAILED, np.uint8)
         until_s = time.monotonic() + PROBE_S
-        if await self._epochs.confirm(self._name, move.key_space_id, until_s):
+        if await self._generations.confirm(self._name, move.key_space_id, until_s):
             ended: asyncio.Future[tuple[Codes]] = future()
             _, groups, hashes = self._core.space.index.keys(move.entries)
-            prefix = self._epochs.prefix(self._name, move.key_space_id)
+            prefix = self._generations.prefix(self._name, move.key_space_id)
             keys = tier_keys(prefix, groups.tolist(), hashes)
-            expected = self._epochs.expected(self._name, move.key_space_id)
+            expected = self._generations.expected(self._name, move.key_space_id)
             self._tier.probe(keys, until_s, on_loop(ended), expected)
             (found,) = await ended
             codes[found == Read.FOUND] = Write.PRESENT
@@ -277,8 +277,8 @@ class TierCopies:
         """Writes the blocks at positions `at` of a move to the tier. Returns their results, values
         of `Write` (STORED, PRESENT, …)."""
         number, ended = move.key_space_id, future()
-        prefix = self._epochs.prefix(self._name, number)
-        expected = self._epochs.expected(self._name, number)
+        prefix = self._generations.prefix(self._name, number)
+        expected = self._generations.expected(self._name, number)
         blocks = blocks_of(self._core, move.entries[at], prefix, expected)
         spans: list[Span] = []
         if self.tracing is not None:

@@ -18,7 +18,7 @@ from hotkv_server.node.capability import Lying
 from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.flushes import Generations
 from hotkv_server.tiers.drive.reads import Listed, both, count, either, needed, worth
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tasks import TierTasks
@@ -75,7 +75,7 @@ class TierLookups:
     `sources`: all tiers. If several tiers have a block, the first of them is preferred.
     `shared`: the shared tiers among the sources. This node has no record of their blocks, so it
         must ask these tiers which blocks they have.
-    `epochs`: knows which epochs (numbers that flushes raise) the stores of shared tiers have
+    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers have
         confirmed.
     `waiting`: counts the calls that wait for tiers.
     `tasks`: knows whether the node is closing; then no lookup waits for tiers any more.
@@ -89,7 +89,7 @@ class TierLookups:
         core: CacheCore,
         sources: Sequence[TierSource],
         shared: Sequence[TierShared],
-        epochs: Epochs,
+        generations: Generations,
         waiting: WaitingCalls,
         tasks: TierTasks,
         lookup_wait_s: float,
@@ -99,7 +99,7 @@ class TierLookups:
         self._books = books_of(core)
         self._sources = sources
         self._shared = shared
-        self._epochs = epochs
+        self._generations = generations
         self._waiting = waiting
         self._tasks = tasks
         self._lookup_wait_s = lookup_wait_s
@@ -191,7 +191,7 @@ class TierLookups:
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Returns True if a lookup must call `ask` before it is answered. There are two reasons: a
         shared tier may have a block that host memory lacks; or the stores must first confirm the
-        key space's epoch (a number that each flush raises), so that blocks may be loaded from the
+        key space's generation (a number that each flush raises), so that blocks may be loaded from the
         disk or a shared tier.
 
         Returns False without a session, if the session's client does not support tiers
@@ -203,7 +203,7 @@ class TierLookups:
         if self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
-        if self._epochs.must_ask(key_space_id):
+        if self._generations.must_ask(key_space_id):
             return any(
                 one.breaker.lets_pass and one.has_some(key_space_id, groups)
                 for one in self._sources
@@ -221,7 +221,7 @@ class TierLookups:
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Calls `look` of all tiers at the same time: asks the shared tiers which of these blocks
-        they have, and asks the stores to confirm the key space's epochs (numbers that each flush
+        they have, and asks the stores to confirm the key space's generations (numbers that each flush
         raises). Waits for the answers at most until `until_s`, a time of time.monotonic."""
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
@@ -250,7 +250,7 @@ class TierLookups:
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
         """Returns the blocks that must be loaded from tiers for the longest possible hit of a
-        lookup: a list for each list in `groups`, without lists of representations (compact forms of
+        lookup: a list for each list in `groups`, without lists of sketches (compact forms of
         keys).
 
         If host memory has the block before a block to load, the result names that block too,

@@ -11,7 +11,7 @@ Always true:
 - if a server is killed during its start, the next server still finds the old table, because the new
   table is a separate file until it is complete;
 - a wrong record in the file does no harm: each read compares the bytes at the block's place with
-  the block's seal (check value). So the file may be older than the table in memory, by KEEP_S and
+  the block's seal (checksum). So the file may be older than the table in memory, by KEEP_S and
   the time that the disk takes.
 """
 

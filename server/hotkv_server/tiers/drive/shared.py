@@ -1,9 +1,9 @@
 """Drives a tier that other nodes share: copies blocks that are stored on this node to the tier, and
 asks the tier for blocks that this node lacks.
 
-Always true: blocks are read and written only if the store has confirmed the epoch of their key
-space in the last 1.5 s. (An epoch is a number that each flush raises; see `drive.epochs`.) Written
-blocks match their check values (checksums). Runs on the event loop; the tier calls `on_done` on its
+Always true: blocks are read and written only if the store has confirmed the generation of their key
+space in the last 1.5 s. (A generation is a number that each flush raises; see `drive.generations`.) Written
+blocks match their checksums. Runs on the event loop; the tier calls `on_done` on its
 own threads.
 """
 
@@ -24,7 +24,7 @@ from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.copies import TierCopies
-from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.flushes import Generations
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.tasks import blocks_of, future, on_loop
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, SharedTier
@@ -118,8 +118,8 @@ class TierShared:
     """Copies blocks of this node to a tier that other nodes share, and loads blocks from this tier;
     see the module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
-    `verifier`: compares blocks with their check values (checksums).
-    `epochs`: knows which epochs (numbers that flushes raise) the stores of shared tiers have
+    `verifier`: compares blocks with their checksums.
+    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers have
         confirmed.
     `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).
     `out`: copies blocks to the tier.
@@ -133,7 +133,7 @@ class TierShared:
         core: CacheCore,
         tier: SharedTier,
         verifier: Verifier,
-        epochs: Epochs,
+        generations: Generations,
         moving_bytes: int,
     ) -> None:
         self.tier = tier
@@ -142,8 +142,8 @@ class TierShared:
         self.name = tier.facts().name
         self.num_fetched = 0
         self.below: Breaker | None = None
-        self.out = TierCopies(core, tier, self.breaker, epochs, verifier, moving_bytes)
-        self._epochs = epochs
+        self.out = TierCopies(core, tier, self.breaker, generations, verifier, moving_bytes)
+        self._generations = generations
         self._core = core
         self._books = books_of(core)
         self._found = FoundBlocks()
@@ -160,7 +160,7 @@ class TierShared:
         store does not confirm that the key space was not flushed."""
         if not self.breaker.lets_pass:
             return
-        if not await self._epochs.confirm(self.name, key_space_id, until_s):
+        if not await self._generations.confirm(self.name, key_space_id, until_s):
             return
         lists: list[tuple[bytes, Words]] = []
         for head, one, at in self._named(key_space_id, groups):
@@ -179,7 +179,7 @@ class TierShared:
         if not keys or not self.breaker.take_turn():
             return
         ended: asyncio.Future[tuple[Codes]] = future()
-        expected = self._epochs.expected(self.name, key_space_id)
+        expected = self._generations.expected(self.name, key_space_id)
         # An answer that is too late for this lookup still serves the next lookup.
         ended.add_done_callback(lambda answer: self._heard(asked, answer))
         deadline_s = max(until_s, time.monotonic() + PROBE_S)
@@ -198,7 +198,7 @@ class TierShared:
         time ago, that the key space was not flushed."""
         now_s = time.monotonic()
         wanted = [np.empty(0, np.int64) for _ in groups]
-        if not self._epochs.is_confirmed(self.name, key_space_id) or not len(self._found):
+        if not self._generations.is_confirmed(self.name, key_space_id) or not len(self._found):
             return wanted
         for number, (head, one, at) in enumerate(self._named(key_space_id, groups)):
             wanted[number] = at[self._found.among(head, rows(one.hashes, at), now_s)]
@@ -221,7 +221,7 @@ class TierShared:
             key_space_id, groups, wanted, lambda group: record.shape(group).slot_bytes
         )
         if move is not None:
-            prefix = self._epochs.prefix(self.name, key_space_id)
+            prefix = self._generations.prefix(self.name, key_space_id)
             _, moving, hashes = self._core.space.index.keys(move.entries)
             for group in np.unique(moving).tolist():
                 of_group = (words.tobytes() for words in hashes[moving == group])
@@ -231,8 +231,8 @@ class TierShared:
     def blocks(self, move: Move) -> Blocks:
         """Describes the blocks of a move. The result is the argument of `Tier.read`."""
         number = move.key_space_id
-        prefix = self._epochs.prefix(self.name, number)
-        expected = self._epochs.expected(self.name, number)
+        prefix = self._generations.prefix(self.name, number)
+        expected = self._generations.expected(self.name, number)
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
@@ -240,8 +240,8 @@ class TierShared:
         the number of damaged blocks; blocks that the tier has evicted don't count.
 
         `codes`: the result of each block's read, a value of `Read`, uint8 [n].
-        `checks`: the check values (checksums) of the blocks, uint64 [n]; zeros if the server
-            computes no check values.
+        `checks`: the checksums of the blocks, uint64 [n]; zeros if the server
+            computes no checksums.
         """
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
@@ -256,7 +256,7 @@ class TierShared:
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower, breaker = self._books.lower, self.below
         skips_disk = breaker is not None and not breaker.lets_pass
-        if lower is None or skips_disk or not self._epochs.are_all_confirmed(key_space_id):
+        if lower is None or skips_disk or not self._generations.are_all_confirmed(key_space_id):
             return absent
         return [
             at[lower.up.find(key_space_id, one, at) == 0] if len(at) else at
@@ -269,7 +269,7 @@ class TierShared:
         """Yields three values for each list of block hashes in `groups`: the beginning of its
         blocks' keys in the tier (all but the block's hash), the list, and the positions that
         `_absent` returns for it."""
-        prefix = self._epochs.prefix(self.name, key_space_id)
+        prefix = self._generations.prefix(self.name, key_space_id)
         for one, at in zip(groups, self._absent(key_space_id, groups), strict=True):
             yield b"%s/%d" % (prefix, one.group_index), one, at
 

@@ -1,4 +1,4 @@
-"""Helpers for the modules of `tiers.drive`: they run tasks on the event loop, compare check values
+"""Helpers for the modules of `tiers.drive`: they run tasks on the event loop, compare checksums
 (checksums) of blocks, and make the keys of blocks."""
 
 import asyncio
@@ -12,12 +12,12 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, Entries
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.integrity.check_values import sealed
+from hotkv_server.integrity.checksums import sealed
 from hotkv_server.integrity.sums import sums_of
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.book.moves import Move
-from hotkv_server.tiers.protocol import NO_EPOCHS, Blocks, Epochs, Seals
+from hotkv_server.tiers.protocol import NO_GENERATIONS, Blocks, Generations, Seals
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
 async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
-    """Compares the bytes of n pinned blocks in host memory with their check values (checksums).
+    """Compares the bytes of n pinned blocks in host memory with their checksums.
     Condemns (drops) the blocks that don't match, and returns a mask [n] of the blocks that match.
     `tell`: called afterwards; sends the core's notices and events about removed blocks to sessions
     and readers, which then drop the condemned blocks."""
@@ -139,9 +139,9 @@ async def agreeing(
     return good
 
 
-def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Returns the check values (checksums) of a move's n blocks, which a tier has just read into
-    their slots (places in the arena), uint64 [n]; zeros if the server computes no check values.
+def checksums(core: CacheCore, arena: Region, move: Move) -> Seals:
+    """Returns the checksums of a move's n blocks, which a tier has just read into
+    their slots (places in the arena), uint64 [n]; zeros if the server computes no checksums.
     Callable on any thread, because only the move uses these entries and slots."""
     index, stride = core.space.index, core.config.check_stride
     # Read `move.entries` only once: if the event loop abandons the move (`Arrivals.forsake`), it
@@ -162,7 +162,7 @@ def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
 
 
 def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
-    """Returns the keys of n blocks in tiers: `hotkv/1/{fingerprint}[/{epoch}]/{group}/{hash}`.
+    """Returns the keys of n blocks in tiers: `hotkv/1/{fingerprint}[/{generation}]/{group}/{hash}`.
 
     `prefix`: the part of the keys before `/{group}`.
     `groups`: for each block, the number of its KV cache group.
@@ -175,13 +175,13 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
 
 
 def blocks_of(
-    core: CacheCore, entries: Entries, prefix: bytes, epochs: Epochs = NO_EPOCHS
+    core: CacheCore, entries: Entries, prefix: bytes, generations: Generations = NO_GENERATIONS
 ) -> Blocks:
     """Returns a `Blocks`, the argument of a tier's calls, for these entries of host memory.
 
     `prefix`: the part of the blocks' keys before the group and the hash (see `tier_keys`).
-    `epochs`: the epoch (number that each flush raises) in the keys, by the key space's fingerprint.
-        A read compares it with the store's epoch; empty: no comparison.
+    `generations`: the generation (number that each flush raises) in the keys, by the key space's fingerprint.
+        A read compares it with the store's generation; empty: no comparison.
     """
     index = core.space.index
     _, groups, hashes = index.keys(entries)
@@ -190,5 +190,5 @@ def blocks_of(
         index.offsets(entries),
         index.slot_bytes(entries),
         depths=index.depths(entries),
-        epochs=epochs,
+        generations=generations,
     )

@@ -26,13 +26,13 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.flushes import Generations
 from hotkv_server.tiers.drive.lookups import TierLookups, TierSource, WaitingCalls
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tasks import (
     TierTasks,
     aside,
-    check_values,
+    checksums,
     elsewhere,
     future,
     on_loop,
@@ -110,7 +110,7 @@ class Tiers:
     group.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
-    `epochs`: executes flushes (deletions of all blocks of a key space), and knows which blocks of
+    `generations`: executes flushes (deletions of all blocks of a key space), and knows which blocks of
         tiers may be older than a flush.
     `below`: the driver of the disk tier; None without a disk. Lookups ask the disk first.
     `shared`: the drivers of the shared tiers, in the order in which lookups ask them.
@@ -122,11 +122,11 @@ class Tiers:
         core: CacheCore,
         arena: Region,
         lookup_wait_s: float,
-        epochs: Epochs,
+        generations: Generations,
         below: TierBelow | None = None,
         shared: Sequence[TierShared] = (),
     ) -> None:
-        self.epochs = epochs
+        self.generations = generations
         self.below = below
         self.shared = tuple(shared)
         for one in self.shared:
@@ -143,7 +143,7 @@ class Tiers:
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
         self.lookups = TierLookups(
-            core, self._sources, self.shared, epochs, self._waiting, self._tasks, lookup_wait_s,
+            core, self._sources, self.shared, generations, self._waiting, self._tasks, lookup_wait_s,
             self._are_moves_well,
         )  # fmt: skip
         self._tell: Callable[[], None] = lambda: None
@@ -184,7 +184,7 @@ class Tiers:
                 await asyncio.wait([written], timeout=RECORDS_WAIT_S)
             return num_blocks
 
-        self.epochs.start(self._tasks, flush_here, on_flushed)
+        self.generations.start(self._tasks, flush_here, on_flushed)
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
@@ -283,7 +283,7 @@ class Tiers:
         `groups`. Evicts no block of `groups` to make room for the loaded blocks."""
         most_bytes = self._most_bytes // 2
         await self._begin_up(key_space_id, part, groups, tries=False, most_bytes=most_bytes)
-        await self.epochs.settle(key_space_id, until_s)
+        await self.generations.settle(key_space_id, until_s)
         await self.lookups.look(key_space_id, part, until_s)
         while not (self._tasks.is_closing or self._core.draining):
             is_full = self._up_bytes >= most_bytes
@@ -456,7 +456,7 @@ class Tiers:
             }
             span.end()
         try:
-            checks = await elsewhere(check_values, self._core, self._arena, move)
+            checks = await elsewhere(checksums, self._core, self._arena, move)
         except Exception:  # For example, memory is short. End the move all the same.
             log.exception("tier=%s blocks=%d can't be checked", source.name, len(codes))
             codes, checks = np.full_like(codes, Read.FAILED), np.zeros(len(codes), np.uint64)

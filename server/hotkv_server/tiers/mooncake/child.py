@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotkv_server.tiers.mooncake.words import Line, epoch_key
-from hotkv_server.tiers.protocol import NO_EPOCH, RAISES, Read, Write, raised
+from hotkv_server.tiers.mooncake.words import Line, generation_key
+from hotkv_server.tiers.protocol import NO_GENERATION, RAISES, Read, Write, raised
 from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
 
 LOCAL_BYTES = 16 << 20
-"""Memory that the native client allocates for values that are not blocks. These are the epochs
+"""Memory that the native client allocates for values that are not blocks. These are the generations
 (numbers that each flush raises)."""
 ROW_BYTES = 64
 """Each value in Mooncake begins with a head, which describes the block. The child has memory for
@@ -41,7 +41,7 @@ ABSENT_CODE, FULL_CODE = -704, -200
 LOST_CODES = frozenset((-900, -901))
 """Codes which mean that the master did not answer: RPC_FAIL, and a request that timed out."""
 MAX_DIGITS = 19
-"""Most digits of an epoch (a number of 64 bits that each flush of a key space raises)."""
+"""Most digits of a generation (a number of 64 bits that each flush of a key space raises)."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -51,12 +51,12 @@ class MasterLostError(Exception):
 
 
 class SpoiledError(MasterLostError):
-    """The value under the key of an epoch (a number that each flush raises) is not a number."""
+    """The value under the key of a generation (a number that each flush raises) is not a number."""
 
 
 class AwayError(Exception):
-    """A key space's epoch (number that each flush raises) can't be read, because the process in
-    whose memory Mooncake stored the epoch has ended. (For some seconds after the end of that
+    """A key space's generation (number that each flush raises) can't be read, because the process in
+    whose memory Mooncake stored the generation has ended. (For some seconds after the end of that
     process, the master still lists the values in its memory.)"""
 
 
@@ -83,13 +83,13 @@ class Child:
             "read": self._read,
             "write": self._write,
             "forget": self._forget,
-            "epochs": self._begun_epochs,
+            "generations": self._begun_generations,
             "raise": self._raise,
         }
 
     def _probe(self, asked: dict[str, Any]) -> dict[str, Any]:
         codes = [_probed(code) for code in self._exist(asked["names"])]
-        return {"codes": codes, "epochs": self._epochs(asked)}
+        return {"codes": codes, "generations": self._generations(asked)}
 
     def _read(self, asked: dict[str, Any]) -> dict[str, Any]:
         names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
@@ -100,14 +100,14 @@ class Child:
                 zip(names, asked["keys"], slots, sizes, got, strict=True)
             )
         ]
-        # Read the epochs (numbers that each flush raises) after the blocks, so that no flushed
-        # block is used: `valkey.epochs` has the proof.
-        epochs = self._epochs(asked)
+        # Read the generations (numbers that each flush raises) after the blocks, so that no flushed
+        # block is used: `valkey.generations` has the proof.
+        generations = self._generations(asked)
         if corrupt := [
             name for name, code in zip(names, codes, strict=True) if code == Read.CORRUPT
         ]:
             self._store.batch_remove(corrupt, True)
-        return {"codes": codes, "epochs": epochs}
+        return {"codes": codes, "generations": generations}
 
     def _judged(self, row: int, name: str, key: bytes, slot: int, size: int, code: int) -> Read:
         if code == ABSENT_CODE:
@@ -150,68 +150,68 @@ class Child:
         self._store.batch_remove(asked["names"], True)
         return {}
 
-    def _begun_epochs(self, asked: dict[str, Any]) -> dict[str, Any]:
-        epochs: dict[str, int] = {}
+    def _begun_generations(self, asked: dict[str, Any]) -> dict[str, Any]:
+        generations: dict[str, int] = {}
         for name in asked["fingerprints"]:
-            # Leave out a key space whose value for the epoch (number that each flush raises) is not
+            # Leave out a key space whose value for the generation (number that each flush raises) is not
             # a number, so that the other key spaces stay usable.
             with contextlib.suppress(SpoiledError):
-                epochs[name] = self._begun(epoch_key(name))
-        return {"epochs": epochs}
+                generations[name] = self._begun(generation_key(name))
+        return {"generations": generations}
 
     def _raise(self, asked: dict[str, Any]) -> dict[str, Any]:
-        name = epoch_key(asked["fingerprint"])
+        name = generation_key(asked["fingerprint"])
         try:
             before = self._number(name)
         except (MasterLostError, AwayError):
-            # The old epoch (number that each flush raises) can't be read, but the flush must still
+            # The old generation (number that each flush raises) can't be read, but the flush must still
             # remove it.
-            before = NO_EPOCH
+            before = NO_GENERATION
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
-            raise MasterLostError(f"keeps an old epoch: {code}")
-        epoch = self._begun(name, asked["floor"], before)
-        if epoch == before == NO_EPOCH:
-            # Fail: the key space had no epoch (number that each flush raises), and still has none.
+            raise MasterLostError(f"keeps an old generation: {code}")
+        generation = self._begun(name, asked["floor"], before)
+        if generation == before == NO_GENERATION:
+            # Fail: the key space had no generation (number that each flush raises), and still has none.
             # So other nodes would not notice the flush.
-            raise MasterLostError("has no room for an epoch")
-        if NO_EPOCH < epoch <= max(asked["floor"], before):
-            # Another node was first to store a new epoch (number that each flush raises). It did
-            # not know `floor` or `before`, so its epoch is too low.
-            raise MasterLostError("was given an old epoch meanwhile")
-        return {"epoch": epoch}
+            raise MasterLostError("has no room for a generation")
+        if NO_GENERATION < generation <= max(asked["floor"], before):
+            # Another node was first to store a new generation (number that each flush raises). It did
+            # not know `floor` or `before`, so its generation is too low.
+            raise MasterLostError("was given an old generation meanwhile")
+        return {"generation": generation}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the key space's epoch (a number that each flush raises) that is stored under the
-        key `name`. If the key is absent, first begins an epoch above all `known` epochs. Returns
-        NO_EPOCH if the store has no room for the new epoch.
+        """Returns the key space's generation (a number that each flush raises) that is stored under the
+        key `name`. If the key is absent, first begins a generation above all `known` generations. Returns
+        NO_GENERATION if the store has no room for the new generation.
 
-        A put under an existing key changes nothing. So if two nodes begin an epoch at the same
-        time, both return the epoch that was put first.
+        A put under an existing key changes nothing. So if two nodes begin a generation at the same
+        time, both return the generation that was put first.
         """
-        epoch = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
+        generation = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
         pinned = self._native.ReplicateConfig()
         pinned.with_hard_pin = True
-        _check(self._store.put(name, b"%d" % epoch, pinned))
+        _check(self._store.put(name, b"%d" % generation, pinned))
         return self._number(name)
 
-    def _epochs(self, asked: dict[str, Any]) -> dict[str, int]:
-        return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
+    def _generations(self, asked: dict[str, Any]) -> dict[str, int]:
+        return {name: self._number(generation_key(name)) for name in asked["generations"]}
 
     def _number(self, name: str) -> int:
-        """Returns the key space's epoch (a number that each flush raises) that is stored under the
-        key `name`; NO_EPOCH if the key is absent. Raises SpoiledError if the value is not a number,
-        and AwayError if the value can't be read. Returning NO_EPOCH in these two cases would be
+        """Returns the key space's generation (a number that each flush raises) that is stored under the
+        key `name`; NO_GENERATION if the key is absent. Raises SpoiledError if the value is not a number,
+        and AwayError if the value can't be read. Returning NO_GENERATION in these two cases would be
         wrong, because it could hide a flush (deletion of all blocks of the key space)."""
         found = bytes(self._store.get(name))
         if not found:
             # An empty value may also mean that the master did not answer.
             code = _check(self._store.get_size(name))
             if code == ABSENT_CODE:
-                return NO_EPOCH
-            raise AwayError(f"has an epoch that can't be read: {code}")
-        if not (found.isdigit() and len(found) <= MAX_DIGITS and int(found) > NO_EPOCH):
-            raise SpoiledError("has an epoch that is no number")
+                return NO_GENERATION
+            raise AwayError(f"has a generation that can't be read: {code}")
+        if not (found.isdigit() and len(found) <= MAX_DIGITS and int(found) > NO_GENERATION):
+            raise SpoiledError("has a generation that is no number")
         return int(found)
 
     def _exist(self, names: list[str]) -> list[int]:

@@ -20,7 +20,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Shown, TierFacts, TierMemory
+from hotkv_server.tiers.protocol import NO_GENERATION, Codes, Generations, Shown, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import encoding
@@ -88,11 +88,11 @@ class MooncakeClient:
         return self._process.poll() is None
 
     def probe(
-        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
-    ) -> Epochs:
+        self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
+    ) -> Generations:
         """Asks the store which keys exist; see `Client.probe`."""
         reply = self._ask(
-            {"do": "probe", "names": [*map(quoted, keys)], "epochs": [*expected]}, until_s
+            {"do": "probe", "names": [*map(quoted, keys)], "generations": [*expected]}, until_s
         )
         return _settle(reply, expected, codes)
 
@@ -100,12 +100,12 @@ class MooncakeClient:
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        expected: Epochs,
+        expected: Generations,
         codes: Codes,
         until_s: float,
-    ) -> Epochs:
+    ) -> Generations:
         """Reads blocks into their slots; see `Client.read`."""
-        reply = self._ask({"do": "read", **self._rows(keys, slots), "epochs": [*expected]}, until_s)
+        reply = self._ask({"do": "read", **self._rows(keys, slots), "generations": [*expected]}, until_s)
         return _settle(reply, expected, codes)
 
     def write(
@@ -125,19 +125,19 @@ class MooncakeClient:
         """Deletes the values of the keys; see `Client.forget`."""
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
-    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' epochs (numbers that each flush raises); see `Client.epochs`."""
+    def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """Returns the key spaces' generations (numbers that each flush raises); see `Client.generations`."""
         return Shown(
-            self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
+            self._ask({"do": "generations", "fingerprints": [*fingerprints]}, until_s)["generations"]
         )
 
-    def raise_epoch(
+    def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
+        """Raises the generation (number that each flush raises) of a key space (a model in a
+        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
-        return int(self._ask(asked, until_s)["epoch"])
+        return int(self._ask(asked, until_s)["generation"])
 
     def close(self) -> None:
         """Kills the child process, and blocks until it is gone; see `Client.close`."""
@@ -179,9 +179,9 @@ class MooncakeClient:
         return reply
 
 
-def _settle(reply: dict[str, Any], expected: Epochs, codes: Codes) -> Epochs:
-    now: dict[str, int] = reply["epochs"]
-    changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
+def _settle(reply: dict[str, Any], expected: Generations, codes: Codes) -> Generations:
+    now: dict[str, int] = reply["generations"]
+    changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION}
     if not changed:
         codes[:] = reply["codes"]
     return changed
@@ -211,14 +211,14 @@ def mooncake_tier(
     arena_fd: int,
     settings: MooncakeSettings,
     *,
-    on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+    on_generation: Callable[[str, int], None] = lambda fingerprint, generation: None,
     staged: Staged | None = None,
 ) -> RemoteTier:
     """Opens a tier in Mooncake Store.
 
     `arena_fd`: descriptor of the arena's file.
-    `on_epoch`: called with a key space's fingerprint and its epoch in the store (a number that each
-        flush raises), if a call has expected another epoch.
+    `on_generation`: called with a key space's fingerprint and its generation in the store (a number that each
+        flush raises), if a call has expected another generation.
     `staged`: staging memory for encoded (compressed) blocks, which the child processes map too;
         None if the tier does not encode blocks.
     """
@@ -239,4 +239,4 @@ def mooncake_tier(
         encoding(connect, staged),
         connects_first=True,
     )
-    return MooncakeTier(facts, arena, workers, on_epoch=on_epoch, staged=staged)
+    return MooncakeTier(facts, arena, workers, on_generation=on_generation, staged=staged)

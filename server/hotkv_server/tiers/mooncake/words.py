@@ -23,10 +23,10 @@ def quoted(key: bytes) -> str:
     return quote_from_bytes(key, safe="/~")
 
 
-def epoch_key(fingerprint: str) -> str:
-    """Returns the key under which a key space's epoch (a number that each flush raises) is
+def generation_key(fingerprint: str) -> str:
+    """Returns the key under which a key space's generation (a number that each flush raises) is
     stored."""
-    return f"hotkv/1/{fingerprint}/epoch"
+    return f"hotkv/1/{fingerprint}/generation"
 
 
 class Line:

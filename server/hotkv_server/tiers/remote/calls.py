@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Shown
+from hotkv_server.tiers.protocol import Codes, Generations, Int64s, Read, Shown
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
@@ -43,15 +43,15 @@ class RemoteCall:
     `num_blocks`: number of blocks in the call; 0 for calls that report no result per block.
     `on_end`: called once with this object, by the thread that ends the call's last part.
     `codes`: uint8 [num_blocks], the result of each block, a value of `Read` or `Write`.
-    `epoch`: the result of `raise_epoch`, the new epoch (a number that each flush raises); None if
+    `generation`: the result of `raise_generation`, the new generation (a number that each flush raises); None if
         the store did not answer.
-    `shown`: the result of `epochs`; None if the store did not answer.
+    `shown`: the result of `generations`; None if the store did not answer.
     """
 
     def __init__(self, num_blocks: int, on_end: "Callable[[RemoteCall], None]") -> None:
         # The result until another is known. FAILED has the same number in `Read` and in `Write`.
         self.codes: Codes = np.full(num_blocks, Read.FAILED, np.uint8)
-        self.epoch: int | None = None
+        self.generation: int | None = None
         self.shown: Shown | None = None
         self._changed: dict[str, int] = {}
         self._on_end = on_end
@@ -66,17 +66,17 @@ class RemoteCall:
         the first part begins."""
         self._parts_left = num_parts
 
-    def refuse(self, changed: Epochs) -> None:
-        """Records that the store has other epochs (numbers that each flush raises) than the call
-        expected, so the call will end with all its blocks ABSENT. `changed`: the store's epochs; if
+    def refuse(self, changed: Generations) -> None:
+        """Records that the store has other generations (numbers that each flush raises) than the call
+        expected, so the call will end with all its blocks ABSENT. `changed`: the store's generations; if
         empty, this method does nothing."""
         with self._lock:
             self._changed.update(changed)
 
     @property
-    def changed(self) -> Epochs:
-        """The epochs (numbers that each flush raises) that the store has in place of the expected
-        epochs, by fingerprint of the key space (a model in a configuration)."""
+    def changed(self) -> Generations:
+        """The generations (numbers that each flush raises) that the store has in place of the expected
+        generations, by fingerprint of the key space (a model in a configuration)."""
         return self._changed
 
     def part_ended(self) -> None:

@@ -2,15 +2,15 @@
 
 Always true: a method sets the code (a value of `Read` or `Write`, the result) of each block whose
 result it knows; other blocks keep their codes. If a method raises StoreError, the client must be
-closed. Only `read` writes to slots (places in the arena). In a read, a client asks for the epochs
+closed. Only `read` writes to slots (places in the arena). In a read, a client asks for the generations
 (numbers that flushes raise) after it has read the blocks. This order guarantees that no flushed
-block is served: `valkey.epochs` has the proof.
+block is served: `valkey.generations` has the proof.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hotkv_server.tiers.protocol import Codes, Epochs, Shown
+from hotkv_server.tiers.protocol import Codes, Generations, Shown
 
 # ------------------------------------------------------------------------------------------- Errors
 
@@ -75,9 +75,9 @@ class Client(Protocol):
 
     `keys`: keys of blocks; they may contain any bytes.
     `slots`: for each key, the memory of the block's slot (place in the arena).
-    `expected`: the epochs that the keys contain (numbers that each flush raises), by fingerprint.
-        NO_EPOCH never matches: it counts as different from every epoch of the store, and also from
-        a missing epoch.
+    `expected`: the generations that the keys contain (numbers that each flush raises), by fingerprint.
+        NO_GENERATION never matches: it counts as different from every generation of the store, and also from
+        a missing generation.
     `codes`: gets the result of each block, a value of `Read` or `Write`, uint8 [number of keys].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
@@ -94,24 +94,24 @@ class Client(Protocol):
         """Returns False if the connection has ended since its last use."""
 
     def probe(
-        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
-    ) -> Epochs:
+        self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
+    ) -> Generations:
         """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
-        the store's epochs (numbers that each flush raises) that differ from `expected`, by the key
-        space's fingerprint. If an epoch differs, sets no code."""
+        the store's generations (numbers that each flush raises) that differ from `expected`, by the key
+        space's fingerprint. If a generation differs, sets no code."""
 
     def read(
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        expected: Epochs,
+        expected: Generations,
         codes: Codes,
         until_s: float,
-    ) -> Epochs:
+    ) -> Generations:
         """Reads the values of the keys into the slots (places in the arena), and writes the result
-        code of each key to `codes`. Deletes damaged values. Returns the store's epochs (numbers
+        code of each key to `codes`. Deletes damaged values. Returns the store's generations (numbers
         that each flush raises) that differ from `expected`, by the key space's fingerprint. If an
-        epoch differs, the caller must not use the blocks."""
+        generation differs, the caller must not use the blocks."""
 
     def write(
         self,
@@ -129,28 +129,28 @@ class Client(Protocol):
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes the values of the keys, which are keys of blocks. Only `hotkv-server tiers check`
-        also passes the key of an epoch (number that each flush raises),
-        `hotkv/1/FINGERPRINT/epoch`."""
+        also passes the key of a generation (number that each flush raises),
+        `hotkv/1/FINGERPRINT/generation`."""
 
-    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' epochs (numbers that each flush raises). Begins an epoch
-        (`tiers.protocol.begun`) for each key space that has no epoch in the store. Leaves out a key
-        space whose epoch in the store is not a number."""
+    def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """Returns the key spaces' generations (numbers that each flush raises). Begins a generation
+        (`tiers.protocol.begun`) for each key space that has no generation in the store. Leaves out a key
+        space whose generation in the store is not a number."""
 
-    def raise_epoch(
+    def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
         """Flushes a key space (a model in a configuration) in the store, which deletes all its
-        blocks there. For this, raises the key space's epoch (a number that each flush raises): ends
-        the old epoch, and begins and returns a new one, which is greater than the old epoch and
+        blocks there. For this, raises the key space's generation (a number that each flush raises): ends
+        the old generation, and begins and returns a new one, which is greater than the old generation and
         `floor`.
 
-        `floor`: the highest epoch of the key space that the caller knows.
+        `floor`: the highest generation of the key space that the caller knows.
         `is_retry`: True if the last call for the same flushes has failed.
 
-        If the store is full and can't take the new epoch, this method removes the old epoch and
-        returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was
-        no old epoch to remove, raises LostError, because other nodes would not notice the flush.
+        If the store is full and can't take the new generation, this method removes the old generation and
+        returns NO_GENERATION. Then reads find no blocks until `generations` begins a new generation. If there was
+        no old generation to remove, raises LostError, because other nodes would not notice the flush.
         """
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hotkv_server.tiers.compression.form import encoded_key, room_bytes
 from hotkv_server.tiers.compression.staged import Staged, packed
-from hotkv_server.tiers.protocol import MAX_KEY_BYTES, Codes, Epochs, Int64s, Read, Shown
+from hotkv_server.tiers.protocol import MAX_KEY_BYTES, Codes, Generations, Int64s, Read, Shown
 from hotkv_server.tiers.remote.client import Client, Connect
 
 BoolMask = NDArray[np.bool_]
@@ -41,7 +41,7 @@ class EncodingClient:
     """Encodes (compresses) and decodes blocks for another client; see the module and `Client`.
 
     If no staging memory gets free for a block before the time limit, the block's code (its result,
-    a value of `Read` or `Write`) is not set. A block's seal (check value) covers the stored bytes,
+    a value of `Read` or `Write`) is not set. A block's seal (checksum) covers the stored bytes,
     encoded or not.
 
     `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots (places
@@ -68,8 +68,8 @@ class EncodingClient:
         return self._inner.is_fresh()
 
     def probe(
-        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
-    ) -> Epochs:
+        self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
+    ) -> Generations:
         """Asks the store which blocks exist, in encoded or in plain form; see `Client.probe`."""
         both = np.full(2 * len(keys), Read.FAILED, np.uint8)
         asked = [*map(encoded_key, keys), *keys]
@@ -85,13 +85,13 @@ class EncodingClient:
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        expected: Epochs,
+        expected: Generations,
         codes: Codes,
         until_s: float,
-    ) -> Epochs:
+    ) -> Generations:
         """Reads blocks into their slots (places in the arena); see `Client.read`. A block whose
         value can't be decoded is CORRUPT, and its value is deleted. Each request to the inner
-        client also checks the epochs (numbers that each flush raises) after it has read. So the
+        client also checks the generations (numbers that each flush raises) after it has read. So the
         check in the last request is valid for all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
@@ -130,16 +130,16 @@ class EncodingClient:
         """Deletes the values of the keys; see `Client.forget`."""
         self._inner.forget([*map(encoded_key, keys), *keys], until_s)
 
-    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' epochs (numbers that each flush raises); see `Client.epochs`."""
-        return self._inner.epochs(fingerprints, until_s)
+    def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """Returns the key spaces' generations (numbers that each flush raises); see `Client.generations`."""
+        return self._inner.generations(fingerprints, until_s)
 
-    def raise_epoch(
+    def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
-        return self._inner.raise_epoch(fingerprint, floor, until_s, is_retry)
+        """Raises the generation (number that each flush raises) of a key space (a model in a
+        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
+        return self._inner.raise_generation(fingerprint, floor, until_s, is_retry)
 
     def close(self) -> None:
         """Closes the connection; see `Client.close`."""
@@ -172,7 +172,7 @@ class EncodingClient:
         finally:
             self._staged.give(place, num_bytes, is_write=is_write)
 
-    def _read(self, part: "_Part", expected: Epochs, codes: Codes, until_s: float) -> Epochs:
+    def _read(self, part: "_Part", expected: Generations, codes: Codes, until_s: float) -> Generations:
         """Reads the blocks of a part, in one or two requests. The first request asks for the
         encoded form of the blocks that may be encoded, and for the plain form of the other blocks.
         The second asks for the plain form of the blocks whose encoded form is absent. The arguments

@@ -16,12 +16,12 @@ import numpy as np
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import (
-    NO_EPOCHS,
+    NO_GENERATIONS,
     Blocks,
-    Epochs,
+    Generations,
     Int64s,
-    OnEpoch,
-    OnEpochs,
+    OnGeneration,
+    OnGenerations,
     OnProbe,
     OnRead,
     OnWrite,
@@ -56,8 +56,8 @@ class RemoteTier:
 
     `workers`: the threads that execute calls.
     `cut_reads`, `cut_writes`: split reads and writes into parts.
-    `on_epoch`: called with a key space's fingerprint and its epoch in the store (a number that each
-        flush raises; NO_EPOCH if there is none), if a call has expected another epoch. It is called
+    `on_generation`: called with a key space's fingerprint and its generation in the store (a number that each
+        flush raises; NO_GENERATION if there is none), if a call has expected another generation. It is called
         before that call ends, from any thread, and must not block.
     `staged`: staging memory for encoded (compressed) blocks; the tier closes it. None if the tier
         does not encode blocks.
@@ -71,7 +71,7 @@ class RemoteTier:
         *,
         cut_reads: Cut = cut,
         cut_writes: Cut = cut,
-        on_epoch: Callable[[str, int], None],
+        on_generation: Callable[[str, int], None],
         staged: Staged | None = None,
     ) -> None:
         self._staged = staged
@@ -80,7 +80,7 @@ class RemoteTier:
         self._workers = workers
         self._cut_reads = cut_reads
         self._cut_writes = cut_writes
-        self._on_epoch = on_epoch
+        self._on_generation = on_generation
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
         # The fingerprints of the key spaces about which `_warn` has warned.
@@ -98,14 +98,14 @@ class RemoteTier:
         keys: Sequence[bytes],
         deadline_s: float,
         on_done: OnProbe,
-        epochs: Epochs = NO_EPOCHS,
+        generations: Generations = NO_GENERATIONS,
     ) -> None:
         """Asks the store which blocks it has; see `SharedTier.probe`."""
         call = self._call(lambda call: on_done(call.codes), len(keys))
 
         def part(rows: slice) -> Part:
             def do(client: Client, until_s: float) -> None:
-                call.refuse(client.probe(keys[rows], epochs, call.codes[rows], until_s))
+                call.refuse(client.probe(keys[rows], generations, call.codes[rows], until_s))
 
             return Part(call, do, deadline_s, moves_blocks=False)
 
@@ -125,7 +125,7 @@ class RemoteTier:
             def do(client: Client, until_s: float) -> None:
                 keys, codes = blocks.keys[rows], call.codes[rows]
                 slots = self._slots(blocks, rows)
-                call.refuse(client.read(keys, slots, blocks.epochs, codes, until_s))
+                call.refuse(client.read(keys, slots, blocks.generations, codes, until_s))
 
             return Part(call, do, deadline_s)
 
@@ -134,8 +134,8 @@ class RemoteTier:
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """Writes blocks from their slots (places in the arena); see `Tier.write`. Ignores
-        `blocks.epochs`: the keys contain the epoch (number that each flush raises), and no read
-        finds a block under the key of an old epoch."""
+        `blocks.generations`: the keys contain the generation (number that each flush raises), and no read
+        finds a block under the key of an old generation."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -171,26 +171,26 @@ class RemoteTier:
         parts = [part(rows) for rows in cut_keys(len(keys))]
         self._workers.submit(call, parts)
 
-    def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks the store for key spaces' epochs (numbers that each flush raises); see
-        `SharedTier.epochs`."""
+    def generations(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations) -> None:
+        """Asks the store for key spaces' generations (numbers that each flush raises); see
+        `SharedTier.generations`."""
         call = self._call(lambda call: on_done(call.shown))
 
         def do(client: Client, until_s: float) -> None:
-            call.shown = client.epochs(fingerprints, until_s)
-            self._warn({one for one in fingerprints if not call.shown.epochs.get(one)})
+            call.shown = client.generations(fingerprints, until_s)
+            self._warn({one for one in fingerprints if not call.shown.generations.get(one)})
 
         self._workers.submit_control(call, Part(call, do, deadline_s))
 
-    def raise_epoch(
-        self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
+    def raise_generation(
+        self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False
     ) -> None:
-        """Raises the epoch (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `SharedTier.raise_epoch`."""
-        call = self._call(lambda call: on_done(call.epoch))
+        """Raises the generation (number that each flush raises) of a key space (a model in a
+        configuration), which flushes its blocks in the store; see `SharedTier.raise_generation`."""
+        call = self._call(lambda call: on_done(call.generation))
 
         def do(client: Client, until_s: float) -> None:
-            call.epoch = client.raise_epoch(fingerprint, floor, until_s, is_retry)
+            call.generation = client.raise_generation(fingerprint, floor, until_s, is_retry)
 
         self._workers.submit_control(call, Part(call, do))
 
@@ -236,8 +236,8 @@ class RemoteTier:
     ) -> RemoteCall:
         def end(call: RemoteCall) -> None:
             self._count(queued_bytes=-num_bytes)
-            for fingerprint, epoch in call.changed.items():
-                self._on_epoch(fingerprint, epoch)
+            for fingerprint, generation in call.changed.items():
+                self._on_generation(fingerprint, generation)
             if call.changed:
                 call.codes[:] = Read.ABSENT
             on_end(call)
@@ -246,12 +246,12 @@ class RemoteTier:
         return RemoteCall(num_blocks, end)
 
     def _warn(self, unusable: set[str]) -> None:
-        """Warns, once for each key space (a model in a configuration), that its epoch in the
+        """Warns, once for each key space (a model in a configuration), that its generation in the
         store (a number that each flush raises) is missing or can't be used. Called only by the
-        thread of control calls (calls about epochs)."""
+        thread of control calls (calls about generations)."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
-                "tier=%s has no epoch of fingerprint=%s that can be used, so it serves no block of "
+                "tier=%s has no generation of fingerprint=%s that can be used, so it serves no block of "
                 "this key space. If it lasts, let hotkv read and write it, make room, or remove it",
                 self._facts.name,
                 fingerprint,

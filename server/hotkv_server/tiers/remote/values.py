@@ -2,7 +2,7 @@
 block, the head, which has HEAD_BYTES bytes. The block's bytes follow.
 
 Always true: a value is accepted only if its head is right. The head must have the magic number, the
-version of this format, the size of the block, and a seal (check value) that matches key and bytes.
+version of this format, the size of the block, and a seal (checksum) that matches key and bytes.
 So bytes that hotkv has not written, and values of other keys, are refused.
 """
 
@@ -12,8 +12,7 @@ from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.seals import seal
 
 _HEAD = struct.Struct("<4sIqQ")
-"""The head of a value: magic number, version of the format, size of the block in bytes, seal (check
-value). Little endian."""
+"""The head of a value: magic number, version of the format, size of the block in bytes, seal (checksum). Little endian."""
 MAGIC = b"hkvb"
 VERSION = 1
 HEAD_BYTES = _HEAD.size
@@ -27,7 +26,7 @@ def head(key: bytes, content: memoryview) -> bytes:
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
     """Checks the head of a value: the bytes that describe the block and precede the block's own
-    bytes. Does not check the seal (check value of the bytes); `is_sound` does.
+    bytes. Does not check the seal (checksum of the bytes); `is_sound` does.
 
     Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
     format. Returns CORRUPT if the head is damaged or was not written by hotkv, or if the size of
@@ -46,6 +45,6 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
 
 
 def is_sound(key: bytes, head: memoryview, content: memoryview) -> bool:
-    """Returns True if the seal (check value) in `head` matches the key and the bytes of the block.
+    """Returns True if the seal (checksum) in `head` matches the key and the bytes of the block.
     `content`: the bytes of the block."""
     return bool(seal(key, content) == _HEAD.unpack(head)[-1])

@@ -3,7 +3,7 @@
 
 Always true: if a part fails, its connection is closed before the part ends. While the store has a
 known problem, parts end at once without a request to the store, and one thread at a time tries to
-connect. Control calls (calls about epochs) have a thread and a connection for themselves. So they
+connect. Control calls (calls about generations) have a thread and a connection for themselves. So they
 don't wait behind blocks, and they end in the order in which they were made.
 """
 
@@ -123,7 +123,7 @@ class RemoteLimits:
     """Limits of a remote tier's connections.
 
     `connections`: number of connections for blocks, each with a thread. Control calls (calls about
-        epochs) use one more connection.
+        generations) use one more connection.
     `connect_timeout_s`: longest time to connect and log in.
     `timeout_s`: longest time to execute a part of a call.
     """
@@ -208,7 +208,7 @@ class Workers:
     @property
     def num_connections(self) -> int:
         """Number of connections for blocks, without the connection for control calls (calls about
-        epochs)."""
+        generations)."""
         return self._limits.connections
 
     def is_alive(self) -> bool:
@@ -226,7 +226,7 @@ class Workers:
                 part.call.part_ended()
 
     def submit_control(self, call: RemoteCall, part: Part) -> None:
-        """Queues the only part of a control call (a call about epochs) for the thread of control
+        """Queues the only part of a control call (a call about generations) for the thread of control
         calls. Ends the call at once if that thread's queue is full, or after `close`."""
         call.expect(1)
         if not self._control.put([part]):

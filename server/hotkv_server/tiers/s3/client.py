@@ -2,7 +2,7 @@
 more objects, the packs (`s3.packs`).
 
 Always true, in addition to the rules of `remote.client`: a slot (place in the arena) is written
-only after all bytes of the block have arrived and matched the seal (check value). Damaged blocks,
+only after all bytes of the block have arrived and matched the seal (checksum). Damaged blocks,
 and packs that no longer exist, are removed from the index (`s3.index`).
 """
 
@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 
 from hotkv_server.settings.tiers import S3Settings
-from hotkv_server.tiers.protocol import NO_EPOCH, NO_EPOCHS, Codes, Epochs, Read, Shown, Write
+from hotkv_server.tiers.protocol import NO_GENERATION, NO_GENERATIONS, Codes, Generations, Read, Shown, Write
 from hotkv_server.tiers.remote.client import StoreError, UnusableError
-from hotkv_server.tiers.s3 import epochs
+from hotkv_server.tiers.s3 import generation_objects
 from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError, Loop
 from hotkv_server.tiers.s3.index import PackIndex, Place
 from hotkv_server.tiers.s3.lister import Lister
@@ -72,7 +72,7 @@ class Shared:
         if self._is_checked:
             bucket.get(CHECK, until_s)
         else:
-            epochs.check_conditions(bucket, until_s)
+            generation_objects.check_conditions(bucket, until_s)
             self._is_checked = True
         return S3Client(self, bucket)
 
@@ -112,10 +112,10 @@ class S3Client:
         return not self._bucket.is_refused
 
     def probe(
-        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
-    ) -> Epochs:
+        self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
+    ) -> Generations:
         """Finds out which keys exist, from the index in memory; see `Client.probe`. Asks the bucket
-        only for the epochs (numbers that each flush raises), and for the packs (objects with
+        only for the generations (numbers that each flush raises), and for the packs (objects with
         blocks) of a key space whose packs were never listed."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
@@ -127,10 +127,10 @@ class S3Client:
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        expected: Epochs,
+        expected: Generations,
         codes: Codes,
         until_s: float,
-    ) -> Epochs:
+    ) -> Generations:
         """Reads blocks into their slots; see `Client.read`."""
         places = self._places(keys, until_s)
         settled = codes.copy()
@@ -143,8 +143,8 @@ class S3Client:
             else:
                 rows_of.setdefault(place.pack, []).append((at, place.row))
         first_error = self._fill(rows_of, keys, slots, settled, until_s)
-        # Read the epochs after the blocks, so that a flush during the reads is noticed (module
-        # `epochs`).
+        # Read the generations after the blocks, so that a flush during the reads is noticed (module
+        # `generations`).
         changed = self._changed(expected, until_s)
         if changed:
             return changed
@@ -152,7 +152,7 @@ class S3Client:
         self._index.forget(keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist())
         if first_error is not None:
             raise first_error
-        return NO_EPOCHS
+        return NO_GENERATIONS
 
     def write(
         self,
@@ -184,22 +184,22 @@ class S3Client:
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Removes the blocks from the index of this node; see `Client.forget`. The packs (objects
         with blocks) stay in the bucket until the bucket's lifecycle rule removes them. No such rule
-        removes epochs (numbers that each flush raises). So if `keys` has the key of an epoch, this
-        method removes the epoch from the bucket."""
+        removes generations (numbers that each flush raises). So if `keys` has the key of a generation, this
+        method removes the generation from the bucket."""
         self._index.forget(keys)
-        epochs.remove_epochs(self._bucket, keys, until_s)
+        generation_objects.remove_generations(self._bucket, keys, until_s)
 
-    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' epochs (numbers that each flush raises); see `Client.epochs`.
+    def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """Returns the key spaces' generations (numbers that each flush raises); see `Client.generations`.
         `restored_below` is 0, because a bucket does not report restarts."""
-        return Shown(epochs.begin_epochs(self._bucket, fingerprints, _now_us(), until_s))
+        return Shown(generation_objects.begin_generations(self._bucket, fingerprints, _now_us(), until_s))
 
-    def raise_epoch(
+    def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
-        raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
+        """Raises the generation (number that each flush raises) of a key space (a model in a
+        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
+        raised = generation_objects.raise_generation(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
         return raised
 
@@ -281,17 +281,17 @@ class S3Client:
         self._index.add(pack)
         return True
 
-    def _changed(self, expected: Epochs, until_s: float) -> Epochs:
-        now = {name: epochs.read_epoch(self._bucket, name, until_s) for name in expected}
-        # NO_EPOCH (the store has no epoch, the number that each flush raises) counts as changed
-        # even if it was expected: without an epoch no block may be used.
-        changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
+    def _changed(self, expected: Generations, until_s: float) -> Generations:
+        now = {name: generation_objects.read_generation(self._bucket, name, until_s) for name in expected}
+        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as changed
+        # even if it was expected: without a generation no block may be used.
+        changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION}
         for name, at in changed.items():
             self._forget_others(name, at)
         return changed
 
-    def _forget_others(self, fingerprint: str, epoch: int) -> None:
-        space = Space(f"{fingerprint}/{epoch}") if epoch != NO_EPOCH else None
+    def _forget_others(self, fingerprint: str, generation: int) -> None:
+        space = Space(f"{fingerprint}/{generation}") if generation != NO_GENERATION else None
         self._index.drop_others(fingerprint, space)
         self._shared.lister.forget_others(fingerprint, space)
 

@@ -116,11 +116,11 @@ class PackIndex:
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
         """Removes the packs (objects with blocks) of a key space from the index, except the packs
-        of one epoch (number that each flush raises). Called when the key space has a new epoch,
-        because blocks of other epochs may not be used.
+        of one generation (number that each flush raises). Called when the key space has a new generation,
+        because blocks of other generations may not be used.
 
         `fingerprint`: name of the key space.
-        `space`: names the epoch whose packs stay (`packs.Space`); None: removes all packs.
+        `space`: names the generation whose packs stay (`packs.Space`); None: removes all packs.
         """
         with self._lock:
             packs = list(self._packs.values())

@@ -55,7 +55,7 @@ packs."""
 UNSEEN = 10**16
 """A value of `_Folder.horizon` with which a listing skips no packs."""
 MAX_SPACES = 4096
-"""Most key spaces (each in one epoch) that the lister remembers."""
+"""Most key spaces (each in one generation) that the lister remembers."""
 MAX_PACKS = 16384
 """Most names in a listing: 256 GiB of blocks in packs of 16 MiB."""
 LISTS_AT_ONCE = 16
@@ -71,7 +71,7 @@ answered."""
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space (a model in a configuration) in one epoch (a number that each flush
+    """The state of a key space (a model in a configuration) in one generation (a number that each flush
     raises), whose packs (objects with blocks) are in one folder of the bucket.
 
     `is_known`: True once the newest packs are in the index.
@@ -158,12 +158,12 @@ class Lister:
                 self._changed.wait(left_s)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets the state of a key space (a model in a configuration) in all epochs (numbers
+        """Forgets the state of a key space (a model in a configuration) in all generations (numbers
         that each flush raises) but one.
 
         `fingerprint`: name of the key space.
-        `space`: names the epoch whose state stays (`packs.Space`); None: forgets the state in all
-            epochs.
+        `space`: names the generation whose state stays (`packs.Space`); None: forgets the state in all
+            generations.
         """
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
@@ -227,7 +227,7 @@ class Lister:
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
         """Lists the packs (objects with blocks) of a key space, and adds them to the index. Returns
         False if it has stopped early because requests wait for another key space; the next listing
-        then continues from this point. Also stops, and returns True, if the epoch has ended
+        then continues from this point. Also stops, and returns True, if the generation has ended
         (`forget_others`) or the lister closes. Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()

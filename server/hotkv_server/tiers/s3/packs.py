@@ -6,12 +6,12 @@ Always true:
 - a pack is written once and never changed;
 - the names of packs are unique, because a name contains the name of the node and a number. A name
   begins with a number that falls with time, so newer packs sort first;
-- the list has a seal (check value) that is seeded with the path of the pack. So a reader refuses
+- the list has a seal (checksum) that is seeded with the path of the pack. So a reader refuses
   the list of another pack, and bytes that are no list;
 - a block is accepted only if its bytes match its seal, which is seeded with its key. So a wrong
   offset in the list does no harm.
 
-The path of a pack is `blocks/1/{fingerprint}/{epoch}/{name}`. A lifecycle rule of the bucket
+The path of a pack is `blocks/1/{fingerprint}/{generation}/{name}`. A lifecycle rule of the bucket
 removes objects below `blocks/`.
 """
 
@@ -29,7 +29,7 @@ from hotkv_server.tiers.protocol import Int64s
 from hotkv_server.tiers.seals import seal
 
 Space = NewType("Space", str)
-"""A key space in one epoch (a number that each flush raises), as `{fingerprint}/{epoch}`. Its packs
+"""A key space in one generation (a number that each flush raises), as `{fingerprint}/{generation}`. Its packs
 are in a folder of this name."""
 Tags = NDArray[np.uint64]
 """Tags of keys: results of `tag`."""
@@ -45,8 +45,7 @@ _LAST_US = 10**16 - 1
 """A pack's name begins with this number minus the pack's time in microseconds, so newer packs sort
 first."""
 _HEAD = struct.Struct("<4sIQ")
-"""The first bytes of a pack's list of blocks, before the rows: magic number, zero, seal (check
-value) of the rows. Little endian."""
+"""The first bytes of a pack's list of blocks, before the rows: magic number, zero, seal (checksum) of the rows. Little endian."""
 _MAGIC = b"hkvp"
 _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
@@ -59,7 +58,7 @@ class Pack:
     `tags`: tags (hashes) of the blocks' keys, see `tag`.
     `begins`: byte offsets of the blocks in the object.
     `num_bytes`: sizes of the blocks.
-    `seals`: seals (check values) of the blocks.
+    `seals`: seals (checksums) of the blocks.
     """
 
     space: Space
@@ -86,12 +85,12 @@ class Pack:
 def tag(key: bytes) -> int:
     """Returns the tag of a key: a 64-bit hash that represents the key in the list of a pack (object
     with blocks). If two keys have the same tag, a read of one key may get the block of the other;
-    its seal (check value) then does not match, and the result is CORRUPT."""
+    its seal (checksum) then does not match, and the result is CORRUPT."""
     return xxhash.xxh3_64_intdigest(key)
 
 
 def space_of(key: bytes) -> Space | None:
-    """Returns the key space (a model in a configuration) and epoch (number that each flush
+    """Returns the key space (a model in a configuration) and generation (number that each flush
     raises) in a block's key; None if `key` is not the key of a block."""
     match = _KEY.match(key)
     return Space((b"%b/%b" % match.groups()).decode()) if match else None
@@ -99,7 +98,7 @@ def space_of(key: bytes) -> Space | None:
 
 def folder_of(space: Space) -> str:
     """Returns the path of the folder with the packs (objects with blocks) of a key space (a model
-    in a configuration) in one epoch (number that each flush raises)."""
+    in a configuration) in one generation (number that each flush raises)."""
     return f"{BLOCKS}/{space}"
 
 

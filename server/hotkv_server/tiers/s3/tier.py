@@ -40,7 +40,7 @@ class S3Tier(RemoteTier):
         arena: Region,
         settings: S3Settings,
         *,
-        on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        on_generation: Callable[[str, int], None] = lambda fingerprint, generation: None,
         staged: Staged | None = None,
     ) -> None:
         check_installed()
@@ -67,7 +67,7 @@ class S3Tier(RemoteTier):
             workers,
             cut_reads=cut_reads,
             cut_writes=cut_writes,
-            on_epoch=on_epoch,
+            on_generation=on_generation,
             staged=staged,
         )
 

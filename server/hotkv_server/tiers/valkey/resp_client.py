@@ -7,10 +7,10 @@ replies to its commands. So the next method reads only replies to its own comman
 import time
 from collections.abc import Sequence
 
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Shown, Write, raised
+from hotkv_server.tiers.protocol import NO_GENERATION, Codes, Generations, Read, Shown, Write, raised
 from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.client import LostError, quoted
-from hotkv_server.tiers.valkey import epochs
+from hotkv_server.tiers.valkey import generation_keys
 from hotkv_server.tiers.valkey.connection import Pipe
 from hotkv_server.tiers.valkey.errors import FULL_CODES, NO_WRITE_CODES, Errors, unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
@@ -54,13 +54,13 @@ class RespClient:
     into commands, and sends the commands over a `Pipe`; see the module."""
 
     def __init__(
-        self, pipe: Pipe, ttl_s: float, clock: epochs.StoreClock, unsafe: set[str]
+        self, pipe: Pipe, ttl_s: float, clock: generation_keys.StoreClock, unsafe: set[str]
     ) -> None:
         """Takes ownership of the connection `pipe`: `close` closes `pipe`.
 
         `ttl_s`: time to live of the first block of a sequence, in seconds.
         `clock`: detects restarts of the server; shared by all clients of the tier.
-        `unsafe`: the key spaces whose raised epoch (number that each flush raises) no replica had
+        `unsafe`: the key spaces whose raised generation (number that each flush raises) no replica had
             received; shared by all clients of the tier.
         """
         self._pipe = pipe
@@ -83,10 +83,10 @@ class RespClient:
         return self._pipe.is_fresh()
 
     def probe(
-        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
-    ) -> Epochs:
+        self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
+    ) -> Generations:
         """Asks the store which keys exist; see `Client.probe`."""
-        self._send_before_epochs([Command.of(key, b"EXISTS") for key in keys], expected, until_s)
+        self._send_before_generations([Command.of(key, b"EXISTS") for key in keys], expected, until_s)
         errors = Errors()
         settled = codes.copy()
         for at in range(len(keys)):
@@ -106,14 +106,14 @@ class RespClient:
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        expected: Epochs,
+        expected: Generations,
         codes: Codes,
         until_s: float,
-    ) -> Epochs:
+    ) -> Generations:
         """Reads blocks into their slots; see `Client.read`."""
-        self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
+        self._send_before_generations([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Collect the codes in a copy. The caller's codes are set only after the epochs (numbers
+        # Collect the codes in a copy. The caller's codes are set only after the generations (numbers
         # that each flush raises) were checked.
         settled = codes.copy()
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
@@ -170,72 +170,72 @@ class RespClient:
             if not isinstance(reply, int | ErrorReply):
                 raise LostError(f"answers UNLINK with {_shown(reply)}")
 
-    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces; see `Client.epochs`."""
+    def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """Returns the generations of key spaces; see `Client.generations`."""
         info = self._info(until_s)
-        replies = self._ask([epochs.get(name) for name in fingerprints], until_s)
-        # Leave out a key space whose value for the epoch (number that each flush raises) is not a
+        replies = self._ask([generation_keys.get(name) for name in fingerprints], until_s)
+        # Leave out a key space whose value for the generation (number that each flush raises) is not a
         # number, so that the other key spaces stay usable.
-        found = dict(zip(fingerprints, map(epochs.parsed_or_none, replies), strict=True))
-        missing = [name for name, epoch in found.items() if epoch == NO_EPOCH]
-        begins = [epochs.begin(name, epochs.now_us(info)) for name in missing]
-        gets = [epochs.get(name) for name in missing]
+        found = dict(zip(fingerprints, map(generation_keys.parsed_or_none, replies), strict=True))
+        missing = [name for name, generation in found.items() if generation == NO_GENERATION]
+        begins = [generation_keys.begin(name, generation_keys.now_us(info)) for name in missing]
+        gets = [generation_keys.get(name) for name in missing]
         replies = self._ask(begins + gets, until_s) if missing else []
         for name, begun, reply in zip(
             missing, replies[: len(missing)], replies[len(missing) :], strict=True
         ):
-            found[name] = epochs.parsed(reply)
+            found[name] = generation_keys.parsed(reply)
             if isinstance(begun, ErrorReply) and not (found[name] or begun.code in NO_WRITE_CODES):
-                raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
-        shown = {name: epoch for name, epoch in found.items() if epoch is not None}
+                raise unusable(begun.code) or LostError(f"begins no generation: {begun.code}")
+        shown = {name: generation for name, generation in found.items() if generation is not None}
         below = self._clock.restored_below(info, time.monotonic(), max(shown.values(), default=0))
         return Shown(shown, below)
 
-    def raise_epoch(
+    def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
+        """Raises the generation (number that each flush raises) of a key space (a model in a
+        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
         if is_retry and fingerprint in self._unsafe:
-            # Each raise of the epoch (the number that each flush raises) makes all nodes flush the
+            # Each raise of the generation (the number that each flush raises) makes all nodes flush the
             # key space. So do not raise it again before a replica has received the last raise.
             # Adding 0 is a write for which WAIT can wait.
-            now_us = epochs.now_us(self._info(until_s))
-            commands = [epochs.begin(fingerprint, now_us), epochs.raise_(fingerprint, 0)]
+            now_us = generation_keys.now_us(self._info(until_s))
+            commands = [generation_keys.begin(fingerprint, now_us), generation_keys.raise_(fingerprint, 0)]
             self._ask(commands, until_s)
             self._check_replica(fingerprint, until_s)
-        for _ in range(epochs.RAISE_TRIES):
-            now_us = epochs.now_us(self._info(until_s))
+        for _ in range(generation_keys.RAISE_TRIES):
+            now_us = generation_keys.now_us(self._info(until_s))
             _, reply = self._ask(
-                [epochs.begin(fingerprint, now_us), epochs.get(fingerprint)], until_s
+                [generation_keys.begin(fingerprint, now_us), generation_keys.get(fingerprint)], until_s
             )
-            before = epochs.parsed(reply)
+            before = generation_keys.parsed(reply)
             wanted = raised(now_us, before, floor)
-            (reply,) = self._ask([epochs.raise_(fingerprint, wanted - before)], until_s)
+            (reply,) = self._ask([generation_keys.raise_(fingerprint, wanted - before)], until_s)
             if isinstance(reply, ErrorReply) and reply.code in FULL_CODES:
-                (removed,) = self._ask([epochs.remove(fingerprint)], until_s)
+                (removed,) = self._ask([generation_keys.remove(fingerprint)], until_s)
                 if isinstance(removed, ErrorReply):
                     error = unusable(removed.code, is_write=True)
-                    raise error or LostError(f"keeps an old epoch: {removed.code}")
+                    raise error or LostError(f"keeps an old generation: {removed.code}")
                 if not removed:
-                    raise LostError("is full: it has no room for the epoch of a key space")
+                    raise LostError("is full: it has no room for the generation of a key space")
                 self._check_replica(fingerprint, until_s)
-                return NO_EPOCH
+                return NO_GENERATION
             if isinstance(reply, ErrorReply) and (error := unusable(reply.code, is_write=True)):
                 raise error
-            # A lower number means that the server has lost the epoch (number that each flush
+            # A lower number means that the server has lost the generation (number that each flush
             # raises) after the GET, so that INCRBY began at 0. Then try again.
-            if (epoch := epochs.parsed(reply)) >= wanted:
+            if (generation := generation_keys.parsed(reply)) >= wanted:
                 self._check_replica(fingerprint, until_s)
-                return epoch
-        raise LostError("loses an epoch again and again")
+                return generation
+        raise LostError("loses a generation again and again")
 
     def _check_replica(self, fingerprint: str, until_s: float) -> None:
-        """Raises LostError unless a replica has received the key space's new epoch (a number that
-        each flush raises). Otherwise a failover to the replica could bring back the old epoch."""
+        """Raises LostError unless a replica has received the key space's new generation (a number that
+        each flush raises). Otherwise a failover to the replica could bring back the old generation."""
         self._unsafe.add(fingerprint)
-        if not self._pipe.outlives_failover(epochs.epoch_key(fingerprint), until_s):
-            raise LostError("has no replica that has the epoch of a key space")
+        if not self._pipe.outlives_failover(generation_keys.generation_key(fingerprint), until_s):
+            raise LostError("has no replica that has the generation of a key space")
         self._unsafe.discard(fingerprint)
 
     def close(self) -> None:
@@ -247,20 +247,20 @@ class RespClient:
         refused an earlier INFO."""
         if not self._says_info:
             return None
-        (reply,) = self._ask([epochs.INFO_SERVER], until_s)
+        (reply,) = self._ask([generation_keys.INFO_SERVER], until_s)
         self._says_info = not isinstance(reply, ErrorReply)
         return reply
 
-    def _send_before_epochs(
-        self, commands: Sequence[Command], expected: Epochs, until_s: float
+    def _send_before_generations(
+        self, commands: Sequence[Command], expected: Generations, until_s: float
     ) -> None:
-        """Sends commands for blocks, and after them a GET for each expected epoch (number that each
-        flush raises). `_changed` reads the replies to these GETs. The module `valkey.epochs`
+        """Sends commands for blocks, and after them a GET for each expected generation (number that each
+        flush raises). `_changed` reads the replies to these GETs. The module `valkey.generations`
         explains the order.
 
         In a cluster, sends only the commands for blocks; `_changed` then sends the GETs.
         """
-        asked = [epochs.get(name) for name in expected] if self._pipe.keeps_order else []
+        asked = [generation_keys.get(name) for name in expected] if self._pipe.keeps_order else []
         self._pipe.send([*commands, *asked], until_s)
 
     def _ask(self, commands: Sequence[Command], until_s: float) -> list[Reply]:
@@ -285,15 +285,15 @@ class RespClient:
             return Read.CORRUPT
         return judged
 
-    def _changed(self, expected: Epochs, errors: Errors, until_s: float) -> Epochs:
+    def _changed(self, expected: Generations, errors: Errors, until_s: float) -> Generations:
         if not self._pipe.keeps_order:
-            self._pipe.send([epochs.get(name) for name in expected], until_s)
+            self._pipe.send([generation_keys.get(name) for name in expected], until_s)
         replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
-        now = {name: epochs.parsed(reply) for name, reply in replies.items()}
-        # NO_EPOCH (the store has no epoch, the number that each flush raises) counts as changed
-        # even if it was expected: without an epoch no block may be used.
-        return {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
+        now = {name: generation_keys.parsed(reply) for name, reply in replies.items()}
+        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as changed
+        # even if it was expected: without a generation no block may be used.
+        return {name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION}
 
 
 def _shown(reply: Reply) -> str:

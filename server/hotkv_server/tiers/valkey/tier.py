@@ -12,15 +12,15 @@ from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.valkey.cluster import ClusterPipe
 from hotkv_server.tiers.valkey.connection import Pipe, ValkeyConnection
-from hotkv_server.tiers.valkey.epochs import StoreClock
+from hotkv_server.tiers.valkey.generation_keys import StoreClock
 from hotkv_server.tiers.valkey.resp_client import RespClient
 
 
 class ValkeyTier(RemoteTier):
     """A tier in a Valkey or Redis server or cluster; see `RemoteTier`.
 
-    `on_epoch`: called with a key space's fingerprint and its epoch in the store (a number that each
-        flush raises), if a call has expected another epoch.
+    `on_generation`: called with a key space's fingerprint and its generation in the store (a number that each
+        flush raises), if a call has expected another generation.
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not encode
         blocks.
     """
@@ -30,7 +30,7 @@ class ValkeyTier(RemoteTier):
         arena: Region,
         settings: ValkeySettings,
         *,
-        on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        on_generation: Callable[[str, int], None] = lambda fingerprint, generation: None,
         staged: Staged | None = None,
     ) -> None:
         clock, unsafe = StoreClock(), set[str]()
@@ -55,4 +55,4 @@ class ValkeyTier(RemoteTier):
             # don't wait until blocks are copied.
             num_writers=max(1, settings.connections - 1),
         )
-        super().__init__(facts, arena, workers, on_epoch=on_epoch, staged=staged)
+        super().__init__(facts, arena, workers, on_generation=on_generation, staged=staged)

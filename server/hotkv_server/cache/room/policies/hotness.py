@@ -40,15 +40,15 @@ from hotkv_server.cache.room.policies.shared import (
 # Each contender is a setting of the policy's formula and has a shadow cache, which stores keys
 # without bytes: the keys that the real cache would hold with this setting. Shadow caches see only a
 # small sample of all keys, and are smaller than the real cache in the same proportion. After every
-# epoch (EPOCH_S), the contender whose shadow cache had the most hits becomes the setting of the
-# real cache; hits of older epochs count less. Source of the sampling: Waldspurger et al., "Cache
+# round (ROUND_S), the contender whose shadow cache had the most hits becomes the setting of the
+# real cache; hits of older rounds count less. Source of the sampling: Waldspurger et al., "Cache
 # modeling and optimization using miniature simulations", USENIX ATC 2017.
 
 
-EPOCH_S = 60.0
+ROUND_S = 60.0
 KEEP = 0.5
-"""At the end of each epoch (EPOCH_S seconds), the scores of a `Duel` are multiplied by this factor
-before the hits of the epoch are added. So old hits count less."""
+"""At the end of each round (ROUND_S seconds), the scores of a `Duel` are multiplied by this factor
+before the hits of the round are added. So old hits count less."""
 MARGIN = 1.01
 """A contender (setting of the policy's formula) replaces the current winner only if it has more
 than this many times the winner's hits."""
@@ -161,7 +161,7 @@ class Duel:
         self._held = np.zeros(len(contenders), np.int64)
         self._hits = np.zeros(len(contenders), np.int64)
         self._scores = np.zeros(len(contenders))
-        self._epoch_ends_s = -np.inf
+        self._round_ends_s = -np.inf
         self._kernels = native.require("hotkv_server.cache.room.policies.kernels")
 
     def __repr__(self) -> str:
@@ -184,13 +184,13 @@ class Duel:
     @property
     def scores(self) -> NDArray[np.float64]:
         """The score of each contender (setting of the policy's formula). It is the number of hits
-        in the contender's shadow cache (simulated cache of keys) up to the end of the last epoch
-        (period of EPOCH_S). Hits of older epochs count less."""
+        in the contender's shadow cache (simulated cache of keys) up to the end of the last round
+        (period of ROUND_S). Hits of older rounds count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
         """Records in all shadow caches (simulated caches of keys without bytes) that a request used
-        some blocks, whether or not the real cache has them. If the epoch (EPOCH_S seconds) is over,
+        some blocks, whether or not the real cache has them. If the round (ROUND_S seconds) is over,
         updates the scores and chooses the winner. Returns True if the winner changed.
 
         keys: the keys of the blocks, in the order of the prompt.
@@ -215,9 +215,9 @@ class Duel:
             limit,
             now_s,
         )
-        if now_s < self._epoch_ends_s:
+        if now_s < self._round_ends_s:
             return False
-        return self._end_epoch(now_s)
+        return self._end_round(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
         """Sets whether a contender (setting of the policy's formula) with a `hold_s` may win. Such
@@ -274,9 +274,9 @@ class Duel:
                 tree[nodes] = np.minimum(tree[2 * nodes], tree[2 * nodes + 1])
             self._held[number] = np.count_nonzero(self._holders >> number & 1)
 
-    def _end_epoch(self, now_s: float) -> bool:
-        started = self._epoch_ends_s > -np.inf
-        self._epoch_ends_s = now_s + EPOCH_S
+    def _end_round(self, now_s: float) -> bool:
+        started = self._round_ends_s > -np.inf
+        self._round_ends_s = now_s + ROUND_S
         if not started:
             return False
         self._scores = KEEP * self._scores + self._hits

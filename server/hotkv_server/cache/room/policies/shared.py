@@ -286,7 +286,7 @@ class ColdQueue:
         self._hand = hand
         entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
         # Drop entries that were removed between two parts (state 0). Their numbers may belong to
-        # representations (compact forms of blocks' keys) by now, which a policy does not know.
+        # sketches (compact forms of blocks' keys) by now, which a policy does not know.
         entries = entries[self._state[entries] != 0]
         if chosen:
             entries = entries[~np.isin(entries, np.concatenate(chosen))]

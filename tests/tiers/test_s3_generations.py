@@ -1,4 +1,4 @@
-"""Tests epochs (numbers that each flush raises) in an S3 bucket, where each key space's epoch is an
+"""Tests generations (numbers that each flush raises) in an S3 bucket, where each key space's generation is an
 object. `test_remote_faults` tests flushes that come while blocks are read."""
 
 import time
@@ -9,18 +9,18 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.flush_contract import NAME, answer, epoch, flush
+from hotkv_server.testing.flush_contract import NAME, answer, generation, flush
 from hotkv_server.tiers import check as tier_check
-from hotkv_server.tiers.protocol import NO_EPOCH, begun
+from hotkv_server.tiers.protocol import NO_GENERATION, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
-from hotkv_server.tiers.s3 import epochs as epoch_objects
+from hotkv_server.tiers.s3 import generation_objects as generation_objects
 from hotkv_server.tiers.s3.bucket import FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import Server, new_prefix, proxied, settings_of, tier_over
 from tests.tiers.support import Gate
 
-PATH = f"epochs/1/{NAME}"
+PATH = f"generations/1/{NAME}"
 
 
 @pytest.fixture
@@ -35,28 +35,28 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    # Node B raises an epoch (number that each flush raises). Its write is held back while node A
-    # flushes twice. When the write arrives at last, it must not restore an old epoch.
-    first = epoch(node_a)
+    # Node B raises a generation (number that each flush raises). Its write is held back while node A
+    # flushes twice. When the write arrives at last, it must not restore an old generation.
+    first = generation(node_a)
     with proxied(s3_server) as (proxy, over_it):
-        gate = Gate(b"PUT", "/epochs/1/")
+        gate = Gate(b"PUT", "/generations/1/")
         with tier_over(s3_server, prefix, **over_it) as (node_b, _):
-            assert epoch(node_b) == first
+            assert generation(node_b) == first
             proxy.on_command = gate
             raised: list[int | None] = []
-            node_b.raise_epoch(NAME, 0, raised.append)
+            node_b.raise_generation(NAME, 0, raised.append)
             assert gate.is_full.wait(60)
             flushed = [flush(node_a), flush(node_a)]
             gate.opened.set()
             wait_for(lambda: raised, "the flush did not end")
-            assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
+            assert raised[0] > max(first, *flushed) and generation(node_a) == raised[0]
 
 
-def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: str) -> None:
+def test_a_flush_of_a_full_bucket_removes_the_generation(s3_server: Server, prefix: str) -> None:
     puts = list[bytes]()
 
     def note(piece: bytes) -> Iterator[bytes]:
-        puts.extend([piece] * (piece.startswith(b"PUT ") and b"/epochs/1/" in piece[:500]))
+        puts.extend([piece] * (piece.startswith(b"PUT ") and b"/generations/1/" in piece[:500]))
         yield piece
 
     def refuse(piece: bytes) -> Iterator[bytes]:
@@ -64,17 +64,17 @@ def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: s
         puts.clear()
 
     with proxied(s3_server) as (proxy, over), tier_over(s3_server, prefix, **over) as (tier, _):
-        assert epoch(tier)
+        assert generation(tier)
         proxy.on_command, proxy.on_reply = note, refuse
-        assert flush(tier) == NO_EPOCH
+        assert flush(tier) == NO_GENERATION
         assert f"{prefix}/{PATH}" not in s3_server.paths(prefix)
 
 
-def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
+def test_a_generation_that_can_not_be_read_costs_its_key_space_only(
     s3_server: Server, prefix: str
 ) -> None:
-    """Breaks connections that read one key space's epoch (number that each flush raises); other
-    epochs are still read. Then breaks all reads, but not lists of names: the tier must report a
+    """Breaks connections that read one key space's generation (number that each flush raises); other
+    generations are still read. Then breaks all reads, but not lists of names: the tier must report a
     problem until reads work again."""
     lost = list[bytes]()
 
@@ -84,16 +84,16 @@ def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
         yield piece
 
     with proxied(s3_server) as (proxy, over), tier_over(s3_server, prefix, **over) as (tier, _):
-        first = epoch(tier)
+        first = generation(tier)
         proxy.on_command = cut
-        lost.append(b"/epochs/1/0a")
-        shown = answer(lambda done: tier.epochs([NAME, "0a"], time.monotonic() + 20, done))
-        assert shown.epochs == {NAME: first} and not tier.problem()
-        lost[:] = [b"/epochs/1/", b"/check"]
-        assert epoch(tier) is None
-        wait_for(lambda: epoch(tier) or tier.problem(), "no problem is known")
+        lost.append(b"/generations/1/0a")
+        shown = answer(lambda done: tier.generations([NAME, "0a"], time.monotonic() + 20, done))
+        assert shown.generations == {NAME: first} and not tier.problem()
+        lost[:] = [b"/generations/1/", b"/check"]
+        assert generation(tier) is None
+        wait_for(lambda: generation(tier) or tier.problem(), "no problem is known")
         lost.clear()
-        wait_for(lambda: not tier.problem() and epoch(tier) == first, "it did not come back")
+        wait_for(lambda: not tier.problem() and generation(tier) == first, "it did not come back")
 
 
 class Objects:
@@ -132,49 +132,49 @@ class Objects:
 
 def test_a_flush_of_a_full_store_counts() -> None:
     store, first = Objects(), begun(5000)
-    assert epoch_objects.begin_epoch(store, NAME, 5000, 0.0) == first
-    assert epoch_objects.raise_epoch(store, NAME, 0, 6000, 0.0) == begun(6000) > first
-    assert epoch_objects.raise_epoch(store, NAME, 0, 6000, 0.0) == begun(6000) + 1
+    assert generation_objects.begin_generation(store, NAME, 5000, 0.0) == first
+    assert generation_objects.raise_generation(store, NAME, 0, 6000, 0.0) == begun(6000) > first
+    assert generation_objects.raise_generation(store, NAME, 0, 6000, 0.0) == begun(6000) + 1
     known = begun(6500)
-    assert epoch_objects.raise_epoch(store, NAME, known, 6400, 0.0) == known + 1
+    assert generation_objects.raise_generation(store, NAME, known, 6400, 0.0) == known + 1
     store.is_full = True
-    assert epoch_objects.raise_epoch(store, NAME, 0, 7000, 0.0) == NO_EPOCH
+    assert generation_objects.raise_generation(store, NAME, 0, 7000, 0.0) == NO_GENERATION
     with pytest.raises(LostError, match="full"):
-        epoch_objects.raise_epoch(store, NAME, 0, 7000, 0.0)
-    assert epoch_objects.read_epoch(store, NAME, 0.0) == NO_EPOCH
-    assert epoch_objects.begin_epoch(store, NAME, 8000, 0.0) == NO_EPOCH
+        generation_objects.raise_generation(store, NAME, 0, 7000, 0.0)
+    assert generation_objects.read_generation(store, NAME, 0.0) == NO_GENERATION
+    assert generation_objects.begin_generation(store, NAME, 8000, 0.0) == NO_GENERATION
     store.is_full = False
-    assert epoch_objects.begin_epoch(store, NAME, 9000, 0.0) == begun(9000) > known + 1
+    assert generation_objects.begin_generation(store, NAME, 9000, 0.0) == begun(9000) > known + 1
 
 
-def test_an_epoch_that_others_change_each_time_is_given_up() -> None:
+def test_a_generation_that_others_change_each_time_is_given_up() -> None:
     store = Objects()
     store.put = lambda *arguments: False  # type: ignore[method-assign]
-    for call in (epoch_objects.begin_epoch, partial(epoch_objects.raise_epoch, floor=0)):
+    for call in (generation_objects.begin_generation, partial(generation_objects.raise_generation, floor=0)):
         with pytest.raises(LostError, match="again and again"):
             call(store, NAME, now_us=5000, until_s=0.0)
     with pytest.raises(LostError, match="has lost an object"):
-        epoch_objects.check_conditions(store, 0.0)
+        generation_objects.check_conditions(store, 0.0)
 
 
 @pytest.mark.parametrize("condition", ["If-None-Match", "If-Match"])
 def test_a_store_that_ignores_a_condition_is_not_used(condition: str) -> None:
     for _ in range(2):
-        epoch_objects.check_conditions(Objects(), 0.0)
+        generation_objects.check_conditions(Objects(), 0.0)
         with pytest.raises(UnusableError, match=f"ignores {condition}: "):
-            epoch_objects.check_conditions(Objects(ignores=condition), 0.0)
+            generation_objects.check_conditions(Objects(ignores=condition), 0.0)
 
 
-def test_an_epoch_that_is_no_number_is_not_raised(
+def test_a_generation_that_is_no_number_is_not_raised(
     s3_server: Server, prefix: str, node_a: S3Tier
 ) -> None:
     s3_server.store.put(f"{prefix}/{PATH}", b"0")
-    assert epoch(node_a) is None and flush(node_a) is None
+    assert generation(node_a) is None and flush(node_a) is None
 
 
-def test_a_check_leaves_no_epoch_which_no_lifecycle_rule_removes(
+def test_a_check_leaves_no_generation_which_no_lifecycle_rule_removes(
     s3_server: Server, prefix: str
 ) -> None:
     arena, _ = tier_check._arena()
     tier_check.check_shared(S3Tier(arena, settings_of(s3_server, prefix)), arena)
-    assert not s3_server.paths(f"{prefix}/epochs")
+    assert not s3_server.paths(f"{prefix}/generations")

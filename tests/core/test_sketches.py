@@ -1,4 +1,4 @@
-"""Tests that representations (compact summaries of blocks' keys) are stored and removed together
+"""Tests that sketches (compact summaries of blocks' keys) are stored and removed together
 with their blocks: by a state machine over the whole core with a naive model, and by single cases.
 """
 
@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
-from hotkv_proto.keys import MAX_GROUPS, Representation
+from hotkv_proto.keys import MAX_GROUPS, Sketch
 from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.sessions import MAX_REPRESENTATIONS
+from hotkv_server.cache.sessions import MAX_SKETCHES
 from hotkv_server.cache.values import HashList, LoadPositions, Run, SessionRecord
 from tests.core.cache_model import refused
 from tests.core.support import (
@@ -34,7 +34,7 @@ from tests.core.support import (
 
 NUM_HASHES = 12
 GROUPS = (0, MAX_GROUPS, MAX_GROUPS + 1)
-"""The group of blocks, and two groups of their representations, one per version."""
+"""The group of blocks, and two groups of their sketches, one per version."""
 NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=7, unique=True)
 SOME = NUMBERS | st.just([])
 RARELY = st.sampled_from([False, False, False, True])
@@ -61,9 +61,9 @@ class Write:
     released: bool = False
 
 
-class RepresentationMachine(RuleBasedStateMachine):
+class SketchMachine(RuleBasedStateMachine):
     """A state machine in which two engines share a small arena. They have the same key space (a
-    model in a configuration), but different versions of representations (compact forms of keys).
+    model in a configuration), but different versions of sketches (compact forms of keys).
     """
 
     @initialize(
@@ -87,13 +87,13 @@ class RepresentationMachine(RuleBasedStateMachine):
         self.num_shards, self.whole, self.policy = num_shards, (1 << num_shards) - 1, policy
         self.block_bytes = block_bytes
         self.kinds = [
-            Representation(0, "rot2u", number, (size - 1, 1)[:num_shards])
+            Sketch(0, "rot2u", number, (size - 1, 1)[:num_shards])
             for number, size in enumerate(sizes)
         ]
         self.now_s, self.names = 0.0, 0
         self.open()
         again = self.opened("e9", *reversed(self.kinds))
-        assert again.representations == (MAX_GROUPS + 1, MAX_GROUPS)
+        assert again.sketches == (MAX_GROUPS + 1, MAX_GROUPS)
         self.ready: set[Key] = set()
         self.kept: dict[int, int] = {}
         self.num_kept = 0
@@ -101,7 +101,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         self.reads: dict[str, tuple[int, list[tuple[Key, int]]]] = {}
         self.arena: dict[tuple[int, int], Key | None] = {}
 
-    def opened(self, engine: str, *kinds: Representation) -> SessionRecord:
+    def opened(self, engine: str, *kinds: Sketch) -> SessionRecord:
         sizes = (self.block_bytes, SLOT_ALIGN)
         return self.world.open(engine, sizes=sizes, num_shards=self.num_shards, kinds=kinds)
 
@@ -129,10 +129,10 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     def settle(self, *, makes_room: bool = False) -> None:
         """Applies the core's eviction notices to the model and compares the two. Only a call that
-        makes room may remove a representation (compact form of keys) whose block stays."""
+        makes room may remove a sketch (compact form of keys) whose block stays."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
-            assert notice.group_index == 0, "a notice names a representation"
+            assert notice.group_index == 0, "a notice names a sketch"
             for row in notice.hashes:
                 self.ready.remove((0, rows[row.tobytes()]))
         self.kept = {at: kind for at, kind in self.kept.items() if (0, at) in self.ready}
@@ -156,14 +156,14 @@ class RepresentationMachine(RuleBasedStateMachine):
     def begin_store(
         self, engine: int, blocks: list[int], others: list[int], shard: int, front: bool
     ) -> None:
-        """Begins a store of the KV of `blocks` and of the representations (compact forms of keys)
-        of `others`. `front`: the representations come first."""
+        """Begins a store of the KV of `blocks` and of the sketches (compact forms of keys)
+        of `others`. `front`: the sketches come first."""
         self.begin_whole(engine, blocks, others, shard % self.num_shards, front=front)
 
     @rule(engine=st.integers(0, 1), blocks=NUMBERS, others=NUMBERS)
     def store(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Stores `blocks` with their representations (compact forms of keys) from all ranks, and
-        the representations of those of `others` that are already ready. All copies succeed."""
+        """Stores `blocks` with their sketches (compact forms of keys) from all ranks, and
+        the sketches of those of `others` that are already ready. All copies succeed."""
         others = [number for number in others if (0, number) in self.ready and number not in blocks]
         name = self.begin_whole(engine, blocks, blocks + others)
         for shard in range(self.num_shards):
@@ -234,14 +234,14 @@ class RepresentationMachine(RuleBasedStateMachine):
                 copies.append((run, at, key, offset))
         for group, number in write.masks if deciding else ():
             with_block = (0, number) in self.ready or (0, number) in write.masks
-            assert group == 0 or with_block, "a representation without a block was reserved"
+            assert group == 0 or with_block, "a sketch without a block was reserved"
         self.writes[name] = write
 
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks the result that a store returned for a key, of a block or of a representation
-        (compact form of a block's keys). A representation that existed before the store may be
+        """Checks the result that a store returned for a key, of a block or of a sketch
+        (compact form of a block's keys). A sketch that existed before the store may be
         gone, because making room may remove it.
 
         before: the keys that were found when the store began.
@@ -268,11 +268,11 @@ class RepresentationMachine(RuleBasedStateMachine):
         for _, _, key, offset in copies:
             self.arena[offset, shard] = key if succeeded else None
         counters, num_kept = self.core.counters, self.num_kept
-        before = counters.stored_representations
+        before = counters.stored_sketches
         results = self.core.end_store(write.session, f"{name}-{shard}", succeeded, self.now_s)
         for run, at, key, _ in sorted(copies, key=lambda copy: copy[2][0]):
             assert results[run][at] == self.end_block(write, key, shard, succeeded=succeeded)
-        assert counters.stored_representations - before == self.num_kept - num_kept
+        assert counters.stored_sketches - before == self.num_kept - num_kept
         self.settle_write(name, write)
         self.settle()
 
@@ -309,14 +309,14 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), blocks=SOME, others=NUMBERS)
     def acquire(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Leases and loads the KV of `blocks`, and the representations (compact forms of keys) of
-        `others`, in the engine's own version of representations. Checks which are granted, and the
+        """Leases and loads the KV of `blocks`, and the sketches (compact forms of keys) of
+        `others`, in the engine's own version of sketches. Checks which are granted, and the
         core's counters."""
         self.names += 1
         name, session = f"r{self.names}", self.sessions[engine]
         lists, held = self.lists(engine, blocks, others), []
         counters = self.core.counters
-        before = counters.acquired_representations, counters.missed_representations
+        before = counters.acquired_sketches, counters.missed_sketches
         asked = [HashList(group, words_of(numbers)) for group, numbers in lists]
         grant = self.core.acquire(session, name, asked, 0.0, self.now_s)
         for (group, numbers), mask in zip(lists, grant.pinned, strict=True):
@@ -329,7 +329,7 @@ class RepresentationMachine(RuleBasedStateMachine):
             self.core.end_load(session, f"l{group}", True)
             held += places
         num_found = sum(group > 0 for (group, _), _ in held)
-        after = counters.acquired_representations, counters.missed_representations
+        after = counters.acquired_sketches, counters.missed_sketches
         assert after == (before[0] + num_found, before[1] + len(others) - num_found)
         self.reads[name] = (session, held)
         self.settle()
@@ -389,7 +389,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         if not really:
             return
         self.world.core, restored = taken_over(self.core, self.policy, None, self.now_s)
-        counts = (restored.blocks, restored.representations)
+        counts = (restored.blocks, restored.sketches)
         assert counts == (len(self.ready), len(self.kept))
         assert set(restored.dropped) <= {"unfinished"}
         self.writes, self.reads = {}, {}
@@ -398,7 +398,7 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right(self) -> None:
-        """Checks the bytes in the slots of all blocks, and of all representations (compact forms of
+        """Checks the bytes in the slots of all blocks, and of all sketches (compact forms of
         keys), that can be found or are pinned."""
         places = [(key, self.offset(key)) for key in self.all_ready()]
         places += [item for _, held in self.reads.values() for item in held]
@@ -407,24 +407,24 @@ class RepresentationMachine(RuleBasedStateMachine):
                 assert self.arena[offset, shard] == key, f"{key} holds other bytes"
 
 
-TestRepresentationMachine = RepresentationMachine.TestCase
+TestSketchMachine = SketchMachine.TestCase
 
 
 def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    session = world.open(kinds=tuple(Representation(0, "rot2u", at, (100,)) for at in (1, 2)))
+    session = world.open(kinds=tuple(Sketch(0, "rot2u", at, (100,)) for at in (1, 2)))
     for group, numbers in ((0, [1, 2, 3]), (MAX_GROUPS, [1, 2, 3]), (MAX_GROUPS + 1, [2])):
         assert set(world.store(session, numbers, group=group)) == {BlockResult.STORED}
     found = [world.found([1, 2, 3], group=MAX_GROUPS + kind) for kind in range(2)]
     assert found == [[1, 3], [2]]
     world.core.space.index.unverified[world.entries([1, 3])] = True
-    # The census (counts of blocks and representations for operators) must not depend on how many
+    # The census (counts of blocks and sketches for operators) must not depend on how many
     # entries (records) it counts per part.
     for part in (1, 2, 1 << 17):
         monkeypatch.setattr(inspect, "PART_ENTRIES", part)
         *_, counted = inspect.census(world.core)
-        assert (counted.representation_bytes, counted.num_blocks) == (3 * SLOT_ALIGN, 3)
-        assert (counted.blocks[1], counted.representations[1], counted.blocks.sum()) == (3, 3, 3)
+        assert (counted.sketch_bytes, counted.num_blocks) == (3 * SLOT_ALIGN, 3)
+        assert (counted.blocks[1], counted.sketches[1], counted.blocks.sum()) == (3, 3, 3)
         assert counted.num_unverified == 2
     one = words_of([1])
     for group in (-1, 2, MAX_GROUPS - 1, MAX_GROUPS + 2):
@@ -437,9 +437,9 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
     world.core.check_invariants()
 
 
-def test_the_representations_of_the_coldest_blocks_make_room() -> None:
+def test_the_sketches_of_the_coldest_blocks_make_room() -> None:
     world = World(2, unadmitted_share=1.0)
-    session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
+    session = world.open(kinds=(Sketch(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):
         world.store(session, range(4), group=group)
     world.core.acquire(session.number, "pin", [HashList(0, words_of([1, 3, 0, 2]))], 0.0, 2.0)
@@ -450,18 +450,18 @@ def test_the_representations_of_the_coldest_blocks_make_room() -> None:
 def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:
     world = World()
     kinds = tuple(
-        Representation(version % 2, "rot2u", version, (100,))
-        for version in range(MAX_REPRESENTATIONS)
+        Sketch(version % 2, "rot2u", version, (100,))
+        for version in range(MAX_SKETCHES)
     )
-    numbers = world.open(kinds=kinds).representations
-    assert numbers == tuple(range(MAX_GROUPS, MAX_GROUPS + MAX_REPRESENTATIONS))
-    assert world.open("b", kinds=kinds[7:9]).representations == numbers[7:9]
-    assert world.open("c", "other", kinds=kinds[7:9]).representations == numbers[:2]
+    numbers = world.open(kinds=kinds).sketches
+    assert numbers == tuple(range(MAX_GROUPS, MAX_GROUPS + MAX_SKETCHES))
+    assert world.open("b", kinds=kinds[7:9]).sketches == numbers[7:9]
+    assert world.open("c", "other", kinds=kinds[7:9]).sketches == numbers[:2]
     for model, wrong, reason in (
-        ("model", (Representation(0, "rot3u", 1, (100,)),), Reason.OVERLOADED),
+        ("model", (Sketch(0, "rot3u", 1, (100,)),), Reason.OVERLOADED),
         ("other", (kinds[0], kinds[0]), Reason.INVALID_FIELD),
-        ("other", (Representation(2, "rot2u", 1, (100,)),), Reason.INVALID_FIELD),
-        ("other", (Representation(0, "rot2u", 1, (100, 100)),), Reason.INVALID_FIELD),
-        ("other", (Representation(0, "rot2u", 1, (6 * SLAB + 1,)),), Reason.INVALID_FIELD),
+        ("other", (Sketch(2, "rot2u", 1, (100,)),), Reason.INVALID_FIELD),
+        ("other", (Sketch(0, "rot2u", 1, (100, 100)),), Reason.INVALID_FIELD),
+        ("other", (Sketch(0, "rot2u", 1, (6 * SLAB + 1,)),), Reason.INVALID_FIELD),
     ):
         refused(world.core, partial(world.open, "d", model, kinds=wrong), reason)

@@ -1,4 +1,4 @@
-"""Tests representations (compact summaries of blocks' keys): building them, their byte format,
+"""Tests sketches (compact summaries of blocks' keys): building them, their byte format,
 decoding and their versions."""
 
 import hashlib
@@ -10,7 +10,7 @@ from hypothesis import given
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats
-from hotkv_sparse.representations import build
+from hotkv_sparse.sketches import build
 from hotkv_sparse.rotation import passes, rotate, signs
 from tests.oracles import sparse as oracle
 from tests.sparse.support import TOKEN_FORMATS, UNCALIBRATED, Case, cases

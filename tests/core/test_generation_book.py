@@ -1,12 +1,12 @@
-"""Tests `EpochBook`, in which a node records flushes of key spaces and the epochs of shared stores.
-(A store has an epoch for each key space, a number that each flush raises.) A node that reaches a
+"""Tests `GenerationBook`, in which a node records flushes of key spaces and the generations of shared stores.
+(A store has a generation for each key space, a number that each flush raises.) A node that reaches a
 store must never serve a block that was stored before an answered flush.
 
 The state machine drives the books of three nodes over a naive store. The store executes a node's
 calls some turns after they were sent, and answers later. Nodes are stopped, disconnected and
 killed; after a kill, the node's next server has only the saved records. The store goes down, loses
-its epochs, or is restored from an old copy. After such a restore the nodes do not trust the store
-for a while. In this time, the node that knows the latest epoch always reaches the store.
+its generations, or is restored from an old copy. After such a restore the nodes do not trust the store
+for a while. In this time, the node that knows the latest generation always reaches the store.
 """
 
 import random
@@ -17,19 +17,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv_server.tiers.book import epochs as epoch_book
-from hotkv_server.tiers.book.epochs import (
+from hotkv_server.tiers.book import generations as generation_book
+from hotkv_server.tiers.book.generations import (
     ASK_EVERY_S,
     CALM_S,
     CONFIRMED_S,
     IDLE_EVERY_S,
-    NO_EPOCH,
+    NO_GENERATION,
     RETRY_S,
     SPARE_S,
     TELL_S,
     USED_S,
-    EpochBook,
-    EpochStanding,
+    GenerationBook,
+    GenerationStanding,
     Raise,
     Record,
     Ticket,
@@ -43,13 +43,13 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """A naive shared store: its epoch (number that each flush raises), and its blocks as (epoch,
+    """A naive shared store: its generation (number that each flush raises), and its blocks as (generation,
     moment at which the block was stored).
 
-    copies: backups of epoch and blocks, from which the store may be restored.
+    copies: backups of generation and blocks, from which the store may be restored.
     """
 
-    epoch: int = 0
+    generation: int = 0
     clock: int = 0
     blocks: set[tuple[int, int]] = field(default_factory=set)
     copies: list[tuple[int, frozenset[tuple[int, int]]]] = field(default_factory=list)
@@ -59,15 +59,15 @@ class Store:
     restored_below: int = 0
 
     def shown(self, now_s: float) -> tuple[int, int]:
-        self.epoch = self.epoch or self.tick()
-        return self.epoch, self.restored_below if now_s < self.trusted_at_s else 0
+        self.generation = self.generation or self.tick()
+        return self.generation, self.restored_below if now_s < self.trusted_at_s else 0
 
     def raised(self, floor: int) -> int:
-        self.epoch = max(self.epoch + 1, floor + 1, self.tick())
-        return self.epoch
+        self.generation = max(self.generation + 1, floor + 1, self.tick())
+        return self.generation
 
     def tick(self) -> int:
-        """Advances the store's clock and returns its time. Epochs (numbers that each flush raises)
+        """Advances the store's clock and returns its time. Generations (numbers that each flush raises)
         are such times."""
         self.clock += 10
         return self.clock
@@ -75,34 +75,34 @@ class Store:
 
 @dataclass
 class Node:
-    """A node: its `EpochBook`, and its blocks. A block is the moment (a number) at which it was
+    """A node: its `GenerationBook`, and its blocks. A block is the moment (a number) at which it was
     stored.
 
     calls: the node's calls to the store, in the order of sending: [kind, argument, answer]. The
         answer is None until the store has executed the call.
     """
 
-    book: EpochBook
+    book: GenerationBook
     blocks: set[int] = field(default_factory=set)
     flushing: set[int] | None = None
     calls: list[list[object]] = field(default_factory=list)
     is_asking: bool = False
     tickets: list[tuple[Ticket, int]] = field(default_factory=list)
-    saved: EpochBook | None = None
+    saved: GenerationBook | None = None
     is_stopped: bool = False
     is_cut: bool = False
 
 
-def kept(book: EpochBook) -> EpochBook:
-    """Returns the `EpochBook` of the node's next server, which has only the saved records."""
+def kept(book: GenerationBook) -> GenerationBook:
+    """Returns the `GenerationBook` of the node's next server, which has only the saved records."""
     records = {
         name: Record(
             one.local,
-            {s: EpochStanding(t.epoch, t.is_vouched, t.is_untold) for s, t in one.stores.items()},
+            {s: GenerationStanding(t.generation, t.is_vouched, t.is_untold) for s, t in one.stores.items()},
         )
         for name, one in book.records.items()
     }
-    return EpochBook(book.stores, records, book.base, book.last)
+    return GenerationBook(book.stores, records, book.base, book.last)
 
 
 class Flushes(RuleBasedStateMachine):
@@ -111,7 +111,7 @@ class Flushes(RuleBasedStateMachine):
 
     flushed: the moment of the latest flush that was answered and that the store has confirmed. No
         block that was stored before this moment may be served.
-    knower: after a restore of the store, the node that knows the latest epoch (a number that each
+    knower: after a restore of the store, the node that knows the latest generation (a number that each
         flush raises); else None.
     """
 
@@ -120,7 +120,7 @@ class Flushes(RuleBasedStateMachine):
         self.now_s = 1000.0
         self.moment = self.flushed = 0
         self.store = Store()
-        self.nodes = [Node(EpochBook(("store",))) for _ in range(NUM_NODES)]
+        self.nodes = [Node(GenerationBook(("store",))) for _ in range(NUM_NODES)]
         self.knower: Node | None = None
 
     numbers = st.integers(0, NUM_NODES - 1)
@@ -168,9 +168,9 @@ class Flushes(RuleBasedStateMachine):
                 continue
             node.is_asking = False
             if answer is not None:
-                epoch, below = answer  # type: ignore[misc]
+                generation, below = answer  # type: ignore[misc]
                 has_blocks = {FP} if node.blocks else ()
-                book.shown("store", {FP: epoch}, below, argument, has_blocks)  # type: ignore[arg-type]
+                book.shown("store", {FP: generation}, below, argument, has_blocks)  # type: ignore[arg-type]
         if dice.random() < 0.7:
             book.use(FP, self.now_s)
         if not node.is_asking and book.due("store", [FP], self.now_s):
@@ -191,21 +191,21 @@ class Flushes(RuleBasedStateMachine):
         if dice.random() < 0.3:
             self.moment += 1
             node.blocks.add(self.moment)
-        epoch = book.epoch(FP, "store")
-        if epoch and not is_away and dice.random() < 0.5:
-            self.store.blocks |= {(epoch, block) for block in node.blocks}
+        generation = book.generation(FP, "store")
+        if generation and not is_away and dice.random() < 0.5:
+            self.store.blocks |= {(generation, block) for block in node.blocks}
         self.load(node)
 
     def load(self, node: Node) -> None:
-        """Loads all blocks as an engine would: from host memory, and from the store under the epoch
+        """Loads all blocks as an engine would: from host memory, and from the store under the generation
         (number that each flush raises) that the node knows. All blocks must be younger than the
         latest flush that was answered."""
         if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
             return
         served = set(node.blocks)
-        epoch = node.book.epoch(FP, "store")
-        if not node.is_cut and self.store.is_up and epoch and epoch == self.store.epoch:
-            found = {block for at, block in self.store.blocks if at == epoch}
+        generation = node.book.generation(FP, "store")
+        if not node.is_cut and self.store.is_up and generation and generation == self.store.generation:
+            found = {block for at, block in self.store.blocks if at == generation}
             served |= found
             node.blocks |= found
         assert not served or min(served) > self.flushed, "a block of before a flush is served"
@@ -253,7 +253,7 @@ class Flushes(RuleBasedStateMachine):
     def kill(self, number: int) -> None:
         """Kills a node's server. The next server has the same blocks and the saved records."""
         old = self.nodes[number]
-        book = kept(old.saved) if old.saved else EpochBook(("store",))
+        book = kept(old.saved) if old.saved else GenerationBook(("store",))
         new = self.nodes[number] = Node(book, old.blocks, saved=old.saved)
         if old is self.knower:
             self.knower = new
@@ -268,17 +268,17 @@ class Flushes(RuleBasedStateMachine):
 
     @rule()
     def copy_is_made(self) -> None:
-        self.store.copies.append((self.store.epoch, frozenset(self.store.blocks)))
+        self.store.copies.append((self.store.generation, frozenset(self.store.blocks)))
 
     @precondition(lambda self: self.store.copies)
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
         """Restores the store from an old copy. Until the store is trusted again, the node that
-        knows the latest epoch (number that each flush raises) has no faults, so that it can raise
-        the store's epoch."""
+        knows the latest generation (number that each flush raises) has no faults, so that it can raise
+        the store's generation."""
         store = self.store
-        epoch, blocks = data.draw(st.sampled_from(store.copies))
-        store.epoch, store.blocks = epoch, set(blocks)
+        generation, blocks = data.draw(st.sampled_from(store.copies))
+        store.generation, store.blocks = generation, set(blocks)
         store.is_up, store.restored_below = True, store.tick()
         store.trusted_at_s = self.now_s + GRACE_S
         for node in self.nodes:
@@ -291,18 +291,18 @@ class Flushes(RuleBasedStateMachine):
                 is_sent = any(call[0] == "raise" for call in node.calls)
                 if standing.is_raising and not is_sent:
                     node.book.raised("store", FP, None, self.now_s)
-        self.knower = max(self.nodes, key=lambda one: one.book.standing(FP, "store").epoch)
+        self.knower = max(self.nodes, key=lambda one: one.book.standing(FP, "store").generation)
         self.knower.is_stopped = self.knower.is_cut = False
         self.run(seed, int(GRACE_S / TURN_S) + 1, 0.9)
         self.knower = None
 
     @rule()
     def store_loses_all(self) -> None:
-        self.store.epoch = 0
+        self.store.generation = 0
         self.store.blocks.clear()
 
     def teardown(self) -> None:
-        """Ends all faults. Checks that each flush is answered once the store has raised its epoch
+        """Ends all faults. Checks that each flush is answered once the store has raised its generation
         (number that each flush raises), and that all nodes then agree with the store."""
         self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
@@ -312,7 +312,7 @@ class Flushes(RuleBasedStateMachine):
         for node in self.nodes:
             assert not node.tickets, "a flush is never answered"
             assert node.book.is_fresh(FP, "store", self.now_s) and not node.book.is_outdated(FP)
-            assert node.book.epoch(FP, "store") == self.store.epoch
+            assert node.book.generation(FP, "store") == self.store.generation
             assert node.book.are_seals_saved and node.flushing is None
 
     @invariant()
@@ -325,29 +325,29 @@ TestFlushes = Flushes.TestCase
 TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-class Shown(EpochBook):
-    """An `EpochBook` with one store, whose epoch (a number that each flush raises) it knows. Short
+class Shown(GenerationBook):
+    """An `GenerationBook` with one store, whose generation (a number that each flush raises) it knows. Short
     methods stand for the calls that a node makes."""
 
-    def __init__(self, epoch: int = 7) -> None:
+    def __init__(self, generation: int = 7) -> None:
         super().__init__(("store",))
         self.use(FP, 0.0)
-        self.shows(epoch, 0.0)
+        self.shows(generation, 0.0)
 
-    def shows(self, epoch: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
-        """Makes the book ask the store for its epoch (number that each flush raises), and passes
+    def shows(self, generation: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
+        """Makes the book ask the store for its generation (number that each flush raises), and passes
         the answer to the book.
 
-        below: nonzero if the store has just restarted; the book must not trust epochs below this
+        below: nonzero if the store has just restarted; the book must not trust generations below this
             number.
         blocks: key spaces of which the node has blocks.
         """
         assert self.due("store", (), now_s) == [FP]
-        self.shown("store", {FP: epoch}, below, now_s, blocks)
+        self.shown("store", {FP: generation}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """Begins to raise the store's epoch (number that each flush raises). Returns the number
-        above which the new epoch must be; 0 if the book needs no raise now."""
+        """Begins to raise the store's generation (number that each flush raises). Returns the number
+        above which the new generation must be; 0 if the book needs no raise now."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 
@@ -356,12 +356,12 @@ class Shown(EpochBook):
         self.flushed(FP, now_s)
 
     def state(self, now_s: float) -> tuple[int, bool, bool]:
-        """Returns three values: the epoch (number that each flush raises) of the store to which the
-        node's blocks belong; True if the store has confirmed this epoch in the last CONFIRMED_S;
-        True if the key space is outdated (the store has shown a newer epoch, and this node has not
+        """Returns three values: the generation (number that each flush raises) of the store to which the
+        node's blocks belong; True if the store has confirmed this generation in the last CONFIRMED_S;
+        True if the key space is outdated (the store has shown a newer generation, and this node has not
         flushed the key space since)."""
         is_fresh = self.is_fresh(FP, "store", now_s)
-        return self.epoch(FP, "store"), is_fresh, self.is_outdated(FP)
+        return self.generation(FP, "store"), is_fresh, self.is_outdated(FP)
 
 
 def test_a_flush_is_answered_when_others_have_asked_since() -> None:
@@ -373,9 +373,9 @@ def test_a_flush_is_answered_when_others_have_asked_since() -> None:
     assert book.raises(10.0) == 7
     assert not book.raises(10.0), "one raise at a time"
     book.raised("store", FP, 9, 10.1)
-    assert book.begin_flush(10.1) == FP and book.epoch(FP, "store") == NO_EPOCH
+    assert book.begin_flush(10.1) == FP and book.generation(FP, "store") == NO_GENERATION
     book.flushed(FP, 10.2)
-    assert book.epoch(FP, "store") == 9
+    assert book.generation(FP, "store") == 9
     assert book.pending(ticket, 10.1 + CONFIRMED_S - 0.01) is None
     book.shows(9, 10.3)
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None, "the store may have restarted since"
@@ -392,14 +392,14 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     book.flushes(10.1)
-    # The store shows an earlier epoch (number that each flush raises), because it was restored from
+    # The store shows an earlier generation (number that each flush raises), because it was restored from
     # a copy.
     book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
     assert book.raises(11.1) == 9
-    # The store refuses to raise its epoch (number that each flush raises), and shows the earlier
-    # epoch again.
+    # The store refuses to raise its generation (number that each flush raises), and shows the earlier
+    # generation again.
     book.raised("store", FP, None, 11.2)
     revision = book.revision
     book.shows(7, 11.5, blocks=(FP,))
@@ -417,14 +417,14 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
-    # Until the store has raised its epoch (number that each flush raises), nothing is read from it.
+    # Until the store has raised its generation (number that each flush raises), nothing is read from it.
     # But host memory serves the blocks that were stored since the flush.
     book.shows(7, 12.1, blocks=(FP,))
-    assert book.state(12.2) == (NO_EPOCH, True, False)
+    assert book.state(12.2) == (NO_GENERATION, True, False)
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # The store has raised its epoch (number that each flush raises) late, and another node may have
+    # The store has raised its generation (number that each flush raises) late, and another node may have
     # flushed in between. Blocks stored on this node since its own flush may be older than that
     # flush, so the node must flush again.
     assert book.begin_flush(13.0) == FP
@@ -445,7 +445,7 @@ def test_later_requests_do_not_hold_up_a_flush_while_the_store_hangs() -> None:
 
 
 def test_raises_that_fail_slowly_starve_no_key_space() -> None:
-    book = EpochBook(("store",))
+    book = GenerationBook(("store",))
     names = ["aa", "bb", "cc"]
     for name in names:
         book.flush(name, 10.0)
@@ -458,11 +458,11 @@ def test_raises_that_fail_slowly_starve_no_key_space() -> None:
         book.raised("store", wanted.fingerprint, None, now_s)
     assert sent == names * 2
     book.flush("aa", now_s)
-    assert book.begin_raise("store", now_s + RETRY_S) == Raise("aa", NO_EPOCH, False)
+    assert book.begin_raise("store", now_s + RETRY_S) == Raise("aa", NO_GENERATION, False)
 
 
 def test_a_flush_that_always_fails_starves_no_key_space() -> None:
-    book = EpochBook()
+    book = GenerationBook()
     for name in ("aa", "bb"):
         book.flush(name, 0.0)
     for name in ("aa", "bb", "aa"):
@@ -471,11 +471,11 @@ def test_a_flush_that_always_fails_starves_no_key_space() -> None:
 
 
 def test_only_key_spaces_in_use_are_asked_for_often() -> None:
-    book = EpochBook(("store",))
+    book = GenerationBook(("store",))
     idle = [f"{number:04x}" for number in range(200)]
     book.use(FP, 100.0)
     first = book.due("store", idle, 100.0)
-    assert first[0] == FP and len(first) == 1 + epoch_book.MAX_IDLE
+    assert first[0] == FP and len(first) == 1 + generation_book.MAX_IDLE
     assert book.due("store", (), 100.0 + ASK_EVERY_S / 2) == []
     assert book.due("store", (), 100.0 + ASK_EVERY_S) == [FP]
     asked = set(first)
@@ -488,7 +488,7 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     assert book.due("store", (), 200.0) == []
     # The saved records have a store that the settings no longer contain. A flush must not wait for
     # that store.
-    book = EpochBook(("store",), {FP: Record(stores={"removed": EpochStanding()})})
+    book = GenerationBook(("store",), {FP: Record(stores={"removed": GenerationStanding()})})
     book.flush(FP, 300.0)
     assert book.begin_raise("store", 300.0)
     book.raised("store", FP, 9, 300.0)
@@ -500,10 +500,10 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
-def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """The store shows a new epoch (a number that each flush raises), and the book adopts it, after
+def test_seals_change_whenever_a_generation_is_settled_on(has_blocks: bool) -> None:
+    """The store shows a new generation (a number that each flush raises), and the book adopts it, after
     a flush if the node has blocks. The book must then raise its seal number, which is part of the
-    check values of the key space's blocks on the disk. So older blocks on the disk become
+    checksums of the key space's blocks on the disk. So older blocks on the disk become
     unreadable, even if the power fails before their records are deleted."""
     book = Shown()
     before = book.local(FP)
@@ -518,8 +518,8 @@ def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
 def test_records_are_bounded_and_their_seals_do_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(epoch_book, "MAX_RECORDS", 30)
-    book = EpochBook(())
+    monkeypatch.setattr(generation_book, "MAX_RECORDS", 30)
+    book = GenerationBook(())
     names = [f"{number:06x}" for number in range(40)]
     for name in names:
         book.flush(name, 0.0)
@@ -536,13 +536,13 @@ def test_records_are_bounded_and_their_seals_do_not_come_back(
     assert book.local("new") >= highest
 
 
-def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
+def test_a_store_that_is_full_confirms_that_it_has_no_generation() -> None:
     book = Shown()
-    book.shows(NO_EPOCH, 5.0, blocks=(FP,))
+    book.shows(NO_GENERATION, 5.0, blocks=(FP,))
     book.flushes(5.0)
-    book.shows(NO_EPOCH, 6.0, blocks=(FP,))
-    assert book.state(6.0) == (NO_EPOCH, True, False)
-    # The store now has an epoch (number that each flush raises), perhaps from another node's flush.
+    book.shows(NO_GENERATION, 6.0, blocks=(FP,))
+    assert book.state(6.0) == (NO_GENERATION, True, False)
+    # The store now has a generation (number that each flush raises), perhaps from another node's flush.
     # Blocks stored before may be older than that flush, so they are outdated.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
@@ -556,7 +556,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    # The question was sent before the store raised its epoch, so the answer changes nothing.
+    # The question was sent before the store raised its generation, so the answer changes nothing.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
     book.flushes(10.05 + TELL_S)
@@ -566,16 +566,16 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     assert book.begin_flush(5.0) == FP
     book.shows(9, 6.0, blocks=(FP,))
     book.flushed(FP, 6.1)
-    assert book.state(6.1) == (NO_EPOCH, False, True), "it was shown during the flush"
+    assert book.state(6.1) == (NO_GENERATION, False, True), "it was shown during the flush"
     book.flushes(6.1)
-    assert book.epoch(FP, "store") == 9
-    # If one of two stores shows a new epoch, the key space is outdated: blocks on this node may be
+    assert book.generation(FP, "store") == 9
+    # If one of two stores shows a new generation, the key space is outdated: blocks on this node may be
     # older than the flush that raised it.
-    two = EpochBook(("other", "store"))
+    two = GenerationBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
-    # One store raises its epoch (number that each flush raises) late. Until then, flushed blocks
-    # may have been copied from it to the other store, so that store must raise its epoch again.
+    # One store raises its generation (number that each flush raises) late. Until then, flushed blocks
+    # may have been copied from it to the other store, so that store must raise its generation again.
     for answer in (8, None):
         two.flush(FP, 10.0)
         assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
@@ -588,7 +588,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
         assert book.begin_raise("other", 20.0) and not book.begin_raise("store", 20.0)
         book.raised("other", FP, 10, 20.0)
         assert not book.begin_raise("store", 30.0) and not book.begin_raise("other", 30.0)
-    # If both stores raise their epochs late and at the same time, both must raise them again.
+    # If both stores raise their generations late and at the same time, both must raise them again.
     two.flush(FP, 40.0)
     assert two.begin_raise("other", 42.0) and two.begin_raise("store", 42.0)
     two.raised("store", FP, 11, 42.1)
@@ -606,25 +606,25 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     assert not book.is_fresh(FP, "store", 5.0)
     book.doubt(FP, 5.05)
     book.shows(7, 5.05, below=7)
-    assert book.is_fresh(FP, "store", 5.05), "this epoch the store had when it was copied"
-    # A read finds another epoch (number that each flush raises) in the store than expected. The
-    # book must then ask the store for its epoch at once.
+    assert book.is_fresh(FP, "store", 5.05), "this generation the store had when it was copied"
+    # A read finds another generation (number that each flush raises) in the store than expected. The
+    # book must then ask the store for its generation at once.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
 
 
 def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
     """Flushes a key space (a model in a configuration) while one of two stores refuses to raise its
-    epoch (a number that each flush raises). That store may still serve flushed blocks, so the book
+    generation (a number that each flush raises). That store may still serve flushed blocks, so the book
     must forbid copies between the stores (`is_calm` is False)."""
-    book = EpochBook(("other", "store"))
+    book = GenerationBook(("other", "store"))
     now_s = 0.0
 
-    def confirm(**epochs: int) -> None:
+    def confirm(**generations: int) -> None:
         nonlocal now_s
         now_s += 2 * CALM_S
-        for name, epoch in epochs.items():
-            book.shown(name, {FP: epoch}, 0, now_s, (FP,))
+        for name, generation in generations.items():
+            book.shown(name, {FP: generation}, 0, now_s, (FP,))
 
     confirm(other=7, store=7)
     if book.begin_flush(now_s):
@@ -632,9 +632,9 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
     confirm(other=7, store=7)
     assert book.is_calm(FP)
     book.flush(FP, now_s)
-    for name, epoch in (("other", 9), ("store", None)):
+    for name, generation in (("other", 9), ("store", None)):
         assert book.begin_raise(name, now_s)
-        book.raised(name, FP, epoch, now_s)
+        book.raised(name, FP, generation, now_s)
     now_s += TELL_S
     assert book.begin_flush(now_s)
     book.flushed(FP, now_s)
@@ -643,14 +643,14 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
 
 
 def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
-    """Restarts a node with two stores of different epochs (numbers that each flush raises). The
+    """Restarts a node with two stores of different generations (numbers that each flush raises). The
     earlier server may have loaded flushed blocks from one store, so copies between stores are
     forbidden (`is_calm` is False) for `CALM_S` seconds."""
-    stores = {name: EpochStanding(epoch, True) for name, epoch in (("other", 9), ("store", 7))}
-    book = EpochBook(("other", "store"), {FP: Record(stores=stores)})
+    stores = {name: GenerationStanding(generation, True) for name, generation in (("other", 9), ("store", 7))}
+    book = GenerationBook(("other", "store"), {FP: Record(stores=stores)})
     for now_s, is_calm in ((10.0, False), (9.9 + CALM_S, False), (10.1 + CALM_S, True)):
         for name in book.stores:
-            book.shown(name, {FP: stores[name].epoch}, 0, now_s, (FP,))
+            book.shown(name, {FP: stores[name].generation}, 0, now_s, (FP,))
             assert book.is_fresh(FP, name, now_s)
         assert book.is_calm(FP) == is_calm
 
@@ -660,7 +660,7 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
     [
         ((7, 7), range(0), True),
         ((9, 9), range(0), False),
-        ((NO_EPOCH, 11), range(0), False),
+        ((NO_GENERATION, 11), range(0), False),
         ((9, 9), range(15, 41), False),
     ],
 )
@@ -668,21 +668,21 @@ def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
     """Another node, which does not use the second of this node's two stores, flushes a key space (a
-    model in a configuration). So the second store keeps its epoch (a number that each flush
-    raises), and `missed` must report this store, once. If the second store's epoch changes later,
-    nothing was missed: the store may have been full, without an epoch, until it had room.
+    model in a configuration). So the second store keeps its generation (a number that each flush
+    raises), and `missed` must report this store, once. If the second store's generation changes later,
+    nothing was missed: the store may have been full, without a generation, until it had room.
 
-    later: the epochs that the second store shows later.
+    later: the generations that the second store shows later.
     lost: the turns in which this node can't reach the first store.
     """
-    book = EpochBook(("other", "store"))
+    book = GenerationBook(("other", "store"))
     found = []
     for turn in range(60):
         book.use(FP, float(turn))
-        epochs = {"other": 9 if turn > 20 else 7, "store": 7 if turn < 25 else later[turn // 45]}
-        for name, epoch in epochs.items():
+        generations = {"other": 9 if turn > 20 else 7, "store": 7 if turn < 25 else later[turn // 45]}
+        for name, generation in generations.items():
             if name == "store" or turn not in lost:
-                book.shown(name, {FP: epoch}, 0, float(turn), (FP,))
+                book.shown(name, {FP: generation}, 0, float(turn), (FP,))
         if book.begin_flush(float(turn)):
             book.flushed(FP, float(turn))
         found += book.missed(float(turn))
@@ -740,7 +740,7 @@ def test_a_second_flush_waits_as_long_for_a_store() -> None:
 
 def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
     for late_s in (-0.01, 0.0):
-        book = EpochBook(("store", "other"))
+        book = GenerationBook(("store", "other"))
         book.flush(FP, 10.0)
         for store in book.stores:
             assert book.begin_raise(store, 10.0)
@@ -749,15 +749,15 @@ def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
         assert book.standing(FP, "other").is_untold == (late_s == 0.0)
 
 
-def test_a_flush_that_runs_is_awaited_by_a_later_epoch() -> None:
+def test_a_flush_that_runs_is_awaited_by_a_later_generation() -> None:
     book = Shown()
     book.flush(FP, 10.0)
     book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == FP
     book.shows(12, 10.3)
-    assert book.epoch(FP, "store") == NO_EPOCH
+    assert book.generation(FP, "store") == NO_GENERATION
     book.flushed(FP, 10.4)
-    assert book.epoch(FP, "store") == NO_EPOCH
+    assert book.generation(FP, "store") == NO_GENERATION
     book.flushes(10.5)
-    assert book.epoch(FP, "store") == 12
+    assert book.generation(FP, "store") == 12

@@ -1,4 +1,4 @@
-"""Tests of representations (compact summaries of blocks' keys that score the blocks against
+"""Tests of sketches (compact summaries of blocks' keys that score the blocks against
 queries) on a real server: one engine stores them with blocks, another loads them, and the server
 removes them with the blocks."""
 
@@ -21,12 +21,12 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import Reason
-from tests.server.sparse_support import RepresentationEngine, refused
+from tests.server.sparse_support import SketchEngine, refused
 from tests.server.support import block_ids, hashes, number_of
 
 
-class Engine(RepresentationEngine):
-    """An engine that stores, looks up and loads KV blocks (group 0) and their representations
+class Engine(SketchEngine):
+    """An engine that stores, looks up and loads KV blocks (group 0) and their sketches
     (compact summaries of the blocks' keys; group `self.group`)."""
 
     def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
@@ -40,7 +40,7 @@ class Engine(RepresentationEngine):
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
         """Looks blocks up. Returns two lists with an entry for each block: whether the block was
-        found, and whether its representation (compact form of its keys) was found. Checks that the
+        found, and whether its sketch (compact form of its keys) was found. Checks that the
         shared block table and a lease give the same answers."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(60)]
@@ -53,7 +53,7 @@ class Engine(RepresentationEngine):
         return looked_up[0], looked_up[1]
 
     def load(self, blocks: list[bytes], first: int) -> TransferStatus:
-        """Loads blocks and their representations (compact forms of keys) into the engine's block
+        """Loads blocks and their sketches (compact forms of keys) into the engine's block
         ids from `first` on."""
         name, count = os.urandom(8).hex(), len(blocks)
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
@@ -70,7 +70,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def sparse(server: Server) -> Iterator[Make]:
-    """Yields a function that connects engines of one model with representations (compact forms of
+    """Yields a function that connects engines of one model with sketches (compact forms of
     keys). Closes the engines at the end."""
     model = os.urandom(8).hex()
     with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ def sparse(server: Server) -> Iterator[Make]:
         yield make
 
 
-def test_a_hit_brings_the_representations_along_of_its_own_version(sparse: Make) -> None:
+def test_a_hit_brings_the_sketches_along_of_its_own_version(sparse: Make) -> None:
     one, other, newer, blocks = sparse(), sparse(), sparse(version=8), hashes(20)
     assert one.store_runs((one.group, blocks), (0, blocks)) == [{BlockResult.STORED}] * 2
     assert newer.found(blocks) == ([True] * 20, [False] * 20)
@@ -97,20 +97,20 @@ def test_a_hit_brings_the_representations_along_of_its_own_version(sparse: Make)
 def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: Server) -> None:
     told, blocks = list[Evicted](), hashes(10)
     engine = sparse(on_evicted=told.append)
-    before = server.counter("representation_bytes")
+    before = server.counter("sketch_bytes")
     with AdminClient(server.target) as admin:
         number = number_of(admin, engine.key_space.model)
         stream = admin.events(number, seconds=60)
         assert next(stream) == ([], 0)
         engine.store_runs((engine.group, blocks), (0, blocks))
         (row,) = [one for one in admin.key_spaces() if one["key_space_id"] == number]
-        num_bytes = server.counter("representation_bytes")
+        num_bytes = server.counter("sketch_bytes")
         assert num_bytes - before == 10 * 4096
-        assert sum(tier["representation_byte_count"] for tier in admin.tiers()) == num_bytes
-        assert (row["block_count"], row["representation_count"]) == (10, 10)
-        assert len(row["representations"]) == 1
+        assert sum(tier["sketch_byte_count"] for tier in admin.tiers()) == num_bytes
+        assert (row["block_count"], row["sketch_count"]) == (10, 10)
+        assert len(row["sketches"]) == 1
         listed = admin.blocks(number)["blocks"]
-        assert [b["representation_byte_count"] for b in listed] == [4096] * 10
+        assert [b["sketch_byte_count"] for b in listed] == [4096] * 10
         (answer,) = admin.explain(number, b"".join(blocks))
         assert (answer["hit_token_count"], len(answer["blocks"])) == (160, 10)
         assert admin.evict(number, 0, b"".join(blocks[:4]))["evicted_block_count"] == 4
@@ -119,7 +119,7 @@ def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: S
         assert error.reason is Reason.INVALID_FIELD
         assert engine.session.flush().result(60) == 6
         assert engine.found(blocks) == ([False] * 10,) * 2
-        assert server.counter("representation_bytes") == before
+        assert server.counter("sketch_bytes") == before
         events: list[dict[str, Any]] = []
         while not events or events[-1]["event"] != "cleared":
             events += next(stream)[0]

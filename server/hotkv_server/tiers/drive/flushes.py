@@ -1,16 +1,16 @@
 """Executes flushes in all tiers. A flush deletes all blocks of a key space (a model in a
-configuration). An epoch is a number that a shared store keeps for each key space, and that every
-flush raises. `EpochBook` (`tiers.book.epochs`), the record of epochs and flushes, decides which
-actions are due. This module executes them: it asks the stores of shared tiers for epochs, raises
-epochs in stores, flushes key spaces on this node, and saves the `EpochBook`.
+configuration). A generation is a number that a shared store keeps for each key space, and that every
+flush raises. `GenerationBook` (`tiers.book.generations`), the record of generations and flushes, decides which
+actions are due. This module executes them: it asks the stores of shared tiers for generations, raises
+generations in stores, flushes key spaces on this node, and saves the `GenerationBook`.
 
 Always true: a flush continues if the caller that waits for it is cancelled. One task asks the
-`EpochBook` for due actions. At most one action of each kind is under way: one question and one
-raise for each store, one flush of this node, one write of the `EpochBook`. A slow write of the
-`EpochBook` delays only moves to the disk and, for a bounded time, the answers to flushes.
+`GenerationBook` for due actions. At most one action of each kind is under way: one question and one
+raise for each store, one flush of this node, one write of the `GenerationBook`. A slow write of the
+`GenerationBook` delays only moves to the disk and, for a bounded time, the answers to flushes.
 
 A store counts as *away* in four cases: its tier reports a problem; two questions in a row have
-failed; its answer to a question is overdue; or it has just restarted and shows an epoch that may
+failed; its answer to a question is overdue; or it has just restarted and shows a generation that may
 come from an old copy of its data. The delay of an answer counts only the time in which this process
 runs. If the process was stopped for GAP_S or longer, all stores stop counting as away, and are
 asked again.
@@ -28,25 +28,25 @@ from hotkv_proto.blocks import Flushed
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.node.capability import FlushHere
-from hotkv_server.tiers.book.epochs import NO_EPOCH, TELL_S, EpochBook, Raise, Ticket
-from hotkv_server.tiers.drive.epoch_notes import EpochNotes, text_of
+from hotkv_server.tiers.book.generations import NO_GENERATION, TELL_S, GenerationBook, Raise, Ticket
+from hotkv_server.tiers.drive.generation_notes import GenerationNotes, text_of
 from hotkv_server.tiers.drive.tasks import TierTasks, future, on_loop
-from hotkv_server.tiers.protocol import Epochs as EpochsOf
+from hotkv_server.tiers.protocol import Generations as GenerationsOf
 from hotkv_server.tiers.protocol import SharedTier, Shown
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-"""Time between two turns (ticks) of the task that asks the `EpochBook` for due actions."""
+"""Time between two turns (ticks) of the task that asks the `GenerationBook` for due actions."""
 IDLE_TURN_S = 1.0
 """Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0
-"""Longest wait for a store's answer to a question for epochs (numbers that each flush raises)."""
+"""Longest wait for a store's answer to a question for generations (numbers that each flush raises)."""
 SERVE_WAIT_S = 1.0
-"""Longest time that a hit in host memory waits for the stores to confirm the key space's epochs
+"""Longest time that a hit in host memory waits for the stores to confirm the key space's generations
 (numbers that each flush raises)."""
 MEET_S = 1.0
-"""Longest time that a new session waits for the stores to confirm its key space's epochs (numbers
+"""Longest time that a new session waits for the stores to confirm its key space's generations (numbers
 that each flush raises)."""
 LATE_TICKS = 20
 """A store counts as away (calls no longer wait for it) if it has not answered a question for this
@@ -58,29 +58,29 @@ DEAF_TICKS = 30
 """After a stop of the process (see GAP_S), no store begins to count as away (as not answering) for
 this number of ticks (turns of the task, see TICK_S)."""
 AGAIN_S = 1.0
-"""Wait after a failed write of the `EpochBook` or a failed flush on this node, before the next
+"""Wait after a failed write of the `GenerationBook` or a failed flush on this node, before the next
 try."""
 NOTES = "disk"
-"""The tier name that a flush reports as pending if the `EpochBook` could not be written to its
+"""The tier name that a flush reports as pending if the `GenerationBook` could not be written to its
 files in time."""
 
 
-class EpochRelay:
-    """An object that a tier calls when the store has another epoch (a number that each flush
-    raises) than the tier expected. The relay passes the call on to `Epochs`.
+class GenerationRelay:
+    """An object that a tier calls when the store has another generation (a number that each flush
+    raises) than the tier expected. The relay passes the call on to `Generations`.
 
-    A tier gets its relay when it is opened, before `Epochs` exists. `Epochs.start` connects the
+    A tier gets its relay when it is opened, before `Generations` exists. `Generations.start` connects the
     relay; until then calls of the relay have no effect.
 
     `hear`: the function to which calls are passed, with the fingerprint of the key space and the
-        store's epoch.
+        store's generation.
     """
 
     def __init__(self) -> None:
-        self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
+        self.hear: Callable[[str, int], None] = lambda fingerprint, generation: None
 
-    def __call__(self, fingerprint: str, epoch: int) -> None:
-        self.hear(fingerprint, epoch)
+    def __call__(self, fingerprint: str, generation: int) -> None:
+        self.hear(fingerprint, generation)
 
 
 @dataclass(slots=True)
@@ -97,15 +97,15 @@ class _Caller:
 
 
 class _Store:
-    """The state of a shared tier's store in `Epochs`.
+    """The state of a shared tier's store in `Generations`.
 
     `is_away`: True while the store counts as away, for example because it does not answer; see the
         module.
-    `is_raising`: True while a raise (a request to raise an epoch, the number that each flush
+    `is_raising`: True while a raise (a request to raise a generation, the number that each flush
         raises) is under way.
     """
 
-    def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
+    def __init__(self, tier: SharedTier, relay: GenerationRelay) -> None:
         self.tier = tier
         self.relay = relay
         self.name = tier.facts().name
@@ -117,27 +117,27 @@ class _Store:
         self.num_failed = 0
 
 
-class Epochs:
+class Generations:
     """Executes flushes (deletions of all blocks of a key space), and decides which blocks may be
-    served: the stores must have confirmed the blocks' epochs (numbers that each flush raises). See
+    served: the stores must have confirmed the blocks' generations (numbers that each flush raises). See
     the module.
 
-    `stores`: each shared tier, with its `EpochRelay`, through which it reports that the store has
-        another epoch than expected.
-    `notes`: files in which `book` (the record of epochs and flushes) outlives the server; None:
+    `stores`: each shared tier, with its `GenerationRelay`, through which it reports that the store has
+        another generation than expected.
+    `notes`: files in which `book` (the record of generations and flushes) outlives the server; None:
         `book` is lost when the process ends.
     """
 
     def __init__(
         self,
         core: CacheCore,
-        stores: Sequence[tuple[SharedTier, EpochRelay]] = (),
-        notes: EpochNotes | None = None,
+        stores: Sequence[tuple[SharedTier, GenerationRelay]] = (),
+        notes: GenerationNotes | None = None,
     ) -> None:
         self._core = core
         self._stores = {one.name: one for one in (_Store(*pair) for pair in stores)}
-        self._notes = notes or EpochNotes()
-        self.book: EpochBook = self._notes.read(list(self._stores))
+        self._notes = notes or GenerationNotes()
+        self.book: GenerationBook = self._notes.read(list(self._stores))
         self._callers: list[_Caller] = []
         self._ticks = self._deaf_until = 0
         self._ticked_s = now_s()
@@ -145,11 +145,11 @@ class Epochs:
         self._save_at_s = self._flush_at_s = 0.0
         self._is_nudged = False
         self._idle_at_s = 0.0
-        self._clerk = Clerk("epochs")
+        self._clerk = Clerk("generations")
         self._turned: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
+        return f"Generations({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(
         self,
@@ -159,7 +159,7 @@ class Epochs:
     ) -> None:
         """Starts the task that executes the due actions (see the module). From now on, this node
         notices flushes (deletions of all blocks of a key space) that other nodes run. If an earlier
-        server could not raise a store's epoch (a number that each flush raises), the task raises it
+        server could not raise a store's generation (a number that each flush raises), the task raises it
         now.
 
         `tasks`: runs the task.
@@ -170,7 +170,7 @@ class Epochs:
         self._tasks, self._flush, self._on_flushed = tasks, flush, on_flushed
         loop = asyncio.get_running_loop()
 
-        def hear(fingerprint: str, epoch: int) -> None:
+        def hear(fingerprint: str, generation: int) -> None:
             try:
                 loop.call_soon_threadsafe(self._look_at, fingerprint)
             except RuntimeError:
@@ -186,12 +186,12 @@ class Epochs:
                     name,
                     fingerprint,
                 )
-        tasks.health.watch("the threads of epochs", self._clerk.is_alive)
+        tasks.health.watch("the threads of generations", self._clerk.is_alive)
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files with the `EpochBook` (record of epochs and flushes). Leaves them if a
-        store must still raise an epoch (a number that each flush raises), because the next server
+        """Removes the files with the `GenerationBook` (record of generations and flushes). Leaves them if a
+        store must still raise a generation (a number that each flush raises), because the next server
         must do that. Called at the end of a server that leaves no blocks to the next server. Blocks
         the calling thread."""
         self._notes.discard(self.book)
@@ -206,7 +206,7 @@ class Epochs:
         If there are stores and they answer, this takes at least CONFIRMED_S, because other nodes
         may use the last answer of a store for that time. If a store does not answer within TELL_S,
         the flush ends without this store. This server or the next server then raises the store's
-        epoch (the number that each flush raises) as soon as the store answers.
+        generation (the number that each flush raises) as soon as the store answers.
         """
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
@@ -242,57 +242,57 @@ class Epochs:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the epoch (a number that each flush raises) under which the key space's blocks in
-        the store may be read and written. Returns NO_EPOCH if they may not be read or written
+        """Returns the generation (a number that each flush raises) under which the key space's blocks in
+        the store may be read and written. Returns NO_GENERATION if they may not be read or written
         now."""
-        return self.book.epoch(self.fingerprint(key_space_id), store)
+        return self.book.generation(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
         """Returns True if blocks of the key space (a model in a configuration) may be copied to
         the store, even blocks that may come from another store. This needs two conditions: the
-        store has an epoch for the key space; and no flush (deletion of all blocks of the key space)
-        has reached one store but not yet another (`EpochBook.is_calm`)."""
+        store has a generation for the key space; and no flush (deletion of all blocks of the key space)
+        has reached one store but not yet another (`GenerationBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
-        return is_calm and self.get(store, key_space_id) != NO_EPOCH
+        return is_calm and self.get(store, key_space_id) != NO_GENERATION
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
         """Returns the prefix of the keys of the key space's blocks in the store. The prefix
-        contains the epoch, a number that each flush raises, so blocks from before a flush are not
+        contains the generation, a number that each flush raises, so blocks from before a flush are not
         found."""
         fingerprint = self.fingerprint(key_space_id).encode()
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
-    def expected(self, store: str, key_space_id: int) -> EpochsOf:
-        """Returns the key space's epoch (a number that each flush raises) in the form of
-        `Blocks.epochs`. After a read, the tier compares this epoch with the store's epoch."""
+    def expected(self, store: str, key_space_id: int) -> GenerationsOf:
+        """Returns the key space's generation (a number that each flush raises) in the form of
+        `Blocks.generations`. After a read, the tier compares this generation with the store's generation."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
         """Returns the prefix of the keys of the key space's blocks on the disk. The prefix contains
-        the seal number (`Record.local`), which each flush changes, so the seals (check values) of
+        the seal number (`Record.local`), which each flush changes, so the seals (checksums) of
         flushed blocks don't match."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # Seal numbers are a part of the check values on the disk. If the seal number is 0, return
+        # Seal numbers are a part of the checksums on the disk. If the seal number is 0, return
         # the prefix that earlier versions used; they had no seal numbers.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved `EpochBook` has all seal numbers (`Record.local`), which are part of
-        the check values of blocks on the disk. Then the next server can read these blocks."""
+        """True if the saved `GenerationBook` has all seal numbers (`Record.local`), which are part of
+        the checksums of blocks on the disk. Then the next server can read these blocks."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in the store may be read and written: the store
-        has an epoch for the key space (a number that each flush raises), and has confirmed this
-        epoch in the last CONFIRMED_S."""
+        has a generation for the key space (a number that each flush raises), and has confirmed this
+        generation in the last CONFIRMED_S."""
         fingerprint = self.fingerprint(key_space_id)
-        has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
-        return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
+        has_generation = self.book.generation(fingerprint, store) != NO_GENERATION
+        return has_generation and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns True if all stores have confirmed the key space's epochs (numbers that each flush
+        """Returns True if all stores have confirmed the key space's generations (numbers that each flush
         raises) in the last CONFIRMED_S. Then the key space's blocks on this node's disk are newer
         than all flushes (deletions of all blocks of the key space), so they may be loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
@@ -301,8 +301,8 @@ class Epochs:
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in host memory may be served now. There are two
         conditions. All stores that are not away (see the module) have confirmed the key space's
-        epochs (numbers that each flush raises) in the last CONFIRMED_S. No store has shown a new
-        epoch for which this node must still flush the key space (delete all its blocks)."""
+        generations (numbers that each flush raises) in the last CONFIRMED_S. No store has shown a new
+        generation for which this node must still flush the key space (delete all its blocks)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -314,7 +314,7 @@ class Epochs:
 
     def must_ask(self, key_space_id: int) -> bool:
         """Returns True if a lookup must first wait for a confirmation: a store that is not away
-        (see the module) has not confirmed the key space's epoch (a number that each flush raises)
+        (see the module) has not confirmed the key space's generation (a number that each flush raises)
         in the last CONFIRMED_S."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
@@ -333,7 +333,7 @@ class Epochs:
         return True
 
     async def meet(self, key_space_id: int) -> None:
-        """Waits, at most MEET_S, until the stores have confirmed their epochs (numbers that each
+        """Waits, at most MEET_S, until the stores have confirmed their generations (numbers that each
         flush raises) of a new session's key space. The reason: blocks that the engine stores before
         the stores have answered count as possibly older than a flush, so this node would delete
         them when a store answers."""
@@ -341,8 +341,8 @@ class Epochs:
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. If the last confirmation is too
-        old, asks the store for the key space's epoch (a number that each flush raises). Returns
-        False if the store is away (for example, does not answer; see the module), has no epoch,
+        old, asks the store for the key space's generation (a number that each flush raises). Returns
+        False if the store is away (for example, does not answer; see the module), has no generation,
         refuses to raise it, or has not answered by `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
@@ -355,7 +355,7 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs (numbers that each flush raises). Waits until
+        """Asks the stores for the key space's generations (numbers that each flush raises). Waits until
         all stores have confirmed them, but at most until `until_s`, a time of time.monotonic. Does
         not wait for stores that are away (that do not answer, for example; see the module)."""
         until_s += now_s() - time.monotonic()
@@ -365,7 +365,7 @@ class Epochs:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs (numbers that each flush raises). Waits until
+        """Asks the stores for the key space's generations (numbers that each flush raises). Waits until
         all stores have confirmed them, but at most until `until_s`, a time of time.monotonic.
 
         Unlike `confirm_all`, also waits for stores that are away (that do not answer, for example),
@@ -411,9 +411,9 @@ class Epochs:
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Asks the `EpochBook` which actions are due, and begins them: it asks stores for epochs
-        (numbers that each flush raises) or raises epochs, flushes a key space on this node, or
-        writes the `EpochBook` to its file."""
+        """Asks the `GenerationBook` which actions are due, and begins them: it asks stores for generations
+        (numbers that each flush raises) or raises generations, flushes a key space on this node, or
+        writes the `GenerationBook` to its file."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -428,7 +428,7 @@ class Epochs:
             for name, missed in self.book.missed(at_s):
                 log.warning(
                     "another node's flush of fingerprint=%s has not reached tier=%s, which may "
-                    "have blocks of before, or another tier has lost its epochs: give all nodes "
+                    "have blocks of before, or another tier has lost its generations: give all nodes "
                     "the same tiers, then flush again",
                     name,
                     missed,
@@ -473,40 +473,40 @@ class Epochs:
 
     async def _ask(self, store: _Store, fingerprints: list[str], sent_s: float) -> None:
         ended: asyncio.Future[tuple[Shown | None]] = future()
-        store.tier.epochs(fingerprints, time.monotonic() + ASK_S, on_loop(ended))
+        store.tier.generations(fingerprints, time.monotonic() + ASK_S, on_loop(ended))
         (shown,) = await ended
         store.asked_tick = None
         store.num_failed = store.num_failed + 1 if shown is None else 0
         if shown is not None:
-            # A store counts as away if it has just restarted and shows an epoch (number that each
+            # A store counts as away if it has just restarted and shows a generation (number that each
             # flush raises) that may come from an old copy of its data.
-            store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
-            has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
-            before = {name: self.book.epoch(name, store.name) for name in shown.epochs}
-            self.book.shown(store.name, shown.epochs, shown.restored_below, sent_s, has_blocks)
-            for name, epoch in before.items():
-                if NO_EPOCH != epoch != self.book.epoch(name, store.name) != NO_EPOCH:
+            store.is_away = any(0 < one < shown.restored_below for one in shown.generations.values())
+            has_blocks = {name for name in shown.generations if self._has_blocks(self._number(name))}
+            before = {name: self.book.generation(name, store.name) for name in shown.generations}
+            self.book.shown(store.name, shown.generations, shown.restored_below, sent_s, has_blocks)
+            for name, generation in before.items():
+                if NO_GENERATION != generation != self.book.generation(name, store.name) != NO_GENERATION:
                     self._on_flushed(self._number(name))
         self._wake()
 
     async def _raise(self, store: _Store, wanted: Raise) -> None:
         ended: asyncio.Future[tuple[int | None]] = future()
-        store.tier.raise_epoch(wanted.fingerprint, wanted.floor, on_loop(ended), wanted.is_retry)
-        (epoch,) = await ended
+        store.tier.raise_generation(wanted.fingerprint, wanted.floor, on_loop(ended), wanted.is_retry)
+        (generation,) = await ended
         store.is_raising = False
-        if epoch is not None:
+        if generation is not None:
             log.info(
-                "tier=%s has a new epoch of fingerprint=%s: %d",
+                "tier=%s has a new generation of fingerprint=%s: %d",
                 store.name,
                 wanted.fingerprint,
-                epoch,
+                generation,
             )
-        self.book.raised(store.name, wanted.fingerprint, epoch, now_s())
+        self.book.raised(store.name, wanted.fingerprint, generation, now_s())
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
         """Flushes a key space (a model in a configuration) on this node, and reports the end of
-        the flush to the `EpochBook`. Removes no blocks if this node does not know the key space. If
+        the flush to the `GenerationBook`. Removes no blocks if this node does not know the key space. If
         the key space has no blocks on this node and no caller has requested the flush, only calls
         `on_flushed`."""
         is_done = False
@@ -536,14 +536,14 @@ class Epochs:
             self.book.saved = revision
         except OSError as error:
             self._save_at_s = now_s() + AGAIN_S
-            log.error("epochs not written down, so the next server may know of no flush: %s", error)
+            log.error("generations not written down, so the next server may know of no flush: %s", error)
         finally:
             self._is_saving = False
         self._wake()
 
     def _look_at(self, fingerprint: str) -> None:
-        """Asks the stores at once for the key space's epochs (numbers that each flush raises).
-        Called if a tier has seen another epoch than it expected."""
+        """Asks the stores at once for the key space's generations (numbers that each flush raises).
+        Called if a tier has seen another generation than it expected."""
         self.book.doubt(fingerprint, now_s())
         self._nudge()
 

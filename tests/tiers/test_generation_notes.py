@@ -1,5 +1,5 @@
-"""Tests `EpochNotes`, the files in which a server saves its record of flushes for the next server,
-one in each of several folders. If the files disagree on the epoch (a number that each flush raises)
+"""Tests `GenerationNotes`, the files in which a server saves its record of flushes for the next server,
+one in each of several folders. If the files disagree on the generation (a number that each flush raises)
 of a key space, the next server must not rely on it."""
 
 import os
@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.tiers.book.epochs import EpochBook, EpochStanding, Record
-from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder, text_of
+from hotkv_server.tiers.book.generations import GenerationBook, GenerationStanding, Record
+from hotkv_server.tiers.drive.generation_notes import GENERATIONS_FILE, GenerationNotes, NotesFolder, text_of
 
 FP, OTHER = "aa", "bb"
-standings = st.builds(EpochStanding, st.integers(0, 2**62), st.booleans(), st.booleans())
+standings = st.builds(GenerationStanding, st.integers(0, 2**62), st.booleans(), st.booleans())
 records = st.builds(
     Record, st.integers(0, 99), st.dictionaries(st.sampled_from(["valkey", "s3"]), standings)
 )
 
 
 def book_of(
-    epoch: int = 7, local: int = 3, *, is_vouched: bool = True, is_untold: bool = False
-) -> EpochBook:
-    standing = EpochStanding(epoch, is_vouched, is_untold)
-    return EpochBook(("valkey",), {FP: Record(local, {"valkey": standing})})
+    generation: int = 7, local: int = 3, *, is_vouched: bool = True, is_untold: bool = False
+) -> GenerationBook:
+    standing = GenerationStanding(generation, is_vouched, is_untold)
+    return GenerationBook(("valkey",), {FP: Record(local, {"valkey": standing})})
 
 
 def folders(tmp_path: Path, *, has_blocks: bool = True) -> list[NotesFolder]:
@@ -37,8 +37,8 @@ def folders(tmp_path: Path, *, has_blocks: bool = True) -> list[NotesFolder]:
 def test_a_book_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, known: dict[str, Record], base: int
 ) -> None:
-    notes = EpochNotes([NotesFolder(tmp_path_factory.mktemp("notes"))])
-    book = EpochBook((), known, base, 200)
+    notes = GenerationNotes([NotesFolder(tmp_path_factory.mktemp("notes"))])
+    book = GenerationBook((), known, base, 200)
     notes.write(text_of(book))
     again = notes.read(())
     assert (again.records, again.base, again.last) == (known, base, 200)
@@ -49,27 +49,27 @@ def test_a_folder_without_a_file_vouches_for_no_block_in_it(
     tmp_path: Path, has_blocks: bool
 ) -> None:
     arena, disk = folders(tmp_path, has_blocks=has_blocks)
-    EpochNotes([disk]).write(text_of(book_of()))
-    record = EpochNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert record.stores["valkey"] == EpochStanding(7, not has_blocks, False) and record.local == 3
+    GenerationNotes([disk]).write(text_of(book_of()))
+    record = GenerationNotes([arena, disk]).read(("valkey",)).records[FP]
+    assert record.stores["valkey"] == GenerationStanding(7, not has_blocks, False) and record.local == 3
 
 
 def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     arena, disk = folders(tmp_path)
-    EpochNotes([arena]).write(text_of(book_of(7, 3)))
-    EpochNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
+    GenerationNotes([arena]).write(text_of(book_of(7, 3)))
+    GenerationNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
     # Reads the notes with changed settings, which name a second store.
-    found = EpochNotes([arena, disk]).read(("valkey", "s3")).records[FP]
-    assert found.stores == {"valkey": EpochStanding(9, False, True, told=-1), "s3": EpochStanding()}
+    found = GenerationNotes([arena, disk]).read(("valkey", "s3")).records[FP]
+    assert found.stores == {"valkey": GenerationStanding(9, False, True, told=-1), "s3": GenerationStanding()}
     assert found.local == 3
-    EpochNotes([arena]).write(text_of(book_of(9, is_vouched=False)))
-    found = EpochNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert found.stores["valkey"] == EpochStanding(9, False, True, told=-1)
+    GenerationNotes([arena]).write(text_of(book_of(9, is_vouched=False)))
+    found = GenerationNotes([arena, disk]).read(("valkey",)).records[FP]
+    assert found.stores["valkey"] == GenerationStanding(9, False, True, told=-1)
 
 
 @pytest.mark.parametrize("in_disk", [None, book_of(local=2), book_of(local=3)])
 def test_a_book_that_a_folder_lacks_is_saved_before_blocks_are_written(
-    tmp_path: Path, in_disk: EpochBook | None
+    tmp_path: Path, in_disk: GenerationBook | None
 ) -> None:
     """A server saves its record of flushes in the arena's folder and in the disk's folder.
     `in_disk`: what the disk's folder has here: no record, because the disk is new; an older record,
@@ -78,15 +78,15 @@ def test_a_book_that_a_folder_lacks_is_saved_before_blocks_are_written(
     records are the same, `are_seals_saved` must be False, and the server must save the record
     before it writes blocks."""
     arena, disk = folders(tmp_path)
-    EpochNotes([arena]).write(text_of(book_of(local=3)))
+    GenerationNotes([arena]).write(text_of(book_of(local=3)))
     if in_disk is not None:
-        EpochNotes([disk]).write(text_of(in_disk))
-    book = EpochNotes([arena, disk]).read(("valkey",))
+        GenerationNotes([disk]).write(text_of(in_disk))
+    book = GenerationNotes([arena, disk]).read(("valkey",))
     is_saved = in_disk is not None and in_disk.local(FP) == 3
     assert book.are_seals_saved == (book.saved >= book.revision) == is_saved
-    EpochNotes([arena, disk]).write(text_of(book))
-    assert EpochNotes([disk]).read(("valkey",)).local(FP) == 3
-    assert EpochNotes([arena, disk]).read(("valkey",)).are_seals_saved
+    GenerationNotes([arena, disk]).write(text_of(book))
+    assert GenerationNotes([disk]).read(("valkey",)).local(FP) == 3
+    assert GenerationNotes([arena, disk]).read(("valkey",)).are_seals_saved
 
 
 DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "last": 0}'
@@ -100,9 +100,9 @@ DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "las
 def test_a_file_that_can_not_be_read_says_nothing(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / EPOCHS_FILE
+    path = tmp_path / GENERATIONS_FILE
     os.mkfifo(path) if text == "pipe" else path.write_text(text)
-    book = EpochNotes([NotesFolder(tmp_path, has_blocks=True)]).read(("valkey",))
+    book = GenerationNotes([NotesFolder(tmp_path, has_blocks=True)]).read(("valkey",))
     assert not book.records and "can't be used" in caplog.text
 
 
@@ -110,25 +110,25 @@ def test_a_file_is_replaced_as_a_whole_or_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena, disk = folders(tmp_path)
-    notes = EpochNotes([arena, disk])
+    notes = GenerationNotes([arena, disk])
     synced, fsync = set(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino) or fsync(fd))
     notes.write(text_of(book_of(7)))
-    assert {(one.path / EPOCHS_FILE).stat().st_ino for one in (arena, disk)} <= synced
-    (disk.path / f"{EPOCHS_FILE}.new").mkdir()
-    with pytest.raises(OSError, match=EPOCHS_FILE):
+    assert {(one.path / GENERATIONS_FILE).stat().st_ino for one in (arena, disk)} <= synced
+    (disk.path / f"{GENERATIONS_FILE}.new").mkdir()
+    with pytest.raises(OSError, match=GENERATIONS_FILE):
         notes.write(text_of(book_of(9)))
-    assert EpochNotes([arena]).read(()).records[FP].stores["valkey"].epoch == 9
-    assert EpochNotes([disk]).read(()).records[FP].stores["valkey"].epoch == 7
+    assert GenerationNotes([arena]).read(()).records[FP].stores["valkey"].generation == 9
+    assert GenerationNotes([disk]).read(()).records[FP].stores["valkey"].generation == 7
 
 
 @pytest.mark.parametrize("is_untold", [False, True])
 def test_a_server_that_leaves_no_blocks_leaves_what_must_be_told(
     tmp_path: Path, is_untold: bool
 ) -> None:
-    book, notes = book_of(is_untold=is_untold), EpochNotes([NotesFolder(tmp_path)])
-    book.records[OTHER] = Record(0, {"valkey": EpochStanding(7, True)})
+    book, notes = book_of(is_untold=is_untold), GenerationNotes([NotesFolder(tmp_path)])
+    book.records[OTHER] = Record(0, {"valkey": GenerationStanding(7, True)})
     notes.discard(book)
     notes.write(text_of(book))
     notes.discard(book)
-    assert (tmp_path / EPOCHS_FILE).exists() == is_untold
+    assert (tmp_path / GENERATIONS_FILE).exists() == is_untold

@@ -1,15 +1,15 @@
-"""Guards the hooks (methods of the connector that vLLM calls), so that no exception of hotkv
+"""Guards the callbacks (methods of the connector that vLLM calls), so that no exception of hotkv
 reaches vLLM.
 
-The decorators `hook` and `class_hook` guard a hook. Each of them gets a fallback (a function) as an
-argument. If the hook raises, the fallback is called, and vLLM gets the fallback's result.
+The decorators `callback` and `class_callback` guard a callback. Each of them gets a fallback (a function) as an
+argument. If the callback raises, the fallback is called, and vLLM gets the fallback's result.
 `FALLBACKS` says why this result is safe.
 
 Always true:
-- If a hook raises, the exception is logged (and counted, except by `class_hook`), and vLLM gets the
-  result of the hook's fallback.
+- If a callback raises, the exception is logged (and counted, except by `class_callback`), and vLLM gets the
+  result of the callback's fallback.
 - If the fallback raises too, vLLM gets the decorator's argument `last`.
-- A fallback shares as little state as possible with its hook, so that one fault does not break
+- A fallback shares as little state as possible with its callback, so that one fault does not break
   both.
 """
 
@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from hotkv_vllm import link
-from hotkv_vllm.stats import OUTSIDE_STEPS, HookClock
+from hotkv_vllm.stats import OUTSIDE_STEPS, CallbackClock
 
 logger = link.logger
 
@@ -162,7 +162,7 @@ FALLBACKS: dict[str, str] = {
     "door.stop_at_computed": "Nothing is looked up or stored until the caches are emptied.",
     "door.finished": "The request's end is not reported.",
     "door.begin_step": "Nothing is looked up or stored until a later step has settled it.",
-    "door.promote": "vLLM looks the request up again in the next step, as without this hook.",
+    "door.promote": "vLLM looks the request up again in the next step, as without this callback.",
     "door.end_step": "The engine asks for its promotions again at once.",
     "door.update": "Nothing is looked up or stored until the ranks have named their weights.",
     "door.take_events": "A later step publishes the events of the shared cache's blocks.",
@@ -178,11 +178,11 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "The counters are lost.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""By name of a hook: what happens if the hook raises. This explains why no request is lost and no
+"""By name of a callback: what happens if the callback raises. This explains why no request is lost and no
 wrong KV is served.
 
-Some names are methods that a hook calls (`is_part`). If such a method raises, the rest of the hook
-still runs. The decorator `hook` refuses a method whose name is missing here.
+Some names are methods that a callback calls (`is_part`). If such a method raises, the rest of the callback
+still runs. The decorator `callback` refuses a method whose name is missing here.
 """
 
 
@@ -191,41 +191,41 @@ still runs. The decorator `hook` refuses a method whose name is missing here.
 
 T = TypeVar("T")
 
-HOOKS: dict[str, FunctionType] = {}
-"""By name of each hook (method that vLLM calls): its function without the decorator that catches
+CALLBACKS: dict[str, FunctionType] = {}
+"""By name of each callback (method that vLLM calls): its function without the decorator that catches
 exceptions."""
 
 
-class HookEdge:
-    """Records the time and the exceptions of a connector's hooks (methods that vLLM calls). The
-    decorator `hook` catches the exceptions.
+class CallbackEdge:
+    """Records the time and the exceptions of a connector's callbacks (methods that vLLM calls). The
+    decorator `callback` catches the exceptions.
 
-    clock: has the time of each hook, which `hook` adds to it.
-    broken: names of the hooks that have raised.
+    clock: has the time of each callback, which `callback` adds to it.
+    broken: names of the callbacks that have raised.
     count: takes the name of a counter and increments it.
     """
 
-    def __init__(self, clock: HookClock, count: Callable[[str], None]) -> None:
+    def __init__(self, clock: CallbackClock, count: Callable[[str], None]) -> None:
         self.clock = clock
         self.broken: set[str] = set()
         self._count = count
 
     def __repr__(self) -> str:
-        return f"HookEdge(broken: {sorted(self.broken)})"
+        return f"CallbackEdge(broken: {sorted(self.broken)})"
 
     def broke(self, name: str) -> None:
         """Counts the exception that is being handled. Logs its traceback the first time that this
-        hook raises.
+        callback raises.
 
-        name: name of the hook that raised.
+        name: name of the callback that raised.
         """
-        self._count("hook_errors")
+        self._count("callback_errors")
         if name not in self.broken:
             self.broken.add(name)
-            logger.exception("hotkv: hook %s broke; the engine goes on without its result", name)
+            logger.exception("hotkv: callback %s broke; the engine goes on without its result", name)
 
 
-def hook(
+def callback(
     otherwise: Callable[..., Any],
     *,
     last: Any = None,
@@ -233,17 +233,17 @@ def hook(
     of: str = "",
     unless: str = "",
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a hook (a method that vLLM calls): records its time, and catches its exceptions so
+    """Decorates a callback (a method that vLLM calls): records its time, and catches its exceptions so
     that they do not reach vLLM. The object to which the method belongs must have an attribute
-    `edge`, a `HookEdge`.
+    `edge`, a `CallbackEdge`.
 
-    otherwise: the fallback. If the hook raises, the fallback is called with the object and the
-        hook's arguments, and vLLM gets its result.
+    otherwise: the fallback. If the callback raises, the fallback is called with the object and the
+        callback's arguments, and vLLM gets its result.
     last: what vLLM gets if the fallback raises too.
-    is_part: True for a method that is called by a hook, not by vLLM. The method is not timed
-        separately. If it raises, the rest of the hook still runs.
+    is_part: True for a method that is called by a callback, not by vLLM. The method is not timed
+        separately. If it raises, the rest of the callback still runs.
     of: name of the object to which the method belongs, such as "tier"; empty for the connector.
-        The hook's name in `FALLBACKS` begins with it: "tier.lookup".
+        The callback's name in `FALLBACKS` begins with it: "tier.lookup".
     unless: name of an attribute of the object. While it is True, there is nothing to do: vLLM gets
         `last`, and the method is neither called nor timed.
     """
@@ -259,12 +259,12 @@ def hook(
             began_s = time.perf_counter()
             try:
                 return method(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 - hook edge: a fault of ours must not become the engine's
+            except Exception:  # noqa: BLE001 - callback edge: a fault of ours must not become the engine's
                 self.edge.broke(name)
             finally:
                 if not is_part:
                     seconds, clock = time.perf_counter() - began_s, self.edge.clock
-                    clock.by_hook[name] += seconds
+                    clock.by_callback[name] += seconds
                     if seconds > clock.longest_s and name not in OUTSIDE_STEPS:
                         clock.longest_s = seconds
             return _answer(self, name, otherwise, last, args, kwargs)
@@ -276,7 +276,7 @@ def hook(
 
 def _add(name: str, method: Callable[..., Any]) -> None:
     assert name in FALLBACKS, f"nobody has said what makes the fallback of {name} safe"
-    HOOKS[name] = cast(FunctionType, method)
+    CALLBACKS[name] = cast(FunctionType, method)
 
 
 def _answer(
@@ -284,19 +284,19 @@ def _answer(
 ) -> Any:
     try:
         return otherwise(self, *args, **kwargs)
-    except Exception:  # noqa: BLE001 - hook edge, as above
+    except Exception:  # noqa: BLE001 - callback edge, as above
         self.edge.broke(f"{name} (its fallback)")
         return last
 
 
-def class_hook(
+def class_callback(
     otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a hook that vLLM calls on the class, before a connector exists. Catches and logs
-    the hook's exceptions, but does not count them or time the hook.
+    """Decorates a callback that vLLM calls on the class, before a connector exists. Catches and logs
+    the callback's exceptions, but does not count them or time the callback.
 
-    otherwise: the fallback. If the hook raises, the fallback is called with the class and the
-        hook's arguments, and vLLM gets its result.
+    otherwise: the fallback. If the callback raises, the fallback is called with the class and the
+        callback's arguments, and vLLM gets its result.
     last: what vLLM gets if the fallback raises too. The default None is the result of vLLM's own
         base class.
     """
@@ -310,12 +310,12 @@ def class_hook(
                 return method(cls, *args, **kwargs)
             except Exception:
                 logger.exception(
-                    "hotkv: hook %s broke; the engine goes on without its result", method.__name__
+                    "hotkv: callback %s broke; the engine goes on without its result", method.__name__
                 )
             try:
                 answer: T = otherwise(cls, *args, **kwargs)
             except Exception:
-                logger.exception("hotkv: the fallback of hook %s broke, too", method.__name__)
+                logger.exception("hotkv: the fallback of callback %s broke, too", method.__name__)
                 answer = last
             return answer
 
@@ -325,5 +325,5 @@ def class_hook(
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Returns None, whatever the arguments. Used as the fallback of hooks that may return no
+    """Returns None, whatever the arguments. Used as the fallback of callbacks that may return no
     result."""

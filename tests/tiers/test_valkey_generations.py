@@ -1,4 +1,4 @@
-"""Tests epochs (numbers that each flush raises) in Valkey, where each key space's epoch is a key.
+"""Tests generations (numbers that each flush raises) in Valkey, where each key space's generation is a key.
 `test_remote_faults` tests flushes that come while blocks are read."""
 
 import threading
@@ -12,7 +12,7 @@ from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
 from hotkv_server.testing.flush_contract import (
     NAME,
     answer,
-    epoch,
+    generation,
     flush,
     keys_of,
     probe,
@@ -22,11 +22,11 @@ from hotkv_server.testing.flush_contract import (
 from hotkv_server.tiers.protocol import Read, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.remote.client import LostError
-from hotkv_server.tiers.valkey.epochs import (
+from hotkv_server.tiers.valkey.generation_keys import (
     GRACE_S,
     YOUNG_S,
     StoreClock,
-    epoch_key,
+    generation_key,
     get,
     now_us,
     parsed,
@@ -46,8 +46,8 @@ def node_a(server: Server) -> Iterator[ValkeyTier]:
 def test_a_flush_between_two_parts_refuses_the_whole_call(
     server: Server, proxy: FaultProxy, node_a: ValkeyTier
 ) -> None:
-    now = epoch(node_a)
-    assert now and server.client.ttl(epoch_key(NAME)) == -1, "an epoch expires"
+    now = generation(node_a)
+    assert now and server.client.ttl(generation_key(NAME)) == -1, "a generation expires"
     keys = keys_of(now, PART_KEYS + 1)
     server.client.mset(dict.fromkeys(keys, b"x"))
     with tier_over(f"127.0.0.1:{proxy.port}", connections=1) as (node_b, _):
@@ -69,21 +69,21 @@ def test_a_flush_between_two_parts_refuses_the_whole_call(
 
 
 @pytest.mark.parametrize("reply", [0, -1, b"", b"x", b"9" * 20, ErrorReply(b"WRONGTYPE no"), []])
-def test_a_reply_that_is_no_epoch_is_lost(reply: Reply) -> None:
+def test_a_reply_that_is_no_generation_is_lost(reply: Reply) -> None:
     with pytest.raises(LostError):
         parsed(reply)
 
 
-def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: ValkeyTier) -> None:
-    server.client.rpush(epoch_key(NAME), b"a")
+def test_a_generation_of_another_type_lets_nothing_pass(server: Server, node_a: ValkeyTier) -> None:
+    server.client.rpush(generation_key(NAME), b"a")
     assert read(node_a, keys_of(1, 2), {NAME: 1}) == [Read.FAILED] * 2
-    assert epoch(node_a) is None and flush(node_a) is None
+    assert generation(node_a) is None and flush(node_a) is None
 
 
 def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> None:
-    """Holds back a read's request. Reading and raising an epoch (number that each flush raises)
+    """Holds back a read's request. Reading and raising a generation (number that each flush raises)
     must work meanwhile, so that a slow read does not delay a flush."""
-    now = epoch(node_a)
+    now = generation(node_a)
     keys = keys_of(now, 4)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
         write(bench, keys)
@@ -96,7 +96,7 @@ def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> 
         reading.start()
         assert dam.is_full.wait(60)
         proxy.on_command = nothing
-        assert epoch(bench.tier) == now
+        assert generation(bench.tier) == now
         raised = flush(bench.tier)
         assert raised and raised > now and not done
         dam.opened.set()
@@ -109,7 +109,7 @@ def info(run_id: bytes, now_s: float, up_s: int) -> bytes:
     return b"\r\n".join((b"# Server", *lines)) % (run_id, int(now_s * 1e6), up_s)
 
 
-def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> None:
+def test_a_server_that_has_just_started_is_not_trusted_with_older_generations() -> None:
     clock, start_s = StoreClock(), 1_790_000_000.0
     below = clock.restored_below(info(b"one", start_s + 2.9, 2), 100.0)
     assert begun(int(start_s * 1e6)) <= below <= begun(int((start_s + 1) * 1e6))
@@ -121,7 +121,7 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> No
     assert clock.restored_below(said, 100.1, now + 1) == now + 2
     assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
     # The server has restarted, and the node notices it 40 s later. A restart may lose the latest
-    # epoch. So for GRACE_S from now on, the node must not trust epochs from before the restart.
+    # generation. So for GRACE_S from now on, the node must not trust generations from before the restart.
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
     assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
     assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)
@@ -136,18 +136,18 @@ def test_what_a_server_brings_back_is_not_trusted_at_once(tmp_path: Path) -> Non
         running(tmp_path / "kept", appendonly="yes", appendfsync="always") as server,
         tier_over(f"unix:{server.path}") as (tier, _),
     ):
-        now = epoch(tier)
+        now = generation(tier)
         server.kill()
         server.start()
-        wait_for(lambda: not tier.problem() and epoch(tier), "the server is not reached")
-        shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
-        assert shown.epochs == {NAME: now} and shown.restored_below > now
+        wait_for(lambda: not tier.problem() and generation(tier), "the server is not reached")
+        shown = answer(lambda done: tier.generations([NAME], time.monotonic() + 9, done))
+        assert shown.generations == {NAME: now} and shown.restored_below > now
         raised = flush(tier)
-        shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
-        assert shown.epochs == {NAME: raised} and raised >= shown.restored_below
-        # An epoch is the time of its raise; if several raises come at one moment, each is higher
-        # than the last. So an epoch from before the restart may be ahead of the clock, as this one.
+        shown = answer(lambda done: tier.generations([NAME], time.monotonic() + 9, done))
+        assert shown.generations == {NAME: raised} and raised >= shown.restored_below
+        # A generation is the time of its raise; if several raises come at one moment, each is higher
+        # than the last. So a generation from before the restart may be ahead of the clock, as this one.
         # It must not be trusted.
-        ahead = server.client.incrby(epoch_key(NAME), begun(10**7))
-        shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
-        assert shown.epochs == {NAME: ahead} and ahead < shown.restored_below
+        ahead = server.client.incrby(generation_key(NAME), begun(10**7))
+        shown = answer(lambda done: tier.generations([NAME], time.monotonic() + 9, done))
+        assert shown.generations == {NAME: ahead} and ahead < shown.restored_below

@@ -1,7 +1,7 @@
-"""Builds representations from unpacked keys.
+"""Builds sketches from unpacked keys.
 
-A representation is an approximation of a block's keys, by which decode steps score the block. A
-representation is built once, when the block is full, from keys after RoPE. The functions of this
+A sketch is an approximation of a block's keys, by which decode steps score the block. A
+sketch is built once, when the block is full, from keys after RoPE. The functions of this
 module are pure and call compiled kernels. `tests/oracles/sparse.py` computes the same in numpy.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head, R runs
@@ -63,7 +63,7 @@ def build(
     num_tokens_B: I32 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Builds the representations of blocks (compact approximations of their keys) in format `name`
+    """Builds the sketches of blocks (compact approximations of their keys) in format `name`
     from the keys, float32 [blocks, tokens, KV heads, channels]. Returns uint8 [blocks, KV heads,
     bytes].
 

@@ -34,7 +34,7 @@ MODULES = [
     "sparse.rank",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
-"""Classes that vLLM calls directly, not through the connector's hooks, and a function that these
+"""Classes that vLLM calls directly, not through the connector's callbacks, and a function that these
 classes call."""
 
 

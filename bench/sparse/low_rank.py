@@ -1,7 +1,7 @@
-"""Page sketches: a published alternative to hotkv_sparse's compact forms of keys, for comparison. A
-sketch is a low-rank summary of a block's keys, by which the block is scored.
+"""Page low-rank summaries: a published alternative to hotkv_sparse's compact forms of keys, for comparison. A
+low-rank summary is a low-rank summary of a block's keys, by which the block is scored.
 
-A sketch describes a page (the keys of a block and KV head) by a mean, `rank` directions and each
+A low-rank summary describes a page (the keys of a block and KV head) by a mean, `rank` directions and each
 token's coefficients along them: k ~ mean + coefficients · directions. It is built from the page
 alone, without calibration. Sizes and rounding are those of LOCKS (locks-kv 0.1.4, `rki4`): mean in
 8 bits, directions in 4 bits with a scale each, coefficients in 8 bits with a scale per token, all
@@ -37,25 +37,25 @@ def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
-    """A kind of sketch (low-rank summary of the keys of a block and KV head), with `rank`
+class LowRank:
+    """A kind of low-rank summary (low-rank summary of the keys of a block and KV head), with `rank`
     directions. `rank` must be smaller than the number of tokens of a block."""
 
     rank: int
 
     def page_bytes(self, block_tokens: int, head_size: int) -> int:
-        """Returns the bytes of a sketch, for one block and KV head."""
+        """Returns the bytes of a low-rank summary, for one block and KV head."""
         mean = head_size * MEAN_BITS // 8 + SCALE_BYTES
         directions = self.rank * (head_size * DIRECTION_BITS // 8 + SCALE_BYTES)
         coefficients = block_tokens * (self.rank * COEFFICIENT_BITS // 8 + SCALE_BYTES)
         return mean + directions + coefficients
 
     def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
-        """Computes the sketch of each page (the keys of a block and KV head), and returns the
-        approximate keys that the sketch stands for.
+        """Computes the low-rank summary of each page (the keys of a block and KV head), and returns the
+        approximate keys that the low-rank summary stands for.
 
         Finds the mean, directions and coefficients of a page by a singular value decomposition, and
-        rounds them as a stored sketch would be. Input and result: float32 [KV heads, blocks, tokens
+        rounds them as a stored low-rank summary would be. Input and result: float32 [KV heads, blocks, tokens
         of a block, channels].
         """
         mean = keys_HBTD.mean(dim=2, keepdim=True)
@@ -68,11 +68,11 @@ class Sketch:
         return _rounded(mean, -1, MEAN_BITS) + coefficients @ directions.transpose(-1, -2)
 
 
-SKETCHES = {f"sketch{rank}": Sketch(rank) for rank in (4, 8)}
+LOW_RANKS = {f"lowrank{rank}": LowRank(rank) for rank in (4, 8)}
 
 
-class SketchScorer:
-    """Scores the blocks of a text by their sketches (low-rank summaries of keys).
+class LowRankScorer:
+    """Scores the blocks of a text by their low-rank summaries (low-rank summaries of keys).
 
     keys_LHSD: keys of the first tokens, whole blocks.
     num_more: number of tokens, again whole blocks, for which space is reserved behind them.
@@ -80,12 +80,12 @@ class SketchScorer:
 
     def __init__(
         self,
-        sketch: Sketch,
+        low_rank: LowRank,
         keys_LHSD: Sequence[torch.Tensor],
         block_tokens: int,
         num_more: int,
     ) -> None:
-        self._sketch = sketch
+        self._low_rank = low-rank summary
         self._block_tokens = block_tokens
         self._shared = [self._approximate(keys_HSD) for keys_HSD in keys_LHSD]
         self._tails = [
@@ -95,10 +95,10 @@ class SketchScorer:
 
     def _approximate(self, keys_HSD: torch.Tensor) -> torch.Tensor:
         blocks = keys_HSD.unflatten(1, (-1, self._block_tokens))
-        return self._sketch.approximate(blocks).flatten(1, 2)
+        return self._low_rank.approximate(blocks).flatten(1, 2)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Adds the sketch (low-rank summary) of a block that has just become complete."""
+        """Adds the low-rank summary (low-rank summary) of a block that has just become complete."""
         first = block * self._block_tokens - self._shared[layer].shape[1]
         keys_HTD = torch.from_numpy(keys_THD).transpose(0, 1)
         filled = slice(first, first + self._block_tokens)
@@ -121,9 +121,9 @@ class SketchScorer:
         result: F32 = tokens_HGS.logsumexp(dim=-1).flatten(0, 1).numpy()
         return result
 
-    def copy(self) -> "SketchScorer":
+    def copy(self) -> "LowRankScorer":
         """Returns an independent copy, for another variant over the same prompt."""
-        other = object.__new__(SketchScorer)
+        other = object.__new__(LowRankScorer)
         other.__dict__.update(self.__dict__)
         other._tails = [tail.clone() for tail in self._tails]
         return other

@@ -1,6 +1,6 @@
-"""Tests exceptions in the connector's hooks (methods that vLLM calls) in an engine with sparse
+"""Tests exceptions in the connector's callbacks (methods that vLLM calls) in an engine with sparse
 decode. After an exception the worker must not use outdated data: rows, hot sets (blocks in device
-slots) or representations (compact summaries of blocks' keys)."""
+slots) or sketches (compact summaries of blocks' keys)."""
 
 from types import FunctionType
 from typing import Any
@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.worker import SparseWorker
-from hotkv_vllm.stats import HookClock
+from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
-from tests.vllm.faults import broken, called_by_hooks
+from tests.vllm.faults import broken, called_by_callbacks
 from tests.vllm.harness import prompt
 from tests.vllm.sparse_parts import QUERIES
 from tests.vllm.sparse_pools import pairs, rows_are_right, sparse_engine, toy
@@ -52,12 +52,12 @@ def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
 def of_sparse_decode(one: FunctionType) -> bool:
     return (
         ".sparse." in one.__module__
-        or one.__module__.endswith(("representation_planner", "written_blocks"))
-        or one.__name__ in HOOKS
+        or one.__module__.endswith(("sketch_planner", "written_blocks"))
+        or one.__name__ in CALLBACKS
     )
 
 
-HOOKS = {
+CALLBACKS = {
     "handle_preemptions",
     "build_connector_meta",
     "_plan_sparse",
@@ -83,7 +83,7 @@ def test_broken_in_each_function_of_sparse_decode(
     )
     functions = {
         f
-        for called in called_by_hooks(lambda: traffic(one, server, 0) and None).values()
+        for called in called_by_callbacks(lambda: traffic(one, server, 0) and None).values()
         for f in called
         if of_sparse_decode(f)
     }
@@ -114,8 +114,8 @@ def test_broken_in_each_function_of_sparse_decode(
 def connector_over(layers: Layers) -> HotKVConnector:
     """Returns a worker's connector that has layers with sparse decode, and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
-    one.clock = HookClock("test", "engine")
-    one.edge = HookEdge(one.clock, lambda _: None)
+    one.clock = CallbackClock("test", "engine")
+    one.edge = CallbackEdge(one.clock, lambda _: None)
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()
     worker.rank.follow.return_value = worker.rank.weights_were_read.return_value = False
@@ -147,13 +147,13 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert attend() is None
     assert not layers.worker._sequences
     assert one.edge.broken == {"handle_preemptions"}
-    built = layers.worker.representations.built(7)
+    built = layers.worker.sketches.built(7)
     assert not built.any()
     # The next step must attend sparsely again.
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     batch = layers.batch("a")
     assert attend() is not None
-    # If the representations (compact summaries of blocks' keys) can't be discarded, sparse decode
+    # If the sketches (compact summaries of blocks' keys) can't be discarded, sparse decode
     # must be switched off.
     monkeypatch.setattr(layers.worker, "start_over", lambda: 1 / 0)
     with broken(getattr(SparseWorker, function), only_once=True):
@@ -164,17 +164,17 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert worker.stores.take_everything_back.call_count == 2 and worker.rank.shared is None
 
 
-def test_a_worker_whose_scheduler_lost_track_discards_all_representations(
+def test_a_worker_whose_scheduler_lost_track_discards_all_sketches(
     engine: Any, server: Any, toy: Any
 ) -> None:
     """Sends the worker the message of a scheduler side that does not know which blocks vLLM has
-    allocated (`lost_track`). The worker must discard all representations (compact summaries of
+    allocated (`lost_track`). The worker must discard all sketches (compact summaries of
     blocks' keys), because their blocks may have been overwritten."""
     one = sparse_engine(engine)
     one.generate("a", LONG, 4)
     sparse = one.worker._worker.sparse.worker
-    assert any(sparse.representations.built(layer.index).any() for layer in sparse.layers.values())
+    assert any(sparse.sketches.built(layer.index).any() for layer in sparse.layers.values())
     one.worker.handle_preemptions(HotKVMetadata(lost_track=True))
     assert not any(
-        sparse.representations.built(layer.index).any() for layer in sparse.layers.values()
+        sparse.sketches.built(layer.index).any() for layer in sparse.layers.values()
     )

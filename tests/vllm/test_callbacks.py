@@ -1,9 +1,9 @@
-"""Tests each hook of the connector (a method that vLLM calls) with an exception in each function
-that the hook calls, once and on every call.
+"""Tests each callback of the connector (a method that vLLM calls) with an exception in each function
+that the callback calls, once and on every call.
 
 No exception may reach vLLM, each request must be answered correctly, and no engine may read wrong
 KV; the harness checks each value that attention reads. When the exceptions have stopped, they must
-leave no state behind. The list of hooks comes from vLLM's base class, so a new hook is tested too.
+leave no state behind. The list of callbacks comes from vLLM's base class, so a new callback is tested too.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.hooks import FALLBACKS, HOOKS
+from hotkv_vllm.callbacks import FALLBACKS, CALLBACKS
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import rank_loads
-from tests.vllm.faults import OWN, broken, called_by_hooks
+from tests.vllm.faults import OWN, broken, called_by_callbacks
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import check_nothing_left
 
@@ -57,7 +57,7 @@ FORWARDS = {
     "take_events": {"_take_events", "_publishes_events"},
     "get_kv_connector_stats": {"_take_stats", "_stats", "data"},
 }
-"""Hooks (methods that vLLM calls) that only call another hook, with that hook's name, or only
+"""Callbacks (methods that vLLM calls) that only call another callback, with that callback's name, or only
 return constants."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
 IN_STEPS = sorted(
@@ -80,7 +80,7 @@ def _code(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
-def test_each_hook_has_a_fallback_or_nothing_that_could_break(name: str) -> None:
+def test_each_callback_has_a_fallback_or_nothing_that_could_break(name: str) -> None:
     if name in FALLBACKS:
         assert len(FALLBACKS[name]) > 10
     else:
@@ -89,9 +89,9 @@ def test_each_hook_has_a_fallback_or_nothing_that_could_break(name: str) -> None
         assert called == FORWARDS.get(name, set()), f"{name} uses {called}: it needs a fallback"
 
 
-def test_each_fallback_is_that_of_a_hook() -> None:
+def test_each_fallback_is_that_of_a_callback() -> None:
     importlib.import_module("hotkv_vllm.offloading.connector")
-    assert FALLBACKS.keys() == HOOKS.keys()
+    assert FALLBACKS.keys() == CALLBACKS.keys()
 
 
 class Bench:
@@ -224,7 +224,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    server, folder, made = FakeServer(), tmp_path_factory.mktemp("hooks") / "model", []
+    server, folder, made = FakeServer(), tmp_path_factory.mktemp("callbacks") / "model", []
     with pytest.MonkeyPatch.context() as patch:
 
         def make(**settings: Any) -> Engine:
@@ -237,12 +237,12 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 
 
 def functions_of(run: Callable[[], object]) -> dict[str, list[FunctionType]]:
-    """Runs `run`. Returns, by hook (connector method that vLLM calls), the hotkv functions that the
-    hook calls. A function that several hooks call is listed only under the first of them."""
+    """Runs `run`. Returns, by callback (connector method that vLLM calls), the hotkv functions that the
+    callback calls. A function that several callbacks call is listed only under the first of them."""
     seen: set[FunctionType] = set()
     found = {}
-    for hook, called in called_by_hooks(run).items():
-        found[hook] = sorted(called - seen, key=lambda one: one.__qualname__)
+    for callback, called in called_by_callbacks(run).items():
+        found[callback] = sorted(called - seen, key=lambda one: one.__qualname__)
         seen |= called
     return found
 
@@ -256,9 +256,9 @@ def calls(bench: Bench) -> dict[str, list[FunctionType]]:
 
 
 def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[FunctionType]]) -> None:
-    """Checks that `Bench.traffic` calls each hook, runs the functions of the most important cases,
+    """Checks that `Bench.traffic` calls each callback, runs the functions of the most important cases,
     and causes no exception by itself."""
-    assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
+    assert not [callback for callback in IN_STEPS if not calls[callback] and callback not in ("_rows_of",)]
     taken = {one.__qualname__ for called in calls.values() for one in called}
     assert taken >= {
         "RankStores._take_back",
@@ -272,7 +272,7 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
         counted.get(name)
         for name in ("loads", "failed_loads", "hung_loads", "flushes", "stored_blocks", "resets")
     ), counted
-    assert not counted.get("hook_errors")
+    assert not counted.get("callback_errors")
 
 
 @pytest.mark.parametrize(
@@ -283,21 +283,21 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
         pytest.param(False, slice(None), id="always", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("hook", IN_STEPS)
-def test_a_broken_hook(
-    bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool, some: slice
+@pytest.mark.parametrize("callback", IN_STEPS)
+def test_a_broken_callback(
+    bench: Bench, calls: dict[str, list[FunctionType]], callback: str, only_once: bool, some: slice
 ) -> None:
-    """Makes the functions that a hook calls raise, one after another. After each, checks both
+    """Makes the functions that a callback calls raise, one after another. After each, checks both
     engines.
 
-    hook: a connector method that vLLM calls.
+    callback: a connector method that vLLM calls.
     only_once: whether the function raises once or on every call.
     some: the slice of functions to test. Everyday runs test every second function.
     """
-    num_strikes, functions = 0, calls[hook][some]
+    num_strikes, functions = 0, calls[callback][some]
     for function in functions:
         bench.count += 1
-        num_errors = bench.one.counters.get("hook_errors", 0)
+        num_errors = bench.one.counters.get("callback_errors", 0)
         try:
             with broken(function, only_once=only_once) as fault:
                 bench.traffic()
@@ -314,18 +314,18 @@ def test_a_broken_hook(
             ):
                 bench.one.generate(bench.name("begin"), prompt(9, 10), 3)
             bench.afterwards()
-            if function.__name__ == hook:
-                assert bench.one.counters["hook_errors"] > num_errors
+            if function.__name__ == callback:
+                assert bench.one.counters["callback_errors"] > num_errors
         except Exception as error:
             bench.renew()
             raise AssertionError(
-                f"{hook}: {function.__qualname__} broken: {type(error).__name__}: {error}"
+                f"{callback}: {function.__qualname__} broken: {type(error).__name__}: {error}"
             ) from error
     assert num_strikes or not functions
 
 
 def test_a_step_after_unknown_allocations_tells_the_workers(bench: Bench) -> None:
-    """Makes the hook `update_state_after_alloc` raise, so that the connector does not know which
+    """Makes the callback `update_state_after_alloc` raise, so that the connector does not know which
     blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`), because the
     workers must then revoke all stores in progress."""
     one = bench.new()
@@ -350,15 +350,15 @@ def lost_reports_are_noticed() -> Iterator[None]:
 # ------------------------------------------------------------------------------ start, end, metrics
 
 
-@pytest.mark.parametrize("hook", sorted(AT_START - OF_THE_CLASS))
-def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
-    """Makes the functions that a hook calls when an engine starts raise, one after another. The
+@pytest.mark.parametrize("callback", sorted(AT_START - OF_THE_CLASS))
+def test_a_callback_that_breaks_at_the_start(bench: Bench, callback: str) -> None:
+    """Makes the functions that a callback calls when an engine starts raise, one after another. The
     engine must run, with hotkv or without, and store only right blocks."""
-    functions = functions_of(bench.new)[hook]
+    functions = functions_of(bench.new)[callback]
     assert functions
     for function in functions:
         bench.count += 1
-        name = f"{hook}: {function.__qualname__} broken"
+        name = f"{callback}: {function.__qualname__} broken"
         bench.server.blocks.clear()
         with broken(function) as fault:
             one = bench.new()
@@ -397,7 +397,7 @@ def test_shutdown_breaks(bench: Bench) -> None:
             assert not memory.fds, function
 
 
-def test_hooks_of_the_class_break(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_of_the_class_break(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     config = bench.one.vllm_config
     for name, *arguments in (
         ("get_required_kvcache_layout", config),
