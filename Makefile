@@ -102,7 +102,7 @@ torture: $(STAMPS)/dev ## an hour and a half and more of kills and odd inputs: 1
 mutate: $(STAMPS)/dev ## half an hour of small faults in core, dataplane, client and connector: what the tests see; MUTATE="--only proto/hotkv_proto/order.py"
 	$(BIN)/python -m tools.mutate --jobs $(JOBS) $(MUTATE)
 
-check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels, workflows; names long modules
+check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels, workflows, names that mean two things; lists long modules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -117,6 +117,7 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/python tools/long_modules.py
+	$(BIN)/python tools/one_name.py
 	$(BIN)/python -m tools.metrics_reference --check
 	$(BIN)/python -m tools.connector_settings --check
 	$(BIN)/python -m tools.dashboard --check

@@ -14,8 +14,8 @@ Prints a table; `--json` prints a JSON object last:
 
 - `warm_over_cold`: time to first token in `warm`, divided by that in `miss`.
 - `warm_over_apc`: time to first token in `warm`, divided by that in `apc`.
-- `hook_share`: time in the connector's callbacks (the methods that vLLM calls), divided by the time of
-  engine steps, in `miss`.
+- `hook_share`: time in the connector's callbacks (the methods that vLLM calls), divided by the time
+  of engine steps, in `miss`.
 - `miss_overhead`: time of a whole request in `miss`, divided by that of the neighbouring request in
   `plain`; the median of these ratios.
 """
@@ -58,9 +58,9 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Returns the share of engine steps' time that was spent in the connector's callbacks (the methods
-    that vLLM calls), those of the scheduler and of the worker together. Reads the file `path`,
-    which the connector wrote when its engine ended."""
+    """Returns the share of engine steps' time that was spent in the connector's callbacks (the
+    methods that vLLM calls), those of the scheduler and of the worker together. Reads the file
+    `path`, which the connector wrote when its engine ended."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")

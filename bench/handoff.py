@@ -154,9 +154,9 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
     child = Child("valkey", command, folder / "valkey.log", {})
     try:
         # Waits until the Valkey has run for more than a second. Each flush of a key space raises
-        # its generation, a number made from the time. Nodes distrust generations from before the Valkey's
-        # start, because a restart may have restored old data. They know the start only to the
-        # second, so they also distrust generations from the first second.
+        # its generation, a number made from the time. Nodes distrust generations from before the
+        # Valkey's start, because a restart may have restored old data. They know the start only to
+        # the second, so they also distrust generations from the first second.
         time.sleep(2)
         yield [["--tiers.valkey.address", f"{network.STORE_ADDRESS}:6379"]] * 2
     finally:

@@ -14,8 +14,8 @@ Prints a row per text and variant (way to select blocks, see `bench.sparse.varia
 `--json`, `{"model", "texts", "seconds", "rows", "targets"}`. The default run has the rows with
 targets. `--resident` has the variants for residency (contexts in host memory), with separate
 targets. `--field` has budgets of 128, 512 and 2048 tokens, as in publications, and compares with
-selections by exact attention mass and with another method, page low-rank summaries (`bench.sparse.low_rank`);
-its rows have no targets.
+selections by exact attention mass and with another method, page low-rank summaries
+(`bench.sparse.low_rank`); its rows have no targets.
 """
 
 import argparse

@@ -106,9 +106,7 @@ class _Engine:
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),)
         kind = Sketch(0, CONFIG.scorer, 1, (size,))
         key_space = KeySpace("bench-select", "bench-select", "bfloat16", groups, BLOCK_TOKENS)
-        config = SessionConfig(
-            target, "bench-select", Role.WORKER, key_space, sketches=(kind,)
-        )
+        config = SessionConfig(target, "bench-select", Role.WORKER, key_space, sketches=(kind,))
         self.group = config.sketch_group(kind)
         tensors = (
             PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),
@@ -276,7 +274,7 @@ class Layer:
             for name in SCORERS
         }
         self.rows = np.arange(self.num_blocks, dtype=np.int32)
-        self.where = hotkv_sparse.Span(2, self.num_blocks - 5, self.num_blocks)
+        self.where = hotkv_sparse.CandidateSpan(2, self.num_blocks - 5, self.num_blocks)
         self.always_log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
         self.budget = max(16, int(BUDGET * self.num_blocks))
         self.hot = hotkv_sparse.HotSet(2 * self.budget, 2 * MAX_CORRECTIONS)

@@ -31,12 +31,12 @@ from hotkv_server.ledger.capability import LedgerCapability
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.ledger.history import NUM_SAMPLES, STEP_S
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.monitoring.pages.routes import Reply
+from hotkv_server.monitoring.status import as_json_values, read_status
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.capability import SparseCapability
 from hotkv_server.startup import process
-from hotkv_server.told.pages.routes import Reply
-from hotkv_server.told.status import as_json_values, read_status
 
 BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000

@@ -109,7 +109,7 @@ class Engine(PagedEngine):
 def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
     """Returns a function that copies `src` to `dst` by memcpy, divided among as many threads as the
     server copies with, and returns the seconds that it took."""
-    kernels = native.load("hotkv_proto.kernels")
+    kernels = native.load("hotkv_proto.table_reading")
     assert kernels is not None, "the benchmark needs numba"
     bounds = np.linspace(0, dst.nbytes, COPY_THREADS + 1).astype(np.int64)
 

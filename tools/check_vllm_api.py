@@ -2,9 +2,9 @@
 sources of the installed vLLM and source distributions of the package index.
 
 Checks, on syntax trees: imported names, attributes of vLLM's objects and calls as far as type
-annotations allow, and signatures of overridden callbacks (the methods of a connector that vLLM calls).
-Each callback of vLLM's base class must be overridden or be listed in `NOT_OVERRIDDEN`. If the index
-can't be reached, prints the missing versions and checks the rest.
+annotations allow, and signatures of overridden callbacks (the methods of a connector that vLLM
+calls). Each callback of vLLM's base class must be overridden or be listed in `NOT_OVERRIDDEN`. If
+the index can't be reached, prints the missing versions and checks the rest.
 
 Also checks that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and that
 other modules import only the names in `PUBLIC`. import-linter sees vLLM as a single package, so it
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "connector_vllm")]
 
-from hotkv_vllm.compat.definitions import Names  # noqa: E402
+from hotkv_vllm.compat.definitions import Sources  # noqa: E402
 from hotkv_vllm.compat.uses import DOORS, LEFT_OUT, OFFLOADING, OWN, TESTED, Line, span  # noqa: E402
 from tools.vllm_sources import (  # noqa: E402
     Source,
@@ -62,8 +62,8 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Callbacks (methods of vLLM's connector class) that hotkv does not override, and why. If vLLM adds a
-callback, read what it demands of connectors, then override it or list it here."""
+"""Callbacks (methods of vLLM's connector class) that hotkv does not override, and why. If vLLM adds
+a callback, read what it demands of connectors, then override it or list it here."""
 
 FREE = {
     "worker/layout.py",
@@ -91,7 +91,7 @@ PUBLIC = (
     "vllm.v1.outputs",
     "vllm.v1.request",
 )
-"""Names of vLLM that all modules may import: base classes, the values passed to a connector's
+"""Sources of vLLM that all modules may import: base classes, the values passed to a connector's
 callbacks, and vLLM's API for programs. A name includes its submodules."""
 
 
@@ -173,7 +173,7 @@ def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
             print(f"NOT CHECKED against vLLM {line[0]}.{line[1]}: {error}")
 
 
-def uses_of(names: Names, door: str) -> Iterator[Uses]:
+def uses_of(names: Sources, door: str) -> Iterator[Uses]:
     """Yields, for each module of a connector, its uses of vLLM, compared with the vLLM version
     whose names are in `names`. `door`: one of hotkv's two vLLM connectors."""
     for path in modules(door):
@@ -189,7 +189,7 @@ def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
     is_newest: whether it is the newest tested version.
     door: one of hotkv's two vLLM connectors.
     """
-    names = Names(source, is_whole=True)
+    names = Sources(source, is_whole=True)
     problems, num_checked = [], 0
     for uses in uses_of(names, door):
         problems += uses.problems
@@ -235,10 +235,10 @@ def others(door: str) -> list[str]:
     return found
 
 
-def callback_problems(names: Names, *, is_newest: bool) -> list[str]:
-    """Returns a message for each callback (method of vLLM's connector class) that is neither overridden
-    nor listed in `NOT_OVERRIDDEN`. For the newest version, also for overridden and listed callbacks
-    that no longer exist."""
+def callback_problems(names: Sources, *, is_newest: bool) -> list[str]:
+    """Returns a message for each callback (method of vLLM's connector class) that is neither
+    overridden nor listed in `NOT_OVERRIDDEN`. For the newest version, also for overridden and
+    listed callbacks that no longer exist."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")
@@ -262,7 +262,8 @@ def callback_problems(names: Names, *, is_newest: bool) -> list[str]:
     ]
     if is_newest:
         problems += [
-            f"connector.py: {callback} is no callback of vLLM's any more" for callback in sorted(ours - theirs)
+            f"connector.py: {callback} is no callback of vLLM's any more"
+            for callback in sorted(ours - theirs)
         ]
         problems += [
             f"NOT_OVERRIDDEN: {callback} is no callback of vLLM's"

@@ -19,11 +19,11 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.monitoring.metric_help import HELP_BY_TOPIC, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
+from hotkv_server.monitoring.metrics import NodeCollector, in_seconds
 from hotkv_server.node.node import Node
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
-from hotkv_server.told.metric_help import HELP_BY_TOPIC, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
-from hotkv_server.told.metrics import NodeCollector, in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"

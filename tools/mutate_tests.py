@@ -122,7 +122,7 @@ TESTS: dict[str, str] = {
     "proto/hotkv_proto/limits.py": "tests/core/test_filling.py",
     "proto/hotkv_proto/costs.py": "tests/wire/test_costs.py",
     "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/dataplane/test_layouts.py",
-    "proto/hotkv_proto/kernels.py": (
+    "proto/hotkv_proto/table_reading.py": (
         "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py "
         "tests/dataplane/test_layouts.py"
     ),
@@ -134,7 +134,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/ledger/book/forecast.py": "tests/ledger/test_forecast.py",
     "server/hotkv_server/ledger/book/pack.py": "tests/ledger/test_pack.py",
     "server/hotkv_server/ledger/book/shadow.py": "tests/ledger/test_shadow.py",
-    "proto/hotkv_proto/messages/session.py": (
+    "proto/hotkv_proto/messages/report_messages.py": (
         "tests/wire/test_packing.py tests/server/test_reports.py"
     ),
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
@@ -145,7 +145,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/cache/leases/retentions.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),
-    "server/hotkv_server/cache/table/kernels.py": KERNELS,
+    "server/hotkv_server/cache/table/table_kernels.py": KERNELS,
     "server/hotkv_server/cache/table/index.py": (
         f"tests/core/test_index.py tests/core/test_retention.py {CORE}"
     ),
@@ -155,7 +155,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/cache/room/removal.py": (
         f"tests/core/test_space.py tests/core/test_starvation.py {CORE}"
     ),
-    "server/hotkv_server/told/verdicts.py": "tests/server/test_verdicts.py",
+    "server/hotkv_server/monitoring/verdicts.py": "tests/server/test_verdicts.py",
     "server/hotkv_server/node/growth.py": "tests/server/test_filling.py",
     "server/hotkv_server/cache/room/removed.py": "tests/core/test_space.py",
     "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
@@ -171,7 +171,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/integrity/checksums.py": (
         f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
     ),
-    "server/hotkv_server/integrity/kernels.py": "tests/core/test_checks.py",
+    "server/hotkv_server/integrity/sum_kernels.py": "tests/core/test_checks.py",
     "server/hotkv_server/integrity/sums.py": (
         "tests/core/test_checks.py tests/dataplane/test_contract.py"
     ),
@@ -211,7 +211,7 @@ TESTS: dict[str, str] = {
         f"tests/wire/test_packing.py tests/wire/test_batches.py {WIRE} "
         "tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
-    "client/hotkv_client/wire/requests.py": (
+    "client/hotkv_client/wire/call_messages.py": (
         f"tests/wire/test_packing.py tests/wire/test_batches.py {WIRE} "
         "tests/server/test_devices_order.py "
         "tests/server/test_security.py tests/server/test_events.py"
@@ -231,7 +231,9 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
     ),
     "connector_vllm/hotkv_vllm/identity/rekeying.py": "tests/vllm/test_rekeying.py",
-    "connector_vllm/hotkv_vllm/worker/session.py": (f"tests/vllm/test_rekeying.py {RANK} {ENGINE}"),
+    "connector_vllm/hotkv_vllm/worker/rank_session.py": (
+        f"tests/vllm/test_rekeying.py {RANK} {ENGINE}"
+    ),
     "connector_vllm/hotkv_vllm/compat/model_weights.py": (
         "tests/vllm/test_weights_files.py tests/vllm/test_file_digests.py "
         "tests/vllm/test_unread_weights.py tests/vllm/test_rekeying.py"
@@ -292,7 +294,7 @@ TESTS: dict[str, str] = {
         f"tests/offloading/test_door_pairs.py {DOOR}"
     ),
     "connector_vllm/hotkv_vllm/offloading/": DOOR,
-    "connector_vllm/hotkv_vllm/offloading/requests.py": (
+    "connector_vllm/hotkv_vllm/offloading/promotions.py": (
         f"tests/offloading/test_requests.py {DOOR}"
     ),
     "connector_vllm/hotkv_vllm/offloading/scheduler.py": (
@@ -332,7 +334,7 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_compression.py "
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
     ),
-    "server/hotkv_server/wire/session.py": (
+    "server/hotkv_server/wire/session_stream.py": (
         f"tests/wire/test_batches.py tests/wire/test_versions.py {CALLS}"
     ),
     "server/hotkv_server/wire/server.py": f"tests/server/test_reload.py {CALLS}",
@@ -346,7 +348,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/node/order.py": (
         "tests/server/test_devices_order.py tests/server/test_devices.py"
     ),
-    "server/hotkv_server/node/session.py": (
+    "server/hotkv_server/node/live_session.py": (
         "tests/server/test_devices_order.py tests/server/test_fence.py "
         f"tests/server/test_refusals.py {NODE}"
     ),
@@ -369,10 +371,10 @@ TESTS: dict[str, str] = {
         f"tests/server/test_fence.py tests/server/test_timings.py {NODE}"
     ),
     "server/hotkv_server/node/": NODE,
-    "server/hotkv_server/told/http_endpoint.py": f"{TOLD} tests/server/test_hostile.py",
-    "server/hotkv_server/told/pages/": f"{TOLD} tests/server/test_questions.py",
-    "server/hotkv_server/told/metrics.py": f"{TOLD} tests/server/test_devices.py",
-    "server/hotkv_server/told/": TOLD,
+    "server/hotkv_server/monitoring/http_endpoint.py": f"{TOLD} tests/server/test_hostile.py",
+    "server/hotkv_server/monitoring/pages/": f"{TOLD} tests/server/test_questions.py",
+    "server/hotkv_server/monitoring/metrics.py": f"{TOLD} tests/server/test_devices.py",
+    "server/hotkv_server/monitoring/": TOLD,
     "server/hotkv_server/memory/": (
         "tests/core/test_memory.py tests/core/test_filling.py "
         "tests/core/test_numa.py tests/server/test_arenas.py "

@@ -18,14 +18,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "connector_vllm")]
 
-from hotkv_vllm.compat.definitions import Names  # noqa: E402
+from hotkv_vllm.compat.definitions import Sources  # noqa: E402
 from hotkv_vllm.compat.uses import (  # noqa: E402
     DOORS,
     ENUMS,
     LIST,
     TESTED,
+    ApiUses,
     Form,
-    Uses,
     backends,
     differences,
     form_of,
@@ -40,7 +40,7 @@ CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
 `hotkv_vllm.compat.checks.is_pausing` tells a pause of the engine from other calls by the caller."""
 
 
-def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
+def forms(names: Sources, door: str) -> dict[tuple[str, str], Form]:
     """Returns what a connector uses of vLLM, by module and name, each with its form (the calls that
     the connector makes, and the signature) in one version of vLLM.
 
@@ -68,7 +68,7 @@ def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
 def made(sources: Sequence[Source]) -> str:
     """Returns the content of `uses.json` as text: each use of vLLM with its forms (calls and
     signatures) in all versions. A form is None if a version lacks the use."""
-    every = [Names(source, is_whole=True) for source in sources]
+    every = [Sources(source, is_whole=True) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):
         of_versions = [forms(names, door) for names in every]
@@ -112,7 +112,7 @@ def stale() -> str:
     """Returns the reason why `uses.json` (the shipped list of uses of vLLM) is out of date; an
     empty string if it is up to date."""
     text = LIST.read_text()
-    uses = Uses.read(text)
+    uses = ApiUses.read(text)
     tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}
     if tested != {version.rpartition(".")[0] for version in uses.made_from}:
         return f"it was made from {', '.join(uses.made_from)}"
@@ -120,7 +120,7 @@ def stale() -> str:
         return "" if made([exact(one, CACHE) for one in uses.made_from]) == text else "it differs"
     except Unreachable as error:
         print(f"NOT CHECKED, but for the installed vLLM: {LIST.name}: {error}")
-    names = Names(installed(), is_whole=True)
+    names = Sources(installed(), is_whole=True)
     for door in filter(modules, DOORS):
         listed = {(module, name) for module, found in uses.doors[door].items() for name in found}
         if lacking := sorted(set(forms(names, door)) - listed):
@@ -132,7 +132,7 @@ def newest() -> list[str]:
     """Returns the differences between `uses.json` (the shipped list of uses of vLLM) and the newest
     release of vLLM on the package index."""
     source = release(lines()[-1], CACHE)
-    uses = Uses.read(LIST.read_text())
+    uses = ApiUses.read(LIST.read_text())
     found = [f"{door}: {line}" for door in uses.doors for line in differences(source, door, uses)]
     print(f"{source.name}: {len(found)} differences from {LIST.name}")
     return found

@@ -11,14 +11,14 @@ import ast
 from collections.abc import Iterator
 
 from hotkv_vllm.compat.definitions import (
-    Found,
+    Definition,
     FunctionDef,
     Instance,
     Items,
     Module,
-    Names,
     Row,
     Scope,
+    Sources,
     Type,
     call_of,
     cannot_take,
@@ -42,8 +42,8 @@ PARAMETERS = {
 need an entry because they are annotated `Any`, or belong to another object (`state.request`)."""
 
 OWNERS = {"self", "state", "engine", "_engine"}
-"""Names of variables that hold hotkv's objects. Attributes of these objects that `PARAMETERS` names
-hold objects of vLLM."""
+"""Sources of variables that hold hotkv's objects. Attributes of these objects that `PARAMETERS`
+names hold objects of vLLM."""
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
 """Empty classes of vLLM whose values are instances of hotkv's subclasses."""
 
@@ -55,7 +55,7 @@ class Uses:
     num_checked: number of compared uses.
     """
 
-    def __init__(self, names: Names, path: str, tree: ast.Module) -> None:
+    def __init__(self, names: Sources, path: str, tree: ast.Module) -> None:
         self._names = names
         self._last = ("", "")
         self._path = path
@@ -90,7 +90,7 @@ class Uses:
                 self._class(node)
                 self._follow(node, {})
 
-    def _use(self, module: str, name: str, found: Found) -> tuple[str, str]:
+    def _use(self, module: str, name: str, found: Definition) -> tuple[str, str]:
         """Records that the module uses the member `name` of vLLM's `module`. Returns its key in
         `forms`."""
         key = (module, name)
@@ -232,7 +232,7 @@ class Uses:
         found = self._member(node, kind)
         return self._names.value(found) if found is not None else None
 
-    def _member(self, node: ast.Attribute, kind: Type) -> Found | None:
+    def _member(self, node: ast.Attribute, kind: Type) -> Definition | None:
         """Looks up an attribute of a value of this type in vLLM's sources, and records its use.
         Returns its definition; None if the type is unknown. If vLLM lacks the attribute, records a
         problem and returns None."""
@@ -305,7 +305,7 @@ class Uses:
         return self._call_of(node, full.rpartition(".")[::2], found, is_member=False)
 
     def _call_of(
-        self, node: ast.Call, use: tuple[str, str], found: Found, *, is_member: bool
+        self, node: ast.Call, use: tuple[str, str], found: Definition, *, is_member: bool
     ) -> Type:
         """Checks a call of a class or function of vLLM against its parameters, and records the
         call. Returns the type of the result.
@@ -365,7 +365,7 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
     return f"needs {', '.join(needed)}, which vLLM does not pass" if needed else ""
 
 
-def pauses_by(names: Names) -> str:
+def pauses_by(names: Sources) -> str:
     """Checks the assumptions of `hotkv_vllm.compat.checks.is_pausing`, which finds out from the
     calling method whether an engine is being paused. Returns a message about the first assumption
     that does not hold in a vLLM version; an empty string if all hold."""
@@ -393,7 +393,7 @@ def pauses_by(names: Names) -> str:
     return ""
 
 
-def callbacks_of(names: Names, cls: Found) -> set[str]:
+def callbacks_of(names: Sources, cls: Definition) -> set[str]:
     """Returns the names of the public methods and properties of a class and its bases, which a
     subclass may override."""
     return {

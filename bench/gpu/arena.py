@@ -21,15 +21,15 @@ from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.kernels import U8, CudaArrays, HostArrays, array_kernels
 from bench.report import median
 from hotkv_proto.errors import HotKVError
-from hotkv_sparse.cuda.arena import (
+from hotkv_sparse.cuda.device import cupy_module
+from hotkv_sparse.cuda.hotsets import Fragment
+from hotkv_sparse.cuda.mapped_arena import (
     PAGEABLE_ACCESS,
     READ_ONLY_REGISTER,
     SAME_ADDRESS,
     Access,
     MappedArena,
 )
-from hotkv_sparse.cuda.device import cupy_module
-from hotkv_sparse.cuda.hotsets import Fragment
 
 KV_HEADS, BLOCK_TOKENS, HEAD_SIZE = 8, 16, 128
 FRAGMENT_BYTES = BLOCK_TOKENS * HEAD_SIZE * 2 * 2

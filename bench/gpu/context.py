@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from bench.gpu.model import LLAMA_8B, ModelShape
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.device import Array, Device, address_of
 from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
+from hotkv_sparse.cuda.mapped_arena import MappedArena
 from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces, Residents
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace

@@ -214,7 +214,7 @@ def garbage(target: str) -> None:
 def deaf(target: str) -> None:
     """Hostile client: opens a session, sends lookups endlessly and reads no answer."""
     from hotkv_client import channels
-    from hotkv_client.wire import requests as _wire
+    from hotkv_client.wire import call_messages as _wire
 
     engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}")
     hashes = universe()

@@ -23,9 +23,9 @@ from bench.sparse.low_rank import LOW_RANKS, LowRankScorer
 from bench.sparse.variants import CENTRED, ENDS, LRU, ORACLE, Variant
 from hotkv_sparse import (
     FORMATS,
+    CandidateSpan,
     HotSet,
     Selection,
-    Span,
     build,
     choose,
     prepare,
@@ -356,7 +356,7 @@ class Chooser:
     def _budget_blocks(self, context_tokens: int) -> int:
         return self.config.budget_blocks(context_tokens, self.variant.block_tokens)
 
-    def span(self, context_tokens: int) -> Span:
+    def span(self, context_tokens: int) -> CandidateSpan:
         """Returns which blocks of a context are always kept, and which are candidates for
         selection."""
         return span(self.config, context_tokens, self.variant.block_tokens)
@@ -377,7 +377,7 @@ class Chooser:
             return self._through_hot_sets(layer, where, context.tokens, selections)
         return Choice(tuple(selection.blocks for selection in selections), 0)
 
-    def _select(self, layer: int, where: Span, context: Context) -> list[Selection]:
+    def _select(self, layer: int, where: CandidateSpan, context: Context) -> list[Selection]:
         if self._scorer:
             scores = self._scorer.scores(
                 layer, context.query_QD, np.arange(where.first, where.last, dtype=np.int32)
@@ -399,7 +399,7 @@ class Chooser:
         ]
 
     def _through_hot_sets(
-        self, layer: int, where: Span, context_tokens: int, selections: Sequence[Selection]
+        self, layer: int, where: CandidateSpan, context_tokens: int, selections: Sequence[Selection]
     ) -> Choice:
         maps, num_moved = [], 0
         for hot, selection in zip(self._hot[layer], selections, strict=True):
@@ -461,7 +461,12 @@ class Tally:
         self.num_strong = self.num_found = self.num_moved = self.num_sets = 0
 
     def count_strong(
-        self, choice: Choice, mass_QB: F32, always_log_mass: F32, where: Span, kv_heads: int
+        self,
+        choice: Choice,
+        mass_QB: F32,
+        always_log_mass: F32,
+        where: CandidateSpan,
+        kv_heads: int,
     ) -> None:
         """Counts the strong blocks of a step in a layer, and how many of them were chosen. A block
         is strong for a KV head if it is the candidate with the most attention mass, and has a share

@@ -1,11 +1,12 @@
-"""Page low-rank summaries: a published alternative to hotkv_sparse's compact forms of keys, for comparison. A
-low-rank summary is a low-rank summary of a block's keys, by which the block is scored.
+"""Page low-rank summaries: a published alternative to hotkv_sparse's compact forms of keys, for
+comparison. A low-rank summary is a low-rank summary of a block's keys, by which the block is
+scored.
 
-A low-rank summary describes a page (the keys of a block and KV head) by a mean, `rank` directions and each
-token's coefficients along them: k ~ mean + coefficients · directions. It is built from the page
-alone, without calibration. Sizes and rounding are those of LOCKS (locks-kv 0.1.4, `rki4`): mean in
-8 bits, directions in 4 bits with a scale each, coefficients in 8 bits with a scale per token, all
-scales in 2 bytes. A block's score is the logsumexp over its tokens of q · k.
+A low-rank summary describes a page (the keys of a block and KV head) by a mean, `rank` directions
+and each token's coefficients along them: k ~ mean + coefficients · directions. It is built from the
+page alone, without calibration. Sizes and rounding are those of LOCKS (locks-kv 0.1.4, `rki4`):
+mean in 8 bits, directions in 4 bits with a scale each, coefficients in 8 bits with a scale per
+token, all scales in 2 bytes. A block's score is the logsumexp over its tokens of q · k.
 
 This reference implementation stores the approximate keys themselves, which give the same scores.
 
@@ -51,12 +52,12 @@ class LowRank:
         return mean + directions + coefficients
 
     def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
-        """Computes the low-rank summary of each page (the keys of a block and KV head), and returns the
-        approximate keys that the low-rank summary stands for.
+        """Computes the low-rank summary of each page (the keys of a block and KV head), and returns
+        the approximate keys that the low-rank summary stands for.
 
         Finds the mean, directions and coefficients of a page by a singular value decomposition, and
-        rounds them as a stored low-rank summary would be. Input and result: float32 [KV heads, blocks, tokens
-        of a block, channels].
+        rounds them as a stored low-rank summary would be. Input and result: float32 [KV heads,
+        blocks, tokens of a block, channels].
         """
         mean = keys_HBTD.mean(dim=2, keepdim=True)
         x = keys_HBTD - mean
@@ -85,7 +86,7 @@ class LowRankScorer:
         block_tokens: int,
         num_more: int,
     ) -> None:
-        self._low_rank = low-rank summary
+        self._low_rank = low_rank
         self._block_tokens = block_tokens
         self._shared = [self._approximate(keys_HSD) for keys_HSD in keys_LHSD]
         self._tails = [

@@ -59,8 +59,8 @@ class AdminClient:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
-        """Returns one of the server's reports, as parsed JSON. docs/told.md lists the topics, their
-        filters and the fields of each report.
+        """Returns one of the server's reports, as parsed JSON. docs/monitoring_api.md lists the
+        topics, their filters and the fields of each report.
 
         topic: the subject of the report, such as `savings`. Empty: returns the names of all topics
             and the filters of each topic.

@@ -34,7 +34,7 @@ from hotkv_client.types import (
     TransferStatus,
 )
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.layout import FENCE_HANDLE

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hotkv_client.arena import Arena, map_file
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.table import BlockTable
 
 SOCKET_NAME = "fd.sock"
@@ -117,7 +117,7 @@ class Link:
                 )
             return self._arena
 
-    def _let_go_of_arena(self) -> None:
+    def _drop_arena(self) -> None:
         """Closes the arena's descriptor and drops the link's `Arena`. The arena stays mapped while
         a caller still references that `Arena`."""
         with self._lock:
@@ -128,7 +128,7 @@ class Link:
     def wait_closed(self) -> None:
         """Blocks until the server has closed the link or has died. Then closes this end of the
         link."""
-        self._let_go_of_arena()
+        self._drop_arena()
         with contextlib.suppress(OSError):
             while self._socket.recv(1):
                 pass
@@ -136,7 +136,7 @@ class Link:
 
     def close(self) -> None:
         """Closes this end of the link."""
-        self._let_go_of_arena()
+        self._drop_arena()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -15,7 +15,7 @@ import numpy as np
 from hotkv_client.types import BoolMask, GroupHashes
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
-from hotkv_proto.messages.session import MAX_REPORTS
+from hotkv_proto.messages.report_messages import MAX_REPORTS
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
 PART_BYTES = MAX_MESSAGE_BYTES - (256 << 10)

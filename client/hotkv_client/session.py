@@ -52,7 +52,7 @@ from hotkv_client.types import (
     SessionConfig,
     TransferResult,
 )
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
@@ -316,7 +316,8 @@ class Session:
         block is not pinned.
 
         A block that the residency has already pinned keeps its offset. If a block was stored before
-        the server restarted, the server first compares the block's bytes with the block's checksum. Fails as UNKNOWN_RESIDENCY if the residency has ended.
+        the server restarted, the server first compares the block's bytes with the block's checksum.
+        Fails as UNKNOWN_RESIDENCY if the residency has ended.
 
         first_position: index of the first block among the request's blocks.
         hashes: hashes of consecutive blocks from `first_position` on.

@@ -1,13 +1,13 @@
 """Guards the callbacks (methods of the connector that vLLM calls), so that no exception of hotkv
 reaches vLLM.
 
-The decorators `callback` and `class_callback` guard a callback. Each of them gets a fallback (a function) as an
-argument. If the callback raises, the fallback is called, and vLLM gets the fallback's result.
-`FALLBACKS` says why this result is safe.
+The decorators `callback` and `class_callback` guard a callback. Each of them gets a fallback (a
+function) as an argument. If the callback raises, the fallback is called, and vLLM gets the
+fallback's result. `FALLBACKS` says why this result is safe.
 
 Always true:
-- If a callback raises, the exception is logged (and counted, except by `class_callback`), and vLLM gets the
-  result of the callback's fallback.
+- If a callback raises, the exception is logged (and counted, except by `class_callback`), and vLLM
+  gets the result of the callback's fallback.
 - If the fallback raises too, vLLM gets the decorator's argument `last`.
 - A fallback shares as little state as possible with its callback, so that one fault does not break
   both.
@@ -178,11 +178,11 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "The counters are lost.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""By name of a callback: what happens if the callback raises. This explains why no request is lost and no
-wrong KV is served.
+"""By name of a callback: what happens if the callback raises. This explains why no request is lost
+and no wrong KV is served.
 
-Some names are methods that a callback calls (`is_part`). If such a method raises, the rest of the callback
-still runs. The decorator `callback` refuses a method whose name is missing here.
+Some names are methods that a callback calls (`is_part`). If such a method raises, the rest of the
+callback still runs. The decorator `callback` refuses a method whose name is missing here.
 """
 
 
@@ -192,8 +192,8 @@ still runs. The decorator `callback` refuses a method whose name is missing here
 T = TypeVar("T")
 
 CALLBACKS: dict[str, FunctionType] = {}
-"""By name of each callback (method that vLLM calls): its function without the decorator that catches
-exceptions."""
+"""By name of each callback (method that vLLM calls): its function without the decorator that
+catches exceptions."""
 
 
 class CallbackEdge:
@@ -222,7 +222,9 @@ class CallbackEdge:
         self._count("callback_errors")
         if name not in self.broken:
             self.broken.add(name)
-            logger.exception("hotkv: callback %s broke; the engine goes on without its result", name)
+            logger.exception(
+                "hotkv: callback %s broke; the engine goes on without its result", name
+            )
 
 
 def callback(
@@ -233,8 +235,8 @@ def callback(
     of: str = "",
     unless: str = "",
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a callback (a method that vLLM calls): records its time, and catches its exceptions so
-    that they do not reach vLLM. The object to which the method belongs must have an attribute
+    """Decorates a callback (a method that vLLM calls): records its time, and catches its exceptions
+    so that they do not reach vLLM. The object to which the method belongs must have an attribute
     `edge`, a `CallbackEdge`.
 
     otherwise: the fallback. If the callback raises, the fallback is called with the object and the
@@ -292,8 +294,8 @@ def _answer(
 def class_callback(
     otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a callback that vLLM calls on the class, before a connector exists. Catches and logs
-    the callback's exceptions, but does not count them or time the callback.
+    """Decorates a callback that vLLM calls on the class, before a connector exists. Catches and
+    logs the callback's exceptions, but does not count them or time the callback.
 
     otherwise: the fallback. If the callback raises, the fallback is called with the class and the
         callback's arguments, and vLLM gets its result.
@@ -310,7 +312,8 @@ def class_callback(
                 return method(cls, *args, **kwargs)
             except Exception:
                 logger.exception(
-                    "hotkv: callback %s broke; the engine goes on without its result", method.__name__
+                    "hotkv: callback %s broke; the engine goes on without its result",
+                    method.__name__,
                 )
             try:
                 answer: T = otherwise(cls, *args, **kwargs)

@@ -78,7 +78,8 @@ class ConnectorConfig:
         prefixes (vLLM's `prefix_cache_retention_interval` adds others). Otherwise the states at the
         end of a prompt and at multiples of this number, rounded up to a length at which a hit can
         end.
-    callback_timing_file: file for the time spent in connector callbacks, as JSON, written at shutdown.
+    callback_timing_file: file for the time spent in connector callbacks, as JSON, written at
+        shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
         without it attention is vLLM's own.
     sparse_centre: file with the model's mean keys (centres), measured by `python -m

@@ -1,9 +1,9 @@
 """`HotKVConnector`: the class that vLLM loads as its KV connector.
 
 A callback is a method that vLLM calls. The connector fails open: no exception of hotkv reaches vLLM
-from a callback. If a callback raises, the exception is logged once and counted, and vLLM gets the result of
-the callback's fallback (`callbacks` says why each fallback is safe). Only a wrong configuration raises,
-when vLLM constructs the connector.
+from a callback. If a callback raises, the exception is logged once and counted, and vLLM gets the
+result of the callback's fallback (`callbacks` says why each fallback is safe). Only a wrong
+configuration raises, when vLLM constructs the connector.
 
 The connector only forwards calls. It holds a scheduler side (`HotKVScheduler`) and a worker side
 (`HotKVWorker`); a `NoSide` replaces the side that the process does not need. Each callback calls a
@@ -39,7 +39,7 @@ try:
 except ImportError as error:
     raise ImportError(versions.why_not_imported(error)) from error
 
-from hotkv_vllm.callbacks import CallbackEdge, class_callback, callback, nothing
+from hotkv_vllm.callbacks import CallbackEdge, callback, class_callback, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.stats import CallbackClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
@@ -70,8 +70,8 @@ class NoSide:
     """Replaces a side that this process does not have: the worker side in the scheduler, the
     scheduler side in a worker, or both if hotkv is off.
 
-    Accepts every call and does nothing, so callbacks (methods that vLLM calls) need not test whether a
-    side exists. Its return values (`ANSWERS`) make vLLM run as it would without hotkv.
+    Accepts every call and does nothing, so callbacks (methods that vLLM calls) need not test
+    whether a side exists. Its return values (`ANSWERS`) make vLLM run as it would without hotkv.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         where a lost store only causes a later miss."""
         return self._is_resident
 
-    # --------------------------------------------------------------------------------- worker callbacks
+    # --------------------------------------------------------------------------------- worker
+    # callbacks
 
     @callback(lambda self, *_: self._worker.memory_broke("shown to the server"))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -252,7 +253,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return self._worker.take_report(meta if isinstance(meta, HotKVMetadata) else None)
 
-    # ------------------------------------------------------------------------------ scheduler callbacks
+    # ------------------------------------------------------------------------------ scheduler
+    # callbacks
 
     @callback(lambda self, *_: self._scheduler.turn_off())
     def set_xfer_handshake_metadata_pp_aware(
@@ -290,7 +292,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.requests.allocated(request, blocks, num_external_tokens)
 
-    @callback(lambda self, _: self._scheduler.steps.plan_broke(), last=HotKVMetadata(lost_track=True))
+    @callback(
+        lambda self, _: self._scheduler.steps.plan_broke(), last=HotKVMetadata(lost_track=True)
+    )
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self.clock.steps += 1
         return self._scheduler.steps.plan(scheduler_output)

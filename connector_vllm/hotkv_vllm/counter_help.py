@@ -62,9 +62,7 @@ COUNTERS: dict[str, str] = {
     "sparse_select_s": "Seconds spent on selections.",
     "sparse_built_blocks": "Sketches built, one for each block and layer.",
     "sparse_build_s": "Seconds spent on building sketches.",
-    "sparse_loaded_blocks": (
-        "Sketches loaded with their blocks, one for each block and layer."
-    ),
+    "sparse_loaded_blocks": ("Sketches loaded with their blocks, one for each block and layer."),
     "resident_pulled_pages": "Pages of a layer copied from host memory into hot slots.",
     "resident_staged_pages": "Pages of a layer copied into a staging area.",
     "refused_residencies": "Requests that had to wait for room in host memory.",

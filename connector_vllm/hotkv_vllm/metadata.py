@@ -26,7 +26,7 @@ from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
-from hotkv_vllm.report_ids import HeardReports, ReportId
+from hotkv_vllm.report_ids import ReportId, SeenReports
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
@@ -246,11 +246,11 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
             return self
         return HotKVWorkerMetadata(self.reports | other.reports)
 
-    def joined(self, heard: HeardReports) -> StepReport:
+    def joined(self, seen: SeenReports) -> StepReport:
         """Returns the join of the reports that were not handled before, and records them as
         handled."""
         return reduce(
-            StepReport.join, [self.reports[one] for one in heard.fresh(self.reports)], StepReport()
+            StepReport.join, [self.reports[one] for one in seen.fresh(self.reports)], StepReport()
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 ReportId = tuple[int, int]
 """(rank, number). The numbers of a rank ascend, also if its process is replaced."""
 MOST_HEARD = 4096
-"""Number of ids that `HeardReports` remembers."""
+"""Number of ids that `SeenReports` remembers."""
 
 
 def report_ids(rank: int) -> Iterator[ReportId]:
@@ -20,14 +20,14 @@ def report_ids(rank: int) -> Iterator[ReportId]:
     return ((rank, number) for number in itertools.count(time.time_ns()))
 
 
-class HeardReports:
+class SeenReports:
     """Remembers which reports were handled. Scheduler thread only."""
 
     def __init__(self) -> None:
         self._ids: dict[ReportId, None] = {}
 
     def __repr__(self) -> str:
-        return f"HeardReports({len(self._ids)})"
+        return f"SeenReports({len(self._ids)})"
 
     def fresh(self, ids: Iterable[ReportId]) -> list[ReportId]:
         """Returns, in ascending order, the ids that no earlier call has got."""

@@ -1,5 +1,5 @@
-"""Counts events of the connector for vLLM's metrics, and measures the time spent in its callbacks (the
-methods that vLLM calls).
+"""Counts events of the connector for vLLM's metrics, and measures the time spent in its callbacks
+(the methods that vLLM calls).
 
 Counters only increase. vLLM collects their growth after each step. Only one thread may write a
 `CallbackClock` (which measures the time in callbacks).
@@ -28,7 +28,8 @@ OUTSIDE_STEPS = frozenset(
         "shutdown",
     }
 )
-"""Names of the callbacks that vLLM calls at the engine's start and shutdown, when no request waits."""
+"""Names of the callbacks that vLLM calls at the engine's start and shutdown, when no request
+waits."""
 
 
 class HotKVStats(KVConnectorStats):
@@ -127,8 +128,8 @@ class CallbackClock:
         return sum(self.by_callback.get(name, 0.0) for name in OUTSIDE_STEPS)
 
     def log(self) -> None:
-        """Logs the total time in callbacks, the number of steps and the longest callback call, in one
-        line."""
+        """Logs the total time in callbacks, the number of steps and the longest callback call, in
+        one line."""
         logger.info(
             "hotkv %s: %.3f s in callbacks over %d steps, longest %.1f ms",
             self.who,

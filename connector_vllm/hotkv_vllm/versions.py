@@ -2,8 +2,8 @@
 versions, and with every version whose sources still have the API that hotkv uses (`compat.uses`).
 
 With any other version hotkv is off, and the engine runs without it. The alternatives would be
-worse: with hotkv on, a callback whose meaning has changed could serve wrong KV; and if the engine did
-not start, its users would have no engine instead of no cache. `hotkv.allow_untested_vllm` turns
+worse: with hotkv on, a callback whose meaning has changed could serve wrong KV; and if the engine
+did not start, its users would have no engine instead of no cache. `hotkv.allow_untested_vllm` turns
 hotkv on nevertheless.
 
 A *door* is one of hotkv's two connectors: OWN is `HotKVConnector`, OFFLOADING is

@@ -142,12 +142,8 @@ class KeySpace:
         """Returns the 64-bit salt that the block table mixes into the hashes of sketches
         (compact forms of blocks' keys) of this kind. The salt differs for each group, format,
         version and size."""
-        text = json.dumps(
-            asdict(sketch), sort_keys=True, separators=(",", ":"), ensure_ascii=True
-        )
-        digest = hashlib.sha256(
-            b"hotkv-sketch-1\0" + self.fingerprint + text.encode()
-        ).digest()
+        text = json.dumps(asdict(sketch), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        digest = hashlib.sha256(b"hotkv-sketch-1\0" + self.fingerprint + text.encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 

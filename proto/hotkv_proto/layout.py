@@ -279,9 +279,7 @@ class Layout:
             tensors_of.setdefault(tensor.group_index, []).append(tensor)
         return tensors_of
 
-    def prepare(
-        self, groups: Sequence[GroupSpec], sketches: Mapping[int, Sketch]
-    ) -> None:
+    def prepare(self, groups: Sequence[GroupSpec], sketches: Mapping[int, Sketch]) -> None:
         """Validates the layout and computes all recipes (places of blocks' bytes, by which
         transfers copy) in advance, so that the first transfer is as fast as later transfers. Raises
         ValueError if the layout is not valid, for example because it does not fit the KV cache

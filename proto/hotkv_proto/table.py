@@ -147,7 +147,7 @@ class BlockTable:
         start, end = HEADER_BYTES // 4, geometry.records_offset_bytes // 4
         self.buckets: Words = words[start:end].reshape(-1, BUCKET_WORDS)
         self.records: Words = words[end:].reshape(-1, RECORD_WORDS)
-        self._kernels = native.load("hotkv_proto.kernels")
+        self._kernels = native.load("hotkv_proto.table_reading")
 
     @staticmethod
     def open(mapping: NDArray[np.uint8]) -> "BlockTable":
@@ -196,7 +196,7 @@ class BlockTable:
         key_space, group: the numbers by which the server's records name them.
         """
         out = np.empty(len(hashes), np.uint32)
-        native.require("hotkv_proto.kernels").find(
+        native.require("hotkv_proto.table_reading").find(
             self.buckets,
             self.records,
             hashes,
@@ -257,8 +257,9 @@ def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int6
 
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
-    """Copies buckets, each in a consistent state (see the lock protocol in `hotkv_proto.kernels`).
-    If the server keeps changing a bucket, its copy is empty and has an odd sequence number."""
+    """Copies buckets, each in a consistent state (see the lock protocol in
+    `hotkv_proto.table_reading`). If the server keeps changing a bucket, its copy is empty and has
+    an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):

@@ -3,14 +3,15 @@ it read were still pinned for its residency (a request's reserved room).
 
 This module defines the place and the meaning of the words; only the server writes them. They are
 64-bit little-endian numbers in whole pages behind the arena's bytes, in the same file:
-- Word `OLDEST_START`: a start number is the number of a start of the server; each start has a higher
-  number than all earlier starts. The word has the lowest start number whose residencies are valid. If
-  a residency was opened under a lower start number, its reader must discard the bytes that it has
-  read.
+- Word `OLDEST_START`: a start number is the number of a start of the server; each start has a
+  higher number than all earlier starts. The word has the lowest start number whose residencies are
+  valid. If a residency was opened under a lower start number, its reader must discard the bytes
+  that it has read.
 - Words 1 to `MAX_SESSION_WORD`: each session (connection of an engine) that has opened residencies
   has one of these words. The word is odd and does not change as long as the session's residencies
   are valid.
-- Word `LATEST_START`: the highest start number issued so far, from which a restarted server continues.
+- Word `LATEST_START`: the highest start number issued so far, from which a restarted server
+  continues.
 """
 
 from typing import Final

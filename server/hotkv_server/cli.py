@@ -18,7 +18,7 @@ from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
 USAGE_ERROR = 2
-SHARED_KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
+SHARED_KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
 
 
 def kernels() -> list[str]:

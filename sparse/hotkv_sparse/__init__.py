@@ -15,38 +15,38 @@ sketches more precise. `config.SparseConfig` has the settings. `cuda` has the sa
 for a GPU.
 
 Only `centre_file`, `estimate` and `cuda.device` (the kernels' sources) touch files, and only
-`cuda.arena` has a thread. The package needs numpy and numba; numba is loaded on first use.
+`cuda.mapped_arena` has a thread. The package needs numpy and numba; numba is loaded on first use.
 """
 
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import FORMATS, bytes_per_block, version
-from hotkv_sparse.hotset import AdaptiveCapacity, Growth, HotMap, HotSet, SlotMoves, Step
-from hotkv_sparse.sketches import build
+from hotkv_sparse.hotset import AdaptiveCapacity, HotMap, HotSet, HotSetGrowth, SlotMoves, Step
 from hotkv_sparse.scores import Query, prepare, score
 from hotkv_sparse.selection import (
+    CandidateSpan,
     Selection,
     Source,
-    Span,
     choose,
     exact_log_mass,
     fuse,
     select_layer,
     span,
 )
+from hotkv_sparse.sketches import build
 
 __all__ = [
     "FORMATS",
     "AdaptiveCapacity",
     "Axes",
-    "Growth",
+    "CandidateSpan",
     "HotMap",
     "HotSet",
+    "HotSetGrowth",
     "Query",
     "Selection",
     "SlotMoves",
     "Source",
-    "Span",
     "SparseConfig",
     "Step",
     "build",

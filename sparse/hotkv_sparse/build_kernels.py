@@ -2,11 +2,11 @@
 """Numba kernels that rotate and quantise keys to sketches (compact forms of a block's keys),
 and queries to int8 codes.
 
-`hotkv_sparse.kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy. The
-kernels do not check their arguments; their callers do. They run without the GIL and allocate only
-scratch memory. A vector register has sixteen lanes: they hold the same channel of sixteen tokens of
-a head, or of the queries of sixteen heads. Loops assign single elements, because numba needs a
-second to compile the assignment of a slice.
+`hotkv_sparse.all_kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy.
+The kernels do not check their arguments; their callers do. They run without the GIL and allocate
+only scratch memory. A vector register has sixteen lanes: they hold the same channel of sixteen
+tokens of a head, or of the queries of sixteen heads. Loops assign single elements, because numba
+needs a second to compile the assignment of a slice.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
 functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without

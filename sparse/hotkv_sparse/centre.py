@@ -25,8 +25,8 @@ import numpy.typing as npt
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.axes import MIN_TOKENS, Axes
 from hotkv_sparse.formats import FORMATS, RUN_TOKENS, format_named
-from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.sketches import build
 
 F32 = npt.NDArray[np.float32]
 FIRST_TOKENS = 64

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that choose blocks by their scores (estimates of the log of a block's attention
-mass, for each query head). `hotkv_sparse.kernels` loads this module.
+mass, for each query head). `hotkv_sparse.all_kernels` loads this module.
 
 `tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
 their callers do. They allocate their scratch memory and run without the GIL. They read the scores

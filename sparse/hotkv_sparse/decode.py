@@ -178,7 +178,7 @@ def decode(
     blocks, weights = np.empty(num, np.int32), np.empty(num, np.float32)
     maps, moves = np.empty((2, num_slots), np.int32), np.empty((4, max(num, num_slots)), np.int32)
     ahead = np.empty((2, num_slots), np.int32)
-    kernels = native.require("hotkv_sparse.kernels")
+    kernels = native.require("hotkv_sparse.all_kernels")
     counts, mass = kernels.decode_step(
         np.ascontiguousarray(query_QD, np.float32), *scorer.arguments, rows_C, always.pages,
         always.blocks, always.packing, always.log_mass, selected, blocks, weights, max_loads,

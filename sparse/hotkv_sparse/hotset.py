@@ -36,7 +36,7 @@ import numpy.typing as npt
 from hotkv_proto import native
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.config import CACHE_POLICIES, USUAL_SETS
-from hotkv_sparse.selection import Selection, Span
+from hotkv_sparse.selection import CandidateSpan, Selection
 
 I32 = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -118,7 +118,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class HotSetGrowth:
     """The result of a change of the context's length, for a hot set (the blocks of a layer that are
     on the device).
 
@@ -170,7 +170,7 @@ class HotSet:
                 f"cache_policy is {policy!r}; use one of {', '.join(CACHE_POLICIES)}",
             )
         self.capacity_blocks, self.spare_slots, self.policy = capacity_blocks, spare_slots, policy
-        self.span = Span(0, 0, 0)
+        self.span = CandidateSpan(0, 0, 0)
         self.version, self.clock = 0, 0
         self._mapped = NO_BLOCKS
         self._map = HotMap(0, NO_BLOCKS, NO_BLOCKS)
@@ -182,7 +182,7 @@ class HotSet:
         self.has_copy = np.zeros(_FIRST_BLOCKS, np.bool_)
         self.swapping = np.zeros(_FIRST_BLOCKS, np.bool_)
         self._keeps_unselected = policy != "none"
-        self._kernels: Any = native.require("hotkv_sparse.kernels")
+        self._kernels: Any = native.require("hotkv_sparse.all_kernels")
 
     def __repr__(self) -> str:
         counts = ", ".join(
@@ -207,7 +207,7 @@ class HotSet:
 
     # -------------------------------------------------------------------------------------- changes
 
-    def extend(self, where: Span, num_complete: int, num_host: int = 0) -> Growth:
+    def extend(self, where: CandidateSpan, num_complete: int, num_host: int = 0) -> HotSetGrowth:
         """Sets the length of the context to `where.count` blocks, of which the first `num_complete`
         are complete.
 
@@ -228,7 +228,7 @@ class HotSet:
         old = self.span
         fresh = np.arange(max(old.count, num_host), where.count, dtype=np.int32)
         self._add_blocks(where.count)
-        self.span = Span(where.first, where.last, max(where.count, old.count))
+        self.span = CandidateSpan(where.first, where.last, max(where.count, old.count))
         slots, victims = self._room(len(fresh))
         if len(slots) < len(fresh):
             self.span = old
@@ -252,7 +252,7 @@ class HotSet:
             mapped[:num_complete] & ~self.has_copy[:num_complete] & ~self.swapping[:num_complete]
         ).astype(np.int32)
         self.swapping[swap_out] = True
-        return Growth(SlotMoves(fresh, slots, victims), swap_out)
+        return HotSetGrowth(SlotMoves(fresh, slots, victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
         """Reports the end of the copies of `blocks` to host memory.

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels for steps and prefetches of the hot set (the blocks of a layer that are on the
-device, in hot slots). `hotkv_sparse.kernels` loads this module.
+device, in hot slots). `hotkv_sparse.all_kernels` loads this module.
 
 `hotkv_sparse.hotset` states the invariants and the tables; `tests/sparse/naive.py` has a naive
 model. Arguments of many kernels are the tables of `HotSet`: by slot `state`, `block_of` and
@@ -290,7 +290,7 @@ def hot_step(
     clock: number of the step.
     keeps_unselected: True for the policy `lru`, False for `none`.
     first, last, count: the context has `count` blocks; blocks `first` to `last` - 1 are candidates,
-        all other blocks are always kept (`selection.Span`).
+        all other blocks are always kept (`selection.CandidateSpan`).
 
     Returns seven numbers, in this order:
     - blocks of the new map (REFUSED if a block is outside the context),

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that score blocks with a step's queries: from the blocks' sketches (compact
 forms of their keys) they estimate how much attention each query head pays to each block.
-`hotkv_sparse.kernels` loads this module.
+`hotkv_sparse.all_kernels` loads this module.
 
 `tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
 callers do. They run without the GIL and allocate only scratch memory. `formats` describes the
@@ -26,7 +26,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from hotkv_proto.kernels import prefetch_address
+from hotkv_proto.table_reading import prefetch_address
 from hotkv_sparse.formats import FORMATS, LEVEL_OFFSET, LINE_BYTES
 from hotkv_sparse.vectors import (
     BYTES,

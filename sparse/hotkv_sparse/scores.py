@@ -23,8 +23,8 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import formats
 from hotkv_sparse.axes import Axes, offsets_of
 from hotkv_sparse.formats import Format
-from hotkv_sparse.sketches import checked_axes
 from hotkv_sparse.rotation import factors, pass_arrays
+from hotkv_sparse.sketches import checked_axes
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -92,7 +92,7 @@ def prepare(
     codes = np.zeros(
         (num_heads, max(form.parts, 1), formats.padded_channels(form, head_size)), np.int8
     )
-    kernels = native.require("hotkv_sparse.kernels")
+    kernels = native.require("hotkv_sparse.all_kernels")
     unit = form.level_unit if form.bits else 1.0
     if form.by_axes:
         unit = 1.0
@@ -137,7 +137,7 @@ def _prepare_by_axes(
 
     Raises INVALID_FIELD if the axes are missing or do not fit the query.
 
-    kernels: the module `hotkv_sparse.kernels`.
+    kernels: the module `hotkv_sparse.all_kernels`.
     """
     num_heads, head_size = query_QD.shape
     kv_heads = 1 if axes is None else len(axes.into)
@@ -209,7 +209,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
         else np.ascontiguousarray(rows_S, np.int32)
     )
     check_pool(query, packed_BHN, rows_S)
-    kernels = native.require("hotkv_sparse.kernels")
+    kernels = native.require("hotkv_sparse.all_kernels")
     out = np.empty((query.codes.shape[0], len(rows_S)), np.float32)
     if query.form.bits:
         run_bytes, factor = (

@@ -39,7 +39,7 @@ I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CandidateSpan:
     """The parts of a context, in blocks. Blocks [0, first) (sinks, the first tokens) and [last,
     count) (recent window, the last tokens) are always kept: every step attends to them. Blocks
     [first, last) are the candidates: a selection chooses among them."""
@@ -64,8 +64,9 @@ class Span:
         )
 
 
-def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
-    """Divides the blocks of a context into sinks, candidates and recent window (see `Span`).
+def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> CandidateSpan:
+    """Divides the blocks of a context into sinks, candidates and recent window (see
+    `CandidateSpan`).
 
     A last block that is not full always belongs to the recent window.
     """
@@ -73,7 +74,7 @@ def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
     first = min(-(-config.sink_tokens // block_tokens), count)
     complete = context_tokens // block_tokens
     last = min(max(context_tokens - config.recent_tokens, 0) // block_tokens, complete)
-    return Span(first, max(first, last), count)
+    return CandidateSpan(first, max(first, last), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def fuse(
 def choose(
     scores_QS: F32,
     always_log_mass_Q: F32,
-    where: Span,
+    where: CandidateSpan,
     budget_blocks: int,
     *,
     adaptive_p: float | None = None,
@@ -185,7 +186,7 @@ def choose(
             f"scores are of {num_candidates} blocks; the span has {where.last - where.first} "
             "candidates",
         )
-    kernels = native.require("hotkv_sparse.kernels")
+    kernels = native.require("hotkv_sparse.all_kernels")
     num_always = where.count - num_candidates
     num_blocks = num_always + min(max(budget_blocks - num_always, 0), num_candidates)
     blocks, chosen = np.empty(num_blocks, np.int32), np.empty(num_blocks, np.float32)
@@ -236,7 +237,7 @@ def top(weights_S: F32, count: int) -> I32:
     if count >= len(weights_S):
         return np.arange(len(weights_S), dtype=np.int32)
     out = np.empty(count, np.int32)
-    native.require("hotkv_sparse.kernels").top(np.ascontiguousarray(weights_S, np.float32), out)
+    native.require("hotkv_sparse.all_kernels").top(np.ascontiguousarray(weights_S, np.float32), out)
     return out
 
 

@@ -88,7 +88,7 @@ def build(
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     shape = (num_blocks, kv_heads, formats.head_bytes(name, block_tokens, head_size))
     out = np.empty(shape, np.uint8)
-    kernels = native.require("hotkv_sparse.kernels")
+    kernels = native.require("hotkv_sparse.all_kernels")
     if form.by_axes:
         _build_by_axes(
             kernels,

@@ -4,7 +4,7 @@ best blocks and updates the hot set (the blocks on the device).
 
 This kernel calls the kernels of `score_kernels`, `choice_kernels` and `hotset_kernels` in the same
 order as `hotkv_sparse.selection` and `hotkv_sparse.hotset`, so the result is the same.
-`hotkv_sparse.kernels` loads this module. The kernel checks only whether indices of sketches
+`hotkv_sparse.all_kernels` loads this module. The kernel checks only whether indices of sketches
 and pages are in range. It does not check the shapes of arrays: an array of a wrong shape makes it
 overwrite other memory. A call that refuses its arguments leaves the hot set unchanged. numba's disk
 cache does not notice changes of the kernels that this kernel calls.
@@ -144,7 +144,7 @@ def decode_step(
     ahead: [2, K], output: blocks and slots to prefetch before the next step.
     mapped: int32 [M], the blocks of the current map (`old` in `hot_step`).
     first, last, count: the context has `count` blocks; blocks `first` to `last` - 1 are the
-        candidates (`selection.Span`).
+        candidates (`selection.CandidateSpan`).
 
     The other arguments are the same as in `hot_step`. Returns seven counts, and the share of the
     attention mass that the selection has. The counts, in this order:

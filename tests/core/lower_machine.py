@@ -251,9 +251,9 @@ class LowerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def unpin(self, data: st.DataObject) -> None:
         move = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        self.books.arrivals.let_go(move)
+        self.books.arrivals.release(move)
 
     @precondition(lambda self: len(self.lower.space.index.ready_blocks()))
     @rule(data=st.data(), is_read=st.booleans())
@@ -338,7 +338,7 @@ class LowerMachine(RuleBasedStateMachine):
             else:
                 self.lower.down.end(move, none, np.zeros(len(move), np.uint64), self.now_s)
         for move in self.waiting:
-            self.books.arrivals.let_go(move)
+            self.books.arrivals.release(move)
         for name, session in self.leases:
             self.core.release(session, name)
         self.core.check_invariants()

@@ -41,9 +41,7 @@ def opened(
     return world.core.open_session("engine", "tool", key_space, now_s, kinds)
 
 
-def make_room(
-    core: CacheCore, key_space: KeySpace, kinds: tuple[Sketch, ...] = ()
-) -> list[int]:
+def make_room(core: CacheCore, key_space: KeySpace, kinds: tuple[Sketch, ...] = ()) -> list[int]:
     """Forgets key spaces (each is a model in a configuration) until a new one fits, as the
     server does. Returns the numbers of the forgotten key spaces."""
     gone = []

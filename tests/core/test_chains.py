@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from hotkv_proto import table
-from hotkv_server.cache.table import kernels
+from hotkv_server.cache.table import table_kernels
 from tests.core.chained_cache import Cache
 
 
@@ -117,5 +117,5 @@ def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None
         expected.append(parent)
         at = parent
     out = np.zeros(most, np.uint32)
-    count = int(kernels.ancestors(records, 7, out))
+    count = int(table_kernels.ancestors(records, 7, out))
     assert out[:count].tolist() == expected

@@ -12,11 +12,11 @@ from hotkv_server.cache.room.policies import hotness
 from hotkv_server.cache.room.policies.hotness import (
     CONTENDERS,
     DEPTH_STEP,
-    ROUND_S,
     HOLD_MARGIN,
     KEEP,
     LEAK,
     MARGIN,
+    ROUND_S,
     Contender,
     Duel,
 )

@@ -1,12 +1,12 @@
-"""Tests `GenerationBook`, in which a node records flushes of key spaces and the generations of shared stores.
-(A store has a generation for each key space, a number that each flush raises.) A node that reaches a
-store must never serve a block that was stored before an answered flush.
+"""Tests `GenerationBook`, in which a node records flushes of key spaces and the generations of
+shared stores. (A store has a generation for each key space, a number that each flush raises.) A
+node that reaches a store must never serve a block that was stored before an answered flush.
 
 The state machine drives the books of three nodes over a naive store. The store executes a node's
 calls some turns after they were sent, and answers later. Nodes are stopped, disconnected and
 killed; after a kill, the node's next server has only the saved records. The store goes down, loses
-its generations, or is restored from an old copy. After such a restore the nodes do not trust the store
-for a while. In this time, the node that knows the latest generation always reaches the store.
+its generations, or is restored from an old copy. After such a restore the nodes do not trust the
+store for a while. In this time, the node that knows the latest generation always reaches the store.
 """
 
 import random
@@ -43,8 +43,8 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """A naive shared store: its generation (number that each flush raises), and its blocks as (generation,
-    moment at which the block was stored).
+    """A naive shared store: its generation (number that each flush raises), and its blocks as
+    (generation, moment at which the block was stored).
 
     copies: backups of generation and blocks, from which the store may be restored.
     """
@@ -67,16 +67,16 @@ class Store:
         return self.generation
 
     def tick(self) -> int:
-        """Advances the store's clock and returns its time. Generations (numbers that each flush raises)
-        are such times."""
+        """Advances the store's clock and returns its time. Generations (numbers that each flush
+        raises) are such times."""
         self.clock += 10
         return self.clock
 
 
 @dataclass
 class Node:
-    """A node: its `GenerationBook`, and its blocks. A block is the moment (a number) at which it was
-    stored.
+    """A node: its `GenerationBook`, and its blocks. A block is the moment (a number) at which it
+    was stored.
 
     calls: the node's calls to the store, in the order of sending: [kind, argument, answer]. The
         answer is None until the store has executed the call.
@@ -98,7 +98,10 @@ def kept(book: GenerationBook) -> GenerationBook:
     records = {
         name: Record(
             one.local,
-            {s: GenerationStanding(t.generation, t.is_vouched, t.is_untold) for s, t in one.stores.items()},
+            {
+                s: GenerationStanding(t.generation, t.is_verified, t.is_unraised)
+                for s, t in one.stores.items()
+            },
         )
         for name, one in book.records.items()
     }
@@ -111,8 +114,8 @@ class Flushes(RuleBasedStateMachine):
 
     flushed: the moment of the latest flush that was answered and that the store has confirmed. No
         block that was stored before this moment may be served.
-    knower: after a restore of the store, the node that knows the latest generation (a number that each
-        flush raises); else None.
+    knower: after a restore of the store, the node that knows the latest generation (a number that
+        each flush raises); else None.
     """
 
     def __init__(self) -> None:
@@ -197,14 +200,19 @@ class Flushes(RuleBasedStateMachine):
         self.load(node)
 
     def load(self, node: Node) -> None:
-        """Loads all blocks as an engine would: from host memory, and from the store under the generation
-        (number that each flush raises) that the node knows. All blocks must be younger than the
-        latest flush that was answered."""
+        """Loads all blocks as an engine would: from host memory, and from the store under the
+        generation (number that each flush raises) that the node knows. All blocks must be younger
+        than the latest flush that was answered."""
         if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
             return
         served = set(node.blocks)
         generation = node.book.generation(FP, "store")
-        if not node.is_cut and self.store.is_up and generation and generation == self.store.generation:
+        if (
+            not node.is_cut
+            and self.store.is_up
+            and generation
+            and generation == self.store.generation
+        ):
             found = {block for at, block in self.store.blocks if at == generation}
             served |= found
             node.blocks |= found
@@ -274,8 +282,8 @@ class Flushes(RuleBasedStateMachine):
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
         """Restores the store from an old copy. Until the store is trusted again, the node that
-        knows the latest generation (number that each flush raises) has no faults, so that it can raise
-        the store's generation."""
+        knows the latest generation (number that each flush raises) has no faults, so that it can
+        raise the store's generation."""
         store = self.store
         generation, blocks = data.draw(st.sampled_from(store.copies))
         store.generation, store.blocks = generation, set(blocks)
@@ -302,8 +310,8 @@ class Flushes(RuleBasedStateMachine):
         self.store.blocks.clear()
 
     def teardown(self) -> None:
-        """Ends all faults. Checks that each flush is answered once the store has raised its generation
-        (number that each flush raises), and that all nodes then agree with the store."""
+        """Ends all faults. Checks that each flush is answered once the store has raised its
+        generation (number that each flush raises), and that all nodes then agree with the store."""
         self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
@@ -326,28 +334,30 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(GenerationBook):
-    """An `GenerationBook` with one store, whose generation (a number that each flush raises) it knows. Short
-    methods stand for the calls that a node makes."""
+    """An `GenerationBook` with one store, whose generation (a number that each flush raises) it
+    knows. Short methods stand for the calls that a node makes."""
 
     def __init__(self, generation: int = 7) -> None:
         super().__init__(("store",))
         self.use(FP, 0.0)
         self.shows(generation, 0.0)
 
-    def shows(self, generation: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
-        """Makes the book ask the store for its generation (number that each flush raises), and passes
-        the answer to the book.
+    def shows(
+        self, generation: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()
+    ) -> None:
+        """Makes the book ask the store for its generation (number that each flush raises), and
+        passes the answer to the book.
 
-        below: nonzero if the store has just restarted; the book must not trust generations below this
-            number.
+        below: nonzero if the store has just restarted; the book must not trust generations below
+            this number.
         blocks: key spaces of which the node has blocks.
         """
         assert self.due("store", (), now_s) == [FP]
         self.shown("store", {FP: generation}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """Begins to raise the store's generation (number that each flush raises). Returns the number
-        above which the new generation must be; 0 if the book needs no raise now."""
+        """Begins to raise the store's generation (number that each flush raises). Returns the
+        number above which the new generation must be; 0 if the book needs no raise now."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 
@@ -356,10 +366,10 @@ class Shown(GenerationBook):
         self.flushed(FP, now_s)
 
     def state(self, now_s: float) -> tuple[int, bool, bool]:
-        """Returns three values: the generation (number that each flush raises) of the store to which the
-        node's blocks belong; True if the store has confirmed this generation in the last CONFIRMED_S;
-        True if the key space is outdated (the store has shown a newer generation, and this node has not
-        flushed the key space since)."""
+        """Returns three values: the generation (number that each flush raises) of the store to
+        which the node's blocks belong; True if the store has confirmed this generation in the last
+        CONFIRMED_S; True if the key space is outdated (the store has shown a newer generation, and
+        this node has not flushed the key space since)."""
         is_fresh = self.is_fresh(FP, "store", now_s)
         return self.generation(FP, "store"), is_fresh, self.is_outdated(FP)
 
@@ -392,14 +402,14 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     book.flushes(10.1)
-    # The store shows an earlier generation (number that each flush raises), because it was restored from
-    # a copy.
+    # The store shows an earlier generation (number that each flush raises), because it was restored
+    # from a copy.
     book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
     assert book.raises(11.1) == 9
-    # The store refuses to raise its generation (number that each flush raises), and shows the earlier
-    # generation again.
+    # The store refuses to raise its generation (number that each flush raises), and shows the
+    # earlier generation again.
     book.raised("store", FP, None, 11.2)
     revision = book.revision
     book.shows(7, 11.5, blocks=(FP,))
@@ -417,15 +427,15 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
-    # Until the store has raised its generation (number that each flush raises), nothing is read from it.
-    # But host memory serves the blocks that were stored since the flush.
+    # Until the store has raised its generation (number that each flush raises), nothing is read
+    # from it. But host memory serves the blocks that were stored since the flush.
     book.shows(7, 12.1, blocks=(FP,))
     assert book.state(12.2) == (NO_GENERATION, True, False)
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # The store has raised its generation (number that each flush raises) late, and another node may have
-    # flushed in between. Blocks stored on this node since its own flush may be older than that
+    # The store has raised its generation (number that each flush raises) late, and another node may
+    # have flushed in between. Blocks stored on this node since its own flush may be older than that
     # flush, so the node must flush again.
     assert book.begin_flush(13.0) == FP
 
@@ -496,14 +506,14 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     book.flushed(FP, 300.0)
     book.rest((), 300.0 + USED_S)
     assert book.due("store", (), 400.0) == []
-    assert book.records[FP].stores["removed"].is_untold
+    assert book.records[FP].stores["removed"].is_unraised
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_a_generation_is_settled_on(has_blocks: bool) -> None:
-    """The store shows a new generation (a number that each flush raises), and the book adopts it, after
-    a flush if the node has blocks. The book must then raise its seal number, which is part of the
-    checksums of the key space's blocks on the disk. So older blocks on the disk become
+    """The store shows a new generation (a number that each flush raises), and the book adopts it,
+    after a flush if the node has blocks. The book must then raise its seal number, which is part of
+    the checksums of the key space's blocks on the disk. So older blocks on the disk become
     unreadable, even if the power fails before their records are deleted."""
     book = Shown()
     before = book.local(FP)
@@ -542,8 +552,8 @@ def test_a_store_that_is_full_confirms_that_it_has_no_generation() -> None:
     book.flushes(5.0)
     book.shows(NO_GENERATION, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_GENERATION, True, False)
-    # The store now has a generation (number that each flush raises), perhaps from another node's flush.
-    # Blocks stored before may be older than that flush, so they are outdated.
+    # The store now has a generation (number that each flush raises), perhaps from another node's
+    # flush. Blocks stored before may be older than that flush, so they are outdated.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 
@@ -569,13 +579,15 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     assert book.state(6.1) == (NO_GENERATION, False, True), "it was shown during the flush"
     book.flushes(6.1)
     assert book.generation(FP, "store") == 9
-    # If one of two stores shows a new generation, the key space is outdated: blocks on this node may be
-    # older than the flush that raised it.
+    # If one of two stores shows a new generation, the key space is outdated: blocks on this node
+    # may be older than the flush that raised it.
     two = GenerationBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
-    # One store raises its generation (number that each flush raises) late. Until then, flushed blocks
-    # may have been copied from it to the other store, so that store must raise its generation again.
+    # One store raises its generation (number that each flush raises) late. Until then, flushed
+    # blocks may have been copied from it to the other store, so that store must raise its
+    # generation
+    # again.
     for answer in (8, None):
         two.flush(FP, 10.0)
         assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
@@ -607,16 +619,16 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     book.doubt(FP, 5.05)
     book.shows(7, 5.05, below=7)
     assert book.is_fresh(FP, "store", 5.05), "this generation the store had when it was copied"
-    # A read finds another generation (number that each flush raises) in the store than expected. The
-    # book must then ask the store for its generation at once.
+    # A read finds another generation (number that each flush raises) in the store than expected.
+    # The book must then ask the store for its generation at once.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
 
 
 def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
     """Flushes a key space (a model in a configuration) while one of two stores refuses to raise its
-    generation (a number that each flush raises). That store may still serve flushed blocks, so the book
-    must forbid copies between the stores (`is_calm` is False)."""
+    generation (a number that each flush raises). That store may still serve flushed blocks, so the
+    book must forbid copies between the stores (`is_calm` is False)."""
     book = GenerationBook(("other", "store"))
     now_s = 0.0
 
@@ -643,10 +655,13 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
 
 
 def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
-    """Restarts a node with two stores of different generations (numbers that each flush raises). The
-    earlier server may have loaded flushed blocks from one store, so copies between stores are
+    """Restarts a node with two stores of different generations (numbers that each flush raises).
+    The earlier server may have loaded flushed blocks from one store, so copies between stores are
     forbidden (`is_calm` is False) for `CALM_S` seconds."""
-    stores = {name: GenerationStanding(generation, True) for name, generation in (("other", 9), ("store", 7))}
+    stores = {
+        name: GenerationStanding(generation, True)
+        for name, generation in (("other", 9), ("store", 7))
+    }
     book = GenerationBook(("other", "store"), {FP: Record(stores=stores)})
     for now_s, is_calm in ((10.0, False), (9.9 + CALM_S, False), (10.1 + CALM_S, True)):
         for name in book.stores:
@@ -669,7 +684,8 @@ def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
 ) -> None:
     """Another node, which does not use the second of this node's two stores, flushes a key space (a
     model in a configuration). So the second store keeps its generation (a number that each flush
-    raises), and `missed` must report this store, once. If the second store's generation changes later,
+    raises), and `missed` must report this store, once. If the second store's generation changes
+    later,
     nothing was missed: the store may have been full, without a generation, until it had room.
 
     later: the generations that the second store shows later.
@@ -679,7 +695,10 @@ def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     found = []
     for turn in range(60):
         book.use(FP, float(turn))
-        generations = {"other": 9 if turn > 20 else 7, "store": 7 if turn < 25 else later[turn // 45]}
+        generations = {
+            "other": 9 if turn > 20 else 7,
+            "store": 7 if turn < 25 else later[turn // 45],
+        }
         for name, generation in generations.items():
             if name == "store" or turn not in lost:
                 book.shown(name, {FP: generation}, 0, float(turn), (FP,))
@@ -746,7 +765,7 @@ def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
             assert book.begin_raise(store, 10.0)
         book.raised("other", FP, 9, 10.1)
         book.raised("store", FP, 9, 10.0 + TELL_S + late_s)
-        assert book.standing(FP, "other").is_untold == (late_s == 0.0)
+        assert book.standing(FP, "other").is_unraised == (late_s == 0.0)
 
 
 def test_a_flush_that_runs_is_awaited_by_a_later_generation() -> None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
-from hotkv_server.hints import told
+from hotkv_server.hints import figures
 from hotkv_server.hints.book.outcomes import HintBook, HintLimits, HintOutcome, TenantHints
 from hotkv_server.hints.book.returns import (
     HELD_GAPS,
@@ -278,7 +278,7 @@ def test_operators_see_the_latest_actions_of_all_tenants_in_order() -> None:
     for name, came_s in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
         book.tenant(name, 0.0).begin(HintOutcome("m", f"{came_s}", "pin", "", came_s))
     for size in (1, 2, 3):
-        rows = told.hints(book, Filters({"page_size": f"{size}"}))["outcomes"]
+        rows = figures.hints(book, Filters({"page_size": f"{size}"}))["outcomes"]
         assert [row["action_id"] for row in rows] == ["1.0", "2.0", "3.0"][-size:]
 
 

@@ -188,7 +188,7 @@ def test_what_is_swept_is_not_refilled() -> None:
     "slab_bytes", [SLOT_ALIGN, 3 * SLOT_ALIGN, 1 << 22, (1 << 22) + SLOT_ALIGN]
 )
 def test_slots_in_slabs_are_found(slab_bytes: int) -> None:
-    kernels = native.require("hotkv_server.cache.table.kernels")
+    kernels = native.require("hotkv_server.cache.table.table_kernels")
     random = np.random.default_rng(0)
     offsets, slabs = random.integers(0, 50 * slab_bytes, 300), random.random(50) < 0.5
     found = np.empty(300, np.bool_)

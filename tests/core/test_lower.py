@@ -326,7 +326,7 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
         up = tiered.lower.up.begin(1, [HashList(0, words_of(listed))], 2.0)
         assert up is not None and len(up) == 1
         tiered.lower.up.end(up, np.ones(1, np.bool_), np.zeros(1, np.bool_), None, 2.0)
-        books_of(tiered.core).arrivals.let_go(up)
+        books_of(tiered.core).arrivals.release(up)
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([7])[0]), 100)
     # No list of a promotion contained both block 5 and block 6, so block 6 has no link to block 5
     # as its parent.

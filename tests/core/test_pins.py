@@ -101,9 +101,9 @@ class HoldsMachine(RuleBasedStateMachine):
         }
 
     @rule(places=PLACES)
-    def let_go(self, places: list[int]) -> None:
+    def unpin(self, places: list[int]) -> None:
         gone = self.entries(places)
-        self.holds.let_go(gone)
+        self.holds.unpin(gone)
         for entry in gone.tolist():
             self.until_s.pop(entry, None)
 

@@ -15,7 +15,7 @@ from hotkv_proto.blocks import BlockResult, ResidencyOpened, Retention
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import Sketch
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_proto.words import OLDEST_START, LATEST_START, MAX_SESSION_WORD
+from hotkv_proto.words import LATEST_START, MAX_SESSION_WORD, OLDEST_START
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderWords, no_readers
 from hotkv_server.cache.values import EvictionNotice, HashList, SessionRecord, TenantShare
@@ -444,7 +444,7 @@ def test_a_block_is_pinned_while_it_is_compared() -> None:
     assert waiting.tolist() == place.entries([2]).tolist()
     place.core.check_invariants()
     assert evict(place.core, 1, 0, words_of([2])) == (0, 1)
-    residencies(place.core).resident.let_go(waiting)
+    residencies(place.core).resident.unpin(waiting)
     place.core.check_invariants()
     assert evict(place.core, 1, 0, words_of([2])) == (1, 0)
 

@@ -449,10 +449,7 @@ def test_the_sketches_of_the_coldest_blocks_make_room() -> None:
 
 def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:
     world = World()
-    kinds = tuple(
-        Sketch(version % 2, "rot2u", version, (100,))
-        for version in range(MAX_SKETCHES)
-    )
+    kinds = tuple(Sketch(version % 2, "rot2u", version, (100,)) for version in range(MAX_SKETCHES))
     numbers = world.open(kinds=kinds).sketches
     assert numbers == tuple(range(MAX_GROUPS, MAX_GROUPS + MAX_SKETCHES))
     assert world.open("b", kinds=kinds[7:9]).sketches == numbers[7:9]

@@ -1,5 +1,5 @@
-"""Test harnesses (`Rig`) for copy engines, which copy KV between engines' memory and the arena. A
-`Rig` has a copy engine, an arena, and memories in the host or on fake devices."""
+"""Test harnesses (`CopyRig`) for copy engines, which copy KV between engines' memory and the arena.
+A `CopyRig` has a copy engine, an arena, and memories in the host or on fake devices."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ from hotkv_server.dataplane.engines import CopyEngine, CopyEngines
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import HOST
-from hotkv_server.testing.copy_engine_contract import Bytes, Rig
+from hotkv_server.testing.copy_engine_contract import Bytes, CopyRig
 from hotkv_server.testing.device import COPIES, FakeRuntime
 from hotkv_server.testing.device_memory import map_pages, unmap_pages
 
@@ -78,11 +78,11 @@ def device_memory(runtime: FakeRuntime, device: int, num_bytes: int, name: str) 
 
 def rig_of(
     engine: CopyEngine, arena: Arena, memories: tuple[Region, ...], break_next: Callable[[], None]
-) -> Rig:
-    """Returns a `Rig` for this copy engine, which can read and write memory in the host and on the
-    arena's fake device. `break_next` makes the next copy fail."""
+) -> CopyRig:
+    """Returns a `CopyRig` for this copy engine, which can read and write memory in the host and on
+    the arena's fake device. `break_next` makes the next copy fail."""
     runtime = arena.runtime
-    return Rig(
+    return CopyRig(
         engine,
         arena.region,
         memories,
@@ -93,7 +93,7 @@ def rig_of(
 
 
 @contextlib.contextmanager
-def host_rig() -> Iterator[Rig]:
+def host_rig() -> Iterator[CopyRig]:
     engine, arena = HostCopyEngine(2), Arena(FakeRuntime(threaded=False))
     memory = np.zeros(ARENA_BYTES, np.uint8)
     own = engine._copy
@@ -114,8 +114,8 @@ def host_rig() -> Iterator[Rig]:
 @contextlib.contextmanager
 def on_devices(
     runtime: FakeRuntime, arena: Arena, engine: CopyEngine, memories: tuple[Region, ...]
-) -> Iterator[Rig]:
-    """Yields a `Rig`. Afterwards closes the engine, frees all memory, and checks that no device
+) -> Iterator[CopyRig]:
+    """Yields a `CopyRig`. Afterwards closes the engine, frees all memory, and checks that no device
     memory or pinned memory is left."""
     yield rig_of(engine, arena, memories, lambda: runtime.fail_call(COPIES))
     engine.close()
@@ -129,8 +129,8 @@ def on_devices(
 
 def cuda_rig(
     settings: CudaCopySettings = SMALL, *, seed: int = 0, num_pinned: int = 4
-) -> Callable[[], contextlib.AbstractContextManager[Rig]]:
-    """Returns a function that makes a `Rig` of a CUDA copy engine, with two memories on a fake
+) -> Callable[[], contextlib.AbstractContextManager[CopyRig]]:
+    """Returns a function that makes a `CopyRig` of a CUDA copy engine, with two memories on a fake
     device.
 
     num_pinned: number of the arena's pieces that are pinned (registered with the device), from its
@@ -138,7 +138,7 @@ def cuda_rig(
     """
 
     @contextlib.contextmanager
-    def make() -> Iterator[Rig]:
+    def make() -> Iterator[CopyRig]:
         runtime = FakeRuntime(seed, max_delay_s=20e-6)
         arena = Arena(runtime)
         for _ in range(num_pinned):
@@ -158,8 +158,8 @@ def cuda_rig(
 
 
 @contextlib.contextmanager
-def mixed_rig() -> Iterator[Rig]:
-    """Yields a `Rig` with memories on two fake devices and in the host, all served by one
+def mixed_rig() -> Iterator[CopyRig]:
+    """Yields a `CopyRig` with memories on two fake devices and in the host, all served by one
     `CopyEngines`."""
     runtime = FakeRuntime(7, num_devices=2, max_delay_s=20e-6)
     arena = Arena(runtime)

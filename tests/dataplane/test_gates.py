@@ -14,22 +14,22 @@ import pytest
 from hotkv_server.dataplane import engines
 from hotkv_server.dataplane.engines import CopyEngines, CopyJob, Outcome
 from hotkv_server.device.runtime import HOST, DeviceError
-from hotkv_server.testing.copy_engine_contract import Ends, Rig, whole_plan
+from hotkv_server.testing.copy_engine_contract import CopyRig, Ends, whole_plan
 from tests.dataplane.rigs import SwitchedGate, mixed_rig
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig() -> Iterator[CopyRig]:
     with mixed_rig() as rig:
         yield rig
 
 
-def engines_of(rig: Rig) -> CopyEngines:
+def engines_of(rig: CopyRig) -> CopyEngines:
     assert isinstance(rig.engine, CopyEngines)
     return rig.engine
 
 
-def submit(rig: Rig, *gates: SwitchedGate) -> Ends:
+def submit(rig: CopyRig, *gates: SwitchedGate) -> Ends:
     """Submits one copy job for each gate, which delays it. A job is named by its gate's number."""
     ends = Ends()
     for number, gate in enumerate(gates):
@@ -37,7 +37,7 @@ def submit(rig: Rig, *gates: SwitchedGate) -> Ends:
     return ends
 
 
-def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
+def test_no_byte_moves_before_the_gate_has_passed(rig: CopyRig) -> None:
     ends, gate = Ends(), SwitchedGate()
     plans = [whole_plan(memory, rig.arena) for memory in rig.memories]
     for memory in rig.memories:
@@ -62,7 +62,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
 
 
 def test_a_long_wait_is_asked_for_ever_more_seldom(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: CopyRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keeps a gate closed (an object that delays a copy job). The copy engine polls it; the pauses
     between two polls must grow up to a maximum. Once another gate opens, the pauses must be short
@@ -91,14 +91,14 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(
     ends.wait()
 
 
-def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: Rig) -> None:
+def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: CopyRig) -> None:
     gate = SwitchedGate(is_open=True)
     submit(rig, gate).wait()
     assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
 
 
 @pytest.mark.parametrize("error", [DeviceError("no mark"), ValueError("odd")])
-def test_a_gate_that_breaks_fails_its_own_job(rig: Rig, error: Exception) -> None:
+def test_a_gate_that_breaks_fails_its_own_job(rig: CopyRig, error: Exception) -> None:
     gates = [SwitchedGate(), SwitchedGate()]
     ends = submit(rig, *gates)
     gates[0].error = error
@@ -110,7 +110,7 @@ def test_a_gate_that_breaks_fails_its_own_job(rig: Rig, error: Exception) -> Non
     assert ends["1"] is Outcome.DONE and [gate.num_released for gate in gates] == [1, 1]
 
 
-def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: Rig) -> None:
+def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: CopyRig) -> None:
     gates = [SwitchedGate() for _ in range(5)]
     ends = submit(rig, *gates)
     rig.engine.close()
@@ -118,7 +118,7 @@ def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: Rig) -> None:
     assert all(gate.num_released == 1 for gate in gates)
 
 
-def test_a_job_without_bytes_waits_for_its_gate_and_that_is_no_stall(rig: Rig) -> None:
+def test_a_job_without_bytes_waits_for_its_gate_and_that_is_no_stall(rig: CopyRig) -> None:
     ends, gate = Ends(), SwitchedGate()
     rig.engine.submit(ends.job("nothing", [], gate))
     while gate.num_asked < 100:
@@ -128,7 +128,7 @@ def test_a_job_without_bytes_waits_for_its_gate_and_that_is_no_stall(rig: Rig) -
     assert ends["nothing"] is Outcome.DONE
 
 
-def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:
+def test_a_plan_for_a_device_without_an_engine_fails(rig: CopyRig) -> None:
     ends = Ends()
     memory = rig.memories[0]
     stranger = type(memory)(memory.address, memory.num_bytes, "memory of nobody", 7)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hotkv_proto import kernels
+from hotkv_proto import table_reading
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_server.dataplane.plan import PIECE_RUNS, BlockCopies, Region, block_copies, num_shares
@@ -88,7 +88,7 @@ def test_the_extent_of_blocks_is_that_of_all_their_runs() -> None:
         num_blocks, num_runs = chance.integers(1, 20, 2)
         ids, slots = chance.integers(-3, 100, num_blocks), chance.integers(-5, 1 << 20, num_blocks)
         bases, strides, places, lengths = chance.integers(1, 1 << 12, (4, num_runs))
-        found = kernels.extent_of_blocks(ids, slots, bases, strides, places, lengths)
+        found = table_reading.extent_of_blocks(ids, slots, bases, strides, places, lengths)
         runs = ids[:, None] * strides + bases + lengths
         ends = max(0, runs.max()), slots.max() + (places + lengths).max()
         assert found == (ids.min(), ends[0], slots.min(), ends[1])

@@ -65,7 +65,7 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
         for n, (head, tail) in enumerate(shapes)
     ]
     memories = Memories((len(shapes) + 1) * pitch)
-    plan, kernels = memories.plan(runs), native.require("hotkv_proto.kernels")
+    plan, kernels = memories.plan(runs), native.require("hotkv_proto.table_reading")
     tables = plan.dst_offsets, plan.src_offsets, plan.num_bytes
     is_streamed = how == "streamed"
     kernels.copy_runs(plan.dst.address, plan.src.address, *tables, 0, len(runs), is_streamed)
@@ -80,7 +80,7 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
     bytes less. The total must decide whether all pieces of the job are copied with streaming stores
     (`streamed`)."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
-    kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
+    kernels, said, ends = native.require("hotkv_proto.table_reading"), [], []
 
     def copy_runs(*arguments: Any) -> None:
         said.append(arguments[-2:])
@@ -154,7 +154,7 @@ def test_blocks_are_copied_as_their_recipe_says(
         1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES
     )
     memories, ends, copied = Memories(end), list[tuple[Outcome, str]](), list[int]()
-    kernels = native.require("hotkv_proto.kernels")
+    kernels = native.require("hotkv_proto.table_reading")
 
     def copy_blocks(*arguments: Any) -> None:
         copied.extend(arguments[2].tolist())

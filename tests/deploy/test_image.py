@@ -66,7 +66,7 @@ def test_all_kernels_are_compiled_ahead() -> None:
         for path in (ROOT / package).rglob("kernels.py")
     }
     assert found == set(SHARED_KERNELS)
-    assert "hotkv_server.cache.table.kernels" in kernels()
+    assert "hotkv_server.cache.table.table_kernels" in kernels()
 
 
 @pytest.mark.parametrize(

@@ -19,22 +19,22 @@ import pytest
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.cuda.arena import (
+from hotkv_sparse.cuda.device import CupyDevice
+from hotkv_sparse.cuda.hotsets import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaHotSets, Fragment
+from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
+from hotkv_sparse.cuda.mapped_arena import (
     PAGEABLE_ACCESS,
     READ_ONLY_REGISTER,
     SAME_ADDRESS,
     Access,
     MappedArena,
 )
-from hotkv_sparse.cuda.device import CupyDevice
-from hotkv_sparse.cuda.hotsets import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaHotSets, Fragment
-from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
 from hotkv_sparse.selection import Selection, Source, exact_log_mass, select_layer, span
+from hotkv_sparse.sketches import build
 from tests.oracles.sparse import as_stored, unpack_tokens
 from tests.sparse.cuda_support import place
 
@@ -44,7 +44,7 @@ HEADS, GROUP, SIZE, BLOCK, LAYER = 2, 4, 128, 16, 3
 SIGNALLED = """
 import ctypes, queue, signal, sys
 import numpy as np
-from hotkv_sparse.cuda.arena import MappedArena
+from hotkv_sparse.cuda.mapped_arena import MappedArena
 from hotkv_sparse.cuda.device import CupyDevice
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 SA_RESTART = 0x10000000

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.ledger.book.forecast import GIB, MAX_SEEN, Demand, Forecast, step_bytes
+from hotkv_server.ledger.book.forecast import GIB, MAX_SEEN, Forecast, RequestDemand, step_bytes
 from hotkv_server.simulate.replay import replay, unbounded
 from hotkv_server.simulate.trace import Trace, load_trace, make_trace
 from tests.simulate.traces import MAKERS
@@ -40,7 +40,7 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
     starts = trace.starts.tolist()
     for request, now_s in enumerate(trace.times_s.tolist()):
         mine = keys[starts[request] : starts[request + 1]]
-        demand = Demand(mine, len(mine) * 16 + 5, 16, BLOCK_BYTES, 0, may_keep=True)
+        demand = RequestDemand(mine, len(mine) * 16 + 5, 16, BLOCK_BYTES, 0, may_keep=True)
         made.observe(demand, capacity_blocks * BLOCK_BYTES, now_s, int(now_s // 60))
     made.check_invariants()
     return made
@@ -95,10 +95,10 @@ def test_ceiling_and_gain_are_the_simulators(
     assert abs(ceiling_error) <= POINTS and abs(gain_error) <= POINTS, (ceiling_error, gain_error)
 
 
-def demand(first: int, count: int, num_hits: int = 0) -> Demand:
+def demand(first: int, count: int, num_hits: int = 0) -> RequestDemand:
     numbers = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)
     keys = numbers * np.uint64(0x9E37_79B9_7F4A_7C15)
-    return Demand(keys, count * 16, 16, BLOCK_BYTES, num_hits)
+    return RequestDemand(keys, count * 16, 16, BLOCK_BYTES, num_hits)
 
 
 def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:

@@ -12,7 +12,7 @@ from hotkv_proto.reports import Miss
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts, Columns, Usage
-from hotkv_server.ledger.book.forecast import GIB, Demand, Forecast
+from hotkv_server.ledger.book.forecast import GIB, Forecast, RequestDemand
 
 MINUTE = 29_000_000
 ONE, TWO = Account("blue", "small", "00ff", "a"), Account("", "large", "11ff", "b")
@@ -22,9 +22,9 @@ def ledger(tiers: tuple[str, ...] = ("disk",), minute: int = MINUTE) -> tuple[Ac
     return Accounts(Columns(tiers), minute), Forecast(POLICIES["lru"], minute)
 
 
-def demand() -> Demand:
+def demand() -> RequestDemand:
     keys = np.arange(1, 50, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
-    return Demand(keys, 800, 16, 1 << 20, 0)
+    return RequestDemand(keys, 800, 16, 1 << 20, 0)
 
 
 def filled() -> tuple[Accounts, Forecast]:

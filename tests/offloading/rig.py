@@ -38,8 +38,8 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from hotkv_proto.blocks import Retention
-from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.offloading import scheduler
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HotKVTier

@@ -639,15 +639,17 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     one.run()
     assert one.outputs["a"] == answer_of(prompt(130, 100), 40)
     assert any(meta.load_jobs for meta in one.metas)
-    # If hotkv is off, for example because it does not know the version of vLLM, its callbacks (methods
-    # that vLLM calls) must not read attributes of vLLM's offloading.
+    # If hotkv is off, for example because it does not know the version of vLLM, its callbacks
+    # (methods that vLLM calls) must not read attributes of vLLM's offloading.
     off: Any = object.__new__(HotKVOffloadingConnector)
     for callback, arguments in (
         ("build_connector_meta", ("step",)),
         ("request_finished", ("a", [])),
         ("request_finished_all_groups", ("a", ([],))),
     ):
-        monkeypatch.setattr(type(off).__base__, callback, lambda _, *said, callback=callback: (callback, said))
+        monkeypatch.setattr(
+            type(off).__base__, callback, lambda _, *said, callback=callback: (callback, said)
+        )
         assert getattr(off, callback)(*arguments) == (callback, arguments)
 
 

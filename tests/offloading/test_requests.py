@@ -1,16 +1,16 @@
-"""Tests `Promotions` and `Room`, which bound a request's promotions (copies from the server into
-vLLM's CPU tier), for any sequence of lookups, evictions and failures."""
+"""Tests `Promotions` and `PromotionRoom`, which bound a request's promotions (copies from the
+server into vLLM's CPU tier), for any sequence of lookups, evictions and failures."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv_vllm.offloading.requests import (
+from hotkv_vllm.offloading.promotions import (
     MAX_WAVES,
     SHARE_ALONE,
     SHARE_TOGETHER,
+    PromotionRoom,
     Promotions,
-    Room,
 )
 
 KEYS = [bytes([number]) * 8 + (number % 2).to_bytes(4, "big") for number in range(12)]
@@ -44,12 +44,12 @@ def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(wav
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """A state machine that compares `Room`, which limits how many rows of vLLM's CPU tier a request
-    may fill by promotions (copies from the server), with plain lists of rows."""
+    """A state machine that compares `PromotionRoom`, which limits how many rows of vLLM's CPU tier
+    a request may fill by promotions (copies from the server), with plain lists of rows."""
 
     def __init__(self):
         super().__init__()
-        self.room = Room(20)
+        self.room = PromotionRoom(20)
         self.offered: list[str] = []
         self.under_way: list[tuple[str, int]] = []
 

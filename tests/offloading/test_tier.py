@@ -30,10 +30,10 @@ from hotkv_proto.blocks import Retention
 from hotkv_proto.reports import Miss
 from hotkv_vllm import link
 from hotkv_vllm.offloading import scheduler, tier
+from hotkv_vllm.offloading.promotions import SHARE_ALONE
 from hotkv_vllm.offloading.region import NoRegion, region_of
-from hotkv_vllm.offloading.requests import SHARE_ALONE
 from hotkv_vllm.offloading.scheduler import DoorScheduler
-from hotkv_vllm.offloading.tier import HELD_STEPS, CALLBACK_ERRORS
+from hotkv_vllm.offloading.tier import CALLBACK_ERRORS, HELD_STEPS
 from tests.offloading.rig import CHUNK_TOKENS, Rig, keys_of, scheduler_side
 from tests.server.routers import external
 from tests.support.waiting import WAIT_S, stop, wait_for
@@ -404,7 +404,9 @@ def test_an_exception_of_hotkv_never_reaches_vllm(rigs, monkeypatch, broken):
     engine.hits(keys, patience_s=10.0)
     engine.manager.reset_cache()
     counted = engine.manager.get_stats().reduce()
-    assert counted[CALLBACK_ERRORS] > 0 and CALLBACK_ERRORS not in engine.manager.get_stats().reduce()
+    assert (
+        counted[CALLBACK_ERRORS] > 0 and CALLBACK_ERRORS not in engine.manager.get_stats().reduce()
+    )
     assert CALLBACK_ERRORS in engine.tier.build_metric_definitions({})
 
 

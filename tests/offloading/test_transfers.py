@@ -13,7 +13,7 @@ import pytest
 from hotkv_client.types import TransferStatus
 from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.offloading.transfers import GroupRows, Transfers
+from hotkv_vllm.offloading.transfers import GroupRows, TierTransfers
 from tests.support.waiting import wait_for
 
 NUM_JOBS = 3000
@@ -58,7 +58,7 @@ def session() -> Iterator[Session]:
 
 
 def test_no_job_is_lost_while_threads_begin_and_answer_others(session: Session) -> None:
-    transfers = Transfers(session, ConnectorConfig(), PrimaryRows())
+    transfers = TierTransfers(session, ConnectorConfig(), PrimaryRows())
     for _ in range(NUM_JOBS):
         job = SimpleNamespace(keys=(b"k",))
         transfers.load(job, [GroupRows(0, [b"k"], [b"h"], np.zeros(1, np.int32))])
@@ -77,7 +77,7 @@ def test_a_job_ends_whatever_the_server_answers(session: Session, error: Excepti
         return answer
 
     transfers, job = (
-        Transfers(session, ConnectorConfig(), PrimaryRows()),
+        TierTransfers(session, ConnectorConfig(), PrimaryRows()),
         SimpleNamespace(keys=(b"k",)),
     )
     groups = [GroupRows(0, [b"k"], [b"h"], np.zeros(1, np.int32))]

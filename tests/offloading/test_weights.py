@@ -22,13 +22,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from hotkv_client import Flushed
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.offloading import scheduler, worker
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
-from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat, RankReport
+from hotkv_vllm.offloading.messages import DoorMetadata, DoorRankReport, DoorReport, PageFormat
 from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import CallbackClock, HotKVStats
@@ -112,7 +112,7 @@ def rank_of(number, weights):
     one._connector_metadata = None
 
     def report(_):
-        return RankReport(weights=weights.take_report(), callback_errors=number)
+        return DoorRankReport(weights=weights.take_report(), callback_errors=number)
 
     one._door_worker = SimpleNamespace(report=report, report_ids=report_ids(number))
     return one

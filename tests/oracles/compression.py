@@ -1,4 +1,4 @@
-"""Numpy references of `hotkv_server.tiers.compression.kernels`, with the same arguments and
+"""Numpy references of `hotkv_server.tiers.compression.codec_kernels`, with the same arguments and
 results, for tests to compare with."""
 
 import numpy as np

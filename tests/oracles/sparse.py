@@ -1,4 +1,4 @@
-"""Computes in plain numpy what `hotkv_sparse.kernels` computes, so that tests can compare the
+"""Computes in plain numpy what `hotkv_sparse.all_kernels` computes, so that tests can compare the
 results: sketches of blocks, queries, scores and selections. Follows their definitions in
 `hotkv_sparse.formats` and docs/sparse.md.
 
@@ -17,7 +17,7 @@ from hotkv_sparse.axes import Axes, half_steps, offsets_of, run_channels
 from hotkv_sparse.formats import LINE_BYTES, NO_TOKEN, RUN_TOKENS, Format
 from hotkv_sparse.rotation import rotate
 from hotkv_sparse.scores import Query
-from hotkv_sparse.selection import Selection, Span, enough
+from hotkv_sparse.selection import CandidateSpan, Selection, enough
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -344,7 +344,7 @@ def top(weights_S: F32, count: int) -> I32:
 def select(
     weights_S: F32,
     always_mass: float,
-    where: Span,
+    where: CandidateSpan,
     budget_blocks: int,
     *,
     adaptive_p: float | None = None,

@@ -178,7 +178,7 @@ class Nodes:
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
     """Changes a session (connection of an engine to the server) so that its request reports are
-    also appended to `told`. Returns the session."""
+    also appended to `monitoring`. Returns the session."""
     report = session.report_requests
 
     def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:

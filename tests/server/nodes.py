@@ -19,8 +19,8 @@ from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 
 PAGE = 4096
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE,)),), 16)

@@ -108,9 +108,7 @@ class SketchEngine:
         self.session.start()
         assert self.session.wait_connected(20), repr(self.session)
 
-    def store(
-        self, blocks: Sequence[bytes], *, first: int = 0, with_sketches: bool = True
-    ) -> None:
+    def store(self, blocks: Sequence[bytes], *, first: int = 0, with_sketches: bool = True) -> None:
         """Stores blocks from the engine's memory, beginning with block id `first`. Unless
         `with_sketches` is False, stores their sketches (compact summaries of their
         keys) too."""

@@ -78,7 +78,7 @@ def advised() -> dict[str, str]:
         alerts = re.findall(r"^ +command: (hotkv.*)$", text, re.M)
         for command in (*QUOTED.findall(text), *alerts):
             found.setdefault(command, name)
-    page = (ROOT / "server/hotkv_server/told/pages/page.html").read_text()
+    page = (ROOT / "server/hotkv_server/monitoring/pages/page.html").read_text()
     for command in re.findall(r"<code>(hotkv(?:-server)? [^<]+)</code>", page):
         found.setdefault(command, "page.html")
     return found

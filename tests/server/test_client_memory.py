@@ -38,7 +38,7 @@ from hotkv_client import (
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
@@ -48,13 +48,13 @@ from hotkv_proto.versions import MAX_MESSAGE_BYTES, MAX_PARTS
 from hotkv_server.node import sessions as node_sessions
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Peer
-from hotkv_server.wire import session as session_service
+from hotkv_server.wire import session_stream as session_service
 from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.audit import AuditLog
 from hotkv_server.wire.guard.interceptor import MAX_UNREAD_BYTES, EdgeInterceptor
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Guests, Pace
-from hotkv_server.wire.session import SessionService, SessionStream
+from hotkv_server.wire.session_stream import SessionService, SessionStream
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.hostile import marked_engine, unary_stream_of
@@ -437,7 +437,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
 
 def unread(told: list[str]) -> Any:
     """Returns a fake gRPC context whose client reads nothing. When the call is aborted, the status
-    details are appended to `told`."""
+    details are appended to `monitoring`."""
 
     async def abort(code: Any, details: str, trailers: Any) -> None:
         told.append(details)
@@ -460,8 +460,8 @@ def deaf_session(
     node: Node, told: list[str], num_pings: int = 0, *, half_closes: bool = False
 ) -> asyncio.Task[None]:
     """Opens a session whose client sends `num_pings` pings but reads no answers. If `half_closes`,
-    the client then closes its side of the stream. `told`: a list to which the status details are
-    appended if the server aborts the call."""
+    the client then closes its side of the stream. `monitoring`: a list to which the status details
+    are appended if the server aborts the call."""
 
     async def requests() -> AsyncGenerator[Any, None]:
         yield _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))

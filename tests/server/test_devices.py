@@ -17,7 +17,7 @@ import pytest
 from demo.processes import ROOT, ChildError, Server, runtime_folder
 from hotkv_client import BlockResult
 from hotkv_client.types import TransferStatus
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import SessionLostError
 from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_server.testing.with_devices import FakeDevices

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotkv_client import After
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.messages.layout import read_device_mark, read_device_order
@@ -25,15 +25,15 @@ from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError, Extent
 from hotkv_server.memory import mapping
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.node import session as session_module
-from hotkv_server.node.node import Node
-from hotkv_server.node.order import SessionOrder
-from hotkv_server.node.session import (
+from hotkv_server.node import live_session as session_module
+from hotkv_server.node.live_session import (
     LiveSession,
     SessionMemory,
     check_handles,
     open_session_memory,
 )
+from hotkv_server.node.node import Node
+from hotkv_server.node.order import SessionOrder
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.nodes import SPACE, live_node, memory_file

@@ -17,7 +17,7 @@ from hotkv_server.device.runtime import DeviceError
 from hotkv_server.device.start import (
     CudaError,
     CudaPart,
-    Found,
+    FoundDevices,
     look,
     open_part,
     read_calibration,
@@ -73,8 +73,8 @@ def opened(memory: NodeMemory, runtime: FakeRuntime) -> Open:
     """Returns a function that opens the server's CUDA part (the part that copies from and to GPUs)
     with the given flags of the server. It assumes the simulated GPUs, unless it gets others."""
 
-    def make(*flags: str, found: Found | None = None) -> CudaPart:
-        known = found or Found(runtime, tuple(runtime.devices()))
+    def make(*flags: str, found: FoundDevices | None = None) -> CudaPart:
+        known = found or FoundDevices(runtime, tuple(runtime.devices()))
         flags = ("--copy.method", "batch", *flags)
         return open_part(_settings(*flags), memory, HostCopyEngine(1), known)
 
@@ -82,7 +82,7 @@ def opened(memory: NodeMemory, runtime: FakeRuntime) -> Open:
 
 
 def test_a_start_without_devices(opened: Open) -> None:
-    none = Found(None, why_none="there is none")
+    none = FoundDevices(None, why_none="there is none")
     part = opened(found=none)
     assert part.pinner is None and part.fault() == part.progress() == ""
     assert part.devices.why_none == "there is none"
@@ -143,7 +143,10 @@ def test_a_calibration_is_found_again_and_goes_with_the_arena(
     write_calibration(file, made)
     assert read_calibration(file, info) == made
     part = open_part(
-        _settings("--copy.staging-bytes", "0"), memory, HostCopyEngine(1), Found(runtime, (info,))
+        _settings("--copy.staging-bytes", "0"),
+        memory,
+        HostCopyEngine(1),
+        FoundDevices(runtime, (info,)),
     )
     assert part.engines[0].calibration == made
     part.close()

@@ -22,7 +22,7 @@ from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import START, Contents
-from hotkv_server.events.drive import BlocksStored, EventHub
+from hotkv_server.events.drive import EventHub, StoredEvent
 from hotkv_server.node import event_loop
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
@@ -38,7 +38,7 @@ NAMES = [words_of([number]).tobytes() for number in range(16)]
 Block = tuple[bytes, int]
 
 
-def run_of(version: int, first: int, count: int) -> BlocksStored:
+def run_of(version: int, first: int, count: int) -> StoredEvent:
     """Returns the event of a store of `count` consecutive blocks of a chain (a prompt's blocks).
     `first` is the position of the first of them in the chain. Their token ids encode `version` and
     the position."""
@@ -47,16 +47,16 @@ def run_of(version: int, first: int, count: int) -> BlocksStored:
     keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
     parent = words_of([first - 1])[0] if first else None
     content = RunContent(tokens, "adapter", keys if version % 2 else ())
-    return BlocksStored(0, 0, words_of(numbers), parent, first, content)
+    return StoredEvent(0, 0, words_of(numbers), parent, first, content)
 
 
-def plain(run: BlocksStored) -> tuple[object, ...]:
+def plain(run: StoredEvent) -> tuple[object, ...]:
     parent = None if run.parent is None else run.parent.tobytes()
     of_run = run.content.token_ids.tolist(), run.content.lora_name, run.content.extra_keys
     return run.depth, run.hashes.tobytes(), parent, *of_run
 
 
-def content_of(book: Contents, fingerprint: bytes, number: int) -> BlocksStored | None:
+def content_of(book: Contents, fingerprint: bytes, number: int) -> StoredEvent | None:
     found, unknown = book.find(fingerprint, 0, [NAMES[number]])
     assert len(found) + len(unknown) == 1
     return found[0] if found else None
@@ -136,7 +136,7 @@ class Book(RuleBasedStateMachine):
     @rule(fingerprint=SPACES, first=NUMBERS)
     def without_tokens(self, fingerprint: bytes, first: int) -> None:
         empty = RunContent(np.empty(0, np.int32))
-        self.book.keep(fingerprint, BlocksStored(0, 0, words_of([first]), None, 0, empty))
+        self.book.keep(fingerprint, StoredEvent(0, 0, words_of([first]), None, 0, empty))
 
     @rule(at=NUMBERS)
     def cache(self, at: int) -> None:
@@ -199,7 +199,7 @@ class Book(RuleBasedStateMachine):
                 self.stored[block] = int(found.content.token_ids[0]) // 1000
             assert self.stored[block] <= version
 
-    def content(self, fingerprint: bytes, number: int) -> BlocksStored | None:
+    def content(self, fingerprint: bytes, number: int) -> StoredEvent | None:
         return content_of(self.book, fingerprint, number)
 
     @invariant()
@@ -267,24 +267,24 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     for number in range(100, 120):
         tokens = RunContent(np.zeros(16, np.int32))
         for fingerprint in (key_space.fingerprint, b"f" * 32):
-            run = BlocksStored(1, 0, words_of([number]), None, 0, tokens)
+            run = StoredEvent(1, 0, words_of([number]), None, 0, tokens)
             events._contents.keep(fingerprint, run)
     many = words_of(range(5000, 5001 + contents.RUN_BLOCKS))
-    long = BlocksStored(1, 0, many, None, 0, RunContent(np.zeros(len(many), np.int32)))
+    long = StoredEvent(1, 0, many, None, 0, RunContent(np.zeros(len(many), np.int32)))
     events._contents.keep(key_space.fingerprint, long)
-    deep = BlocksStored(
+    deep = StoredEvent(
         1, 0, words_of([5]), words_of([100])[0], 1, RunContent(np.ones(16, np.int32))
     )
     events._contents.keep(key_space.fingerprint, deep)
     looked: list[int] = []
-    lying = events._lying
+    locations = events._lying
 
     def looking(fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
         looked.append(len(hashes))
-        return lying(fingerprint, group_index, hashes)
+        return locations(fingerprint, group_index, hashes)
 
     monkeypatch.setattr(events, "_lying", looking)
-    session: Any = Mock(record=node.session.record, key_space=key_space)
+    session: Any = Mock(record=node.live_session.record, key_space=key_space)
     read, reads = events.session_calls()["read_events"], []
     while not reads or reads[-1].has_more_state:
         reads.append(read(session, events_pb2.ReadEventsRequest()).read_events)

@@ -9,7 +9,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import admin_pb2
 from hotkv_server.cache.inspect import PromptBlocks
 from hotkv_server.cache.values import BoolMask
-from hotkv_server.node.capability import Lying
+from hotkv_server.node.capability import TierHolding
 from hotkv_server.wire.admin_service import _explain
 from tests.server.support import FULL, WIDE, WINDOW
 
@@ -41,8 +41,8 @@ HERE = "block 2 of group 0 is"
 def test_the_summary_names_the_block_that_ends_the_hit(
     groups: tuple[GroupSpec, ...], ready: tuple[str, ...], in_tier: str, hit: int, words: str
 ) -> None:
-    lying = [Lying("far", [mask(in_tier)], False, 0.0)] if in_tier else []
-    answer = explained(groups, ready, lying)
+    locations = [TierHolding("far", [mask(in_tier)], False, 0.0)] if in_tier else []
+    answer = explained(groups, ready, locations)
     assert answer.hit_token_count == hit and words in answer.summary
 
 
@@ -62,8 +62,8 @@ def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
 def test_a_block_in_two_tiers_hits_if_one_is_up(up: str) -> None:
     """Explains a prompt of which two tiers have the same block; one of them is down. The block must
     be found in the other."""
-    lying = [Lying(name, [mask("0011")], name == up, 1e9) for name in ("near", "far")]
-    answer = explained((FULL,), ("1100",), lying)
+    locations = [TierHolding(name, [mask("0011")], name == up, 1e9) for name in ("near", "far")]
+    answer = explained((FULL,), ("1100",), locations)
     assert answer.hit_token_count == 64 and answer.summary.startswith("all 64 of 64")
     assert [block.tier for block in answer.blocks] == ["host", "host", up, up]
     assert [(load.tier, load.block_count) for load in answer.loads] == [(up, 2)]
@@ -74,12 +74,12 @@ def mask(text: str) -> BoolMask:
 
 
 def explained(
-    groups: tuple[GroupSpec, ...], ready: tuple[str, ...], lying: list[Lying]
+    groups: tuple[GroupSpec, ...], ready: tuple[str, ...], locations: list[TierHolding]
 ) -> admin_pb2.KeySpaceExplanation:
     """Returns the explanation of a prompt.
 
     ready: for each group a string with a digit for each block of the prompt; 1: host memory has it.
-    lying: the tiers below host memory, with the blocks that each of them has.
+    locations: the tiers below host memory, with the blocks that each of them has.
     """
     found = [
         PromptBlocks(
@@ -93,5 +93,5 @@ def explained(
     answer = admin_pb2.KeySpaceExplanation()
     num_tokens = max(len(t) * g.block_tokens for t, g in zip(ready, groups, strict=True))
     space = KeySpace("m", "m", "bfloat16", groups, 16)
-    _explain(answer, space, 1, found, lying, num_tokens, num_tokens)
+    _explain(answer, space, 1, found, locations, num_tokens, num_tokens)
     return answer

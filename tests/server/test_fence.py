@@ -14,8 +14,8 @@ from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from tests.server.nodes import SPACE, live_node, memory_file, store_in, worker
 from tests.server.support import hashes
 

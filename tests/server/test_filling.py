@@ -139,14 +139,14 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
     assert place.counter("evicted_blocks_total") == 0
 
 
-def short_of_memory() -> tuple[Mock, growth.Growth, list[Mock]]:
+def short_of_memory() -> tuple[Mock, growth.ArenaGrowth, list[Mock]]:
     """Returns three things: a simulated core whose arena is still growing and has no free slot; its
     `Growth`, which lets stores wait for more memory; and the blocks of a store that waits."""
     core = Mock(key_spaces={1: Mock()})
     core.space.room.coming_bytes = 1
     core.space.index.find.return_value = np.zeros(1, np.uint32)
     core.space.has_room.return_value = False
-    return core, growth.Growth(core), [Mock(group_index=0, hashes=np.zeros((1, 8), np.uint32))]
+    return core, growth.ArenaGrowth(core), [Mock(group_index=0, hashes=np.zeros((1, 8), np.uint32))]
 
 
 async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(

@@ -28,9 +28,9 @@ from hotkv_server.daemon import OpenedNode
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.monitoring.http_endpoint import HttpServer
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
-from hotkv_server.told.http_endpoint import HttpServer
 from tests.server.faulty import FaultyServer, folder
 from tests.server.nodes import local_node
 from tests.server.places import found, load, store

@@ -16,7 +16,7 @@ from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status, Targ
 from hotkv_proto.reports import LoadEnd, RequestReport
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_proto.v1 import hints_pb2
-from hotkv_server.hints import capability, told
+from hotkv_server.hints import capability, figures
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import work as hint_work
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
@@ -25,8 +25,8 @@ from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.hints.service import HintService
 from hotkv_server.node import event_loop
 from hotkv_server.node.capability import Filters, Report
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from tests.core.support import make_key_space, words_of
 from tests.server.capable import capability_of, capable
 from tests.server.nodes import local_node
@@ -338,7 +338,7 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
         # The blocks of both groups must be held, for one and a half times the pause of two seconds.
         assert held.call_count == 2 and untils_s == {14.0 + 1.5 * 2.0}
     await one.desk.close()
-    (row,) = told.hints(one.desk.book, Filters({"session_id": "s"}))["sessions"]
+    (row,) = figures.hints(one.desk.book, Filters({"session_id": "s"}))["sessions"]
     assert row["expected_pause_s"] == 2.0
 
 

@@ -35,12 +35,12 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.link import descriptor_socket
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
-from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, PLACES, HttpServer, Kind
+from hotkv_server.monitoring.http_endpoint import MAX_CONNECTIONS, PLACES, HttpServer, QueueKind
 from hotkv_server.wire.health import HealthService
 from tests.robustness.raw_client import Footprint, RawSession
 from tests.server.hostile import marked_engine, unary_stream_of
@@ -220,24 +220,24 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     """Opens more HTTP connections than allowed, before the server learns that dropped connections
     have closed. It must drop the oldest that ask nothing, never one whose request waits."""
     http: Any = object.__new__(HttpServer)
-    http._connections, http._waiting = {}, {kind: {} for kind in Kind}
+    http._connections, http._waiting = {}, {kind: {} for kind in QueueKind}
     asking, *silent = (Mock() for _ in range(3 * MAX_CONNECTIONS))
     http.opened(asking)
-    http.waits(asking, Kind.PROBE)
+    http.waits(asking, QueueKind.PROBE)
     for one in silent:
         http.opened(one)
         assert len(http._connections) <= MAX_CONNECTIONS
     assert list(http._connections) == silent[-MAX_CONNECTIONS:]
-    assert not asking.drop.called and list(http._waiting[Kind.PROBE]) == [asking]
+    assert not asking.drop.called and list(http._waiting[QueueKind.PROBE]) == [asking]
 
 
 def test_the_request_that_waits_longest_yields_its_place() -> None:
     http: Any = object.__new__(HttpServer)
-    http._connections, http._waiting = {}, {kind: {} for kind in Kind}
-    probe, *others = (Mock() for _ in range(PLACES[Kind.SAVINGS] + 3))
+    http._connections, http._waiting = {}, {kind: {} for kind in QueueKind}
+    probe, *others = (Mock() for _ in range(PLACES[QueueKind.SAVINGS] + 3))
     for one in others:
         one.yield_place.side_effect = functools.partial(http.answered, one)
-    for one, kind in ((probe, Kind.PROBE), *((one, Kind.SAVINGS) for one in others)):
+    for one, kind in ((probe, QueueKind.PROBE), *((one, QueueKind.SAVINGS) for one in others)):
         http.opened(one)
         http.waits(one, kind)
     assert [one.yield_place.called for one in others] == [True] * 2 + [False] * (len(others) - 2)

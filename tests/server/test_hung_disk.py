@@ -229,7 +229,8 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
         engine, server = one.engine, one.server
         assert engine is not None and server is not None
         leased = hashes(4)
-        # Blocks that are stored before a store first answers are deleted then (`Generations.meet`).
+        # Blocks that are stored before a store first answers are deleted then
+        # (`Generations.confirm`).
         one.until_copying()
         with probed(server):
             moved = "tier_demoted_blocks_total" if has_disk else "shared_copied_blocks_total"

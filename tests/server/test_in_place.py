@@ -21,8 +21,8 @@ from hotkv_proto.keys import Sketch
 from hotkv_proto.table import Words, hash_words
 from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2, sparse_pb2
 from hotkv_server.cache.values import HashList, Run
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.residency import calls as residency_calls
 from hotkv_server.residency.capability import ResidencyCapability
 from hotkv_server.sparse.book import SelectSpec
@@ -30,7 +30,7 @@ from hotkv_server.sparse.capability import SparseCapability
 from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Pace
-from hotkv_server.wire.session import SessionCalls
+from hotkv_server.wire.session_stream import SessionCalls
 from tests.core.support import begin_store
 from tests.server.capable import capability_of, capable
 from tests.server.nodes import PAGE, SPACE, live_node, store_in, worker
@@ -44,7 +44,8 @@ PACKED = b"".join(HASHES)
 
 
 class Place:
-    """A node with a session and eight restored blocks that were not yet compared with their checksums. The comparison waits until `go` is set."""
+    """A node with a session and eight restored blocks that were not yet compared with their
+    checksums. The comparison waits until `go` is set."""
 
     session: LiveSession
 
@@ -230,7 +231,7 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
         before = (await place.extend()).offsets
         generations = Mock(may_serve=lambda key_space_id: False)
         generations.wait_to_serve = AsyncMock(side_effect=[False, True] * 2)
-        tiers = place.node.tiers = Mock(generations=generations, bring_up=AsyncMock())
+        tiers = place.node.tiers = Mock(generations=generations, promote=AsyncMock())
         tiers.has_some.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
         refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
@@ -241,7 +242,7 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
         place.node.tiers = None
     assert refused.groups[0].flags == bytes(NUM_BLOCKS) and all(granted.groups[0].flags)
     assert offsets(refused) == [-1] * NUM_BLOCKS and min(offsets(granted)) >= 0
-    assert [call.args for call in tiers.let_go.mock_calls] == [(tiers.bring_up.return_value,)] * 4
+    assert [call.args for call in tiers.unpin.mock_calls] == [(tiers.promote.return_value,)] * 4
     assert np.frombuffer(absent, "<i8").tolist() == [-1] * NUM_BLOCKS
     assert again == before and absent != before
 
@@ -257,7 +258,9 @@ async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
         begin_store(core, number, "t", "w", [Run(kind, words)], 0, 0.0, 1.0)
         core.end_store(number, "t", True, 1.0)
         generations = Mock(wait_to_serve=AsyncMock(side_effect=[False, True, False]))
-        sparse = SparseDecode(core, node.memory.arena.array(), node.verifier, Mock(generations=generations))
+        sparse = SparseDecode(
+            core, node.memory.arena.array(), node.verifier, Mock(generations=generations)
+        )
         spec = SelectSpec(CONFIG, kind, (0,), 1, 64, 16, 1)
         made = await sparse.create(session, "s", 0, words, spec)
         assert not made.lease_id and not len(made.slots)

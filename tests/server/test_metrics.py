@@ -1,6 +1,6 @@
 """Checks that every Prometheus metric has a HELP text and every HELP text a metric, and that
-promtool accepts their names. Checks that docs/told.md lists each topic (a report that operators
-request by name, such as `tiers`) with its filters and fields."""
+promtool accepts their names. Checks that docs/monitoring_api.md lists each topic (a report that
+operators request by name, such as `tiers`) with its filters and fields."""
 
 import asyncio
 import re
@@ -18,20 +18,20 @@ from prometheus_client.registry import Collector
 
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_server.cache.values import Run
+from hotkv_server.monitoring import counts
+from hotkv_server.monitoring.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
+from hotkv_server.monitoring.metrics import in_seconds
+from hotkv_server.monitoring.topics import all_topics
 from hotkv_server.node.capability import Topic, tell
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
-from hotkv_server.told import counts
-from hotkv_server.told.kernel import all_topics
-from hotkv_server.told.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
-from hotkv_server.told.metrics import in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
 from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.nodes import local_node
 from tests.support.programs import program
 from tools.metrics_reference import NoCopies, families
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "told.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring_api.md"
 ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
 
 
@@ -73,7 +73,7 @@ def test_metrics_and_labels_have_a_text_and_no_text_is_left_over(
     of_layers = {f"sparse_layer_{in_seconds(name)}_total" for name in SPARSE_COUNTERS}
     exported = metrics.keys() - of_layers
     lacking, left_over = sorted(exported - set(HELP)), sorted(set(HELP) - exported)
-    assert not lacking, f"HELP_BY_TOPIC (told/metric_help.py) needs a text for {lacking}"
+    assert not lacking, f"HELP_BY_TOPIC (monitoring/metric_help.py) needs a text for {lacking}"
     assert not left_over, f"HELP_BY_TOPIC describes metrics that do not exist: {left_over}"
     assert set(SPARSE_LAYER_HELP) == set(SPARSE_COUNTERS)
     named = {label for labels in LABELS.values() for label in labels} | {"layer"}
@@ -147,9 +147,9 @@ def test_the_page_has_every_topic_with_its_filters_and_fields(topics: dict[str, 
     }
     given = told(topics, "")["topics"]
     wrong = [name for name in listed | given if listed.get(name) != given.get(name)]
-    assert not wrong, f"docs/told.md needs a row with the filters of each topic: {wrong}"
+    assert not wrong, f"docs/monitoring_api.md needs a row with the filters of each topic: {wrong}"
     for name in topics:
         answer = told(topics, name)
         orjson.dumps(answer)
         missing = [field for field in answer if f"`{field}`" not in rows[name][1]]
-        assert not missing, f"the row of {name} in docs/told.md lacks fields: {missing}"
+        assert not missing, f"the row of {name} in docs/monitoring_api.md lacks fields: {missing}"

@@ -21,7 +21,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages.fields import MAX_IDENTIFIER
 from hotkv_server.node import names
-from hotkv_server.node.names import NAMES_FILE, Names
+from hotkv_server.node.names import NAMES_FILE, DisplayNames
 from tests.server.places import Place, place, store
 from tests.server.support import hashes, http_port
 
@@ -112,7 +112,7 @@ def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) 
     assert MODEL in said and "old" in said
 
 
-# The class `Names`
+# The class `DisplayNames`
 
 SPACE = KeySpace(
     ARCHITECTURE, "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16
@@ -120,7 +120,7 @@ SPACE = KeySpace(
 
 
 def test_a_reconnecting_engine_keeps_its_name_until_another_has_it() -> None:
-    book = Names()
+    book = DisplayNames()
     book.tell("a", ENGINE, MODEL, SPACE, [])
     book.tell("b", ENGINE, MODEL, SPACE, ["a"])
     assert (book.engine("a"), book.engine("b")) == (ENGINE, f"{ENGINE}#2")
@@ -136,7 +136,7 @@ def test_a_reconnecting_engine_keeps_its_name_until_another_has_it() -> None:
 
 
 def test_a_worker_without_names_changes_none() -> None:
-    book = Names()
+    book = DisplayNames()
     book.tell("a", ENGINE, MODEL, SPACE, [])
     book.tell("a", "", "", SPACE, ["a"])
     assert book.engine("a") == ENGINE and book.model_of(SPACE) == MODEL
@@ -146,30 +146,33 @@ def test_a_worker_without_names_changes_none() -> None:
 
 def test_the_newest_and_longest_names_outlive_a_restart(tmp_path: Path) -> None:
     waiting: list[Callable[[], None]] = []
-    book, longest = Names(tmp_path, waiting.append), "\N{GRINNING FACE}" * (MAX_IDENTIFIER - 4)
+    book, longest = (
+        DisplayNames(tmp_path, waiting.append),
+        "\N{GRINNING FACE}" * (MAX_IDENTIFIER - 4),
+    )
     ids = [f"{number:04}{longest}" for number in range(names.MAX_NAMES + 1)]
     for one in (*ids[:-1], ids[0], ids[-1]):
         space = replace(SPACE, model=f"model-{one[:4]}")
         book.tell(one, one[::-1], one, space, [])
     waiting[0]()
-    again = Names(tmp_path)
+    again = DisplayNames(tmp_path)
     assert [again.engine(one)[::-1] for one in ids[2:]] == ids[2:] and again.model_of(space) == one
     assert again.engine(ids[0]) != ids[0] and again.engine(ids[1]) == ids[1], "it is the oldest"
 
 
 def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:
     waiting: list[Callable[[], None]] = []
-    book = Names(tmp_path, waiting.append)
+    book = DisplayNames(tmp_path, waiting.append)
     for number in range(3):
         book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
     (write,) = waiting
     write()
-    assert Names(tmp_path).engine("id-2") == "name-2"
+    assert DisplayNames(tmp_path).engine("id-2") == "name-2"
     book.tell("id-2", "name-2", MODEL, SPACE, [])
     assert len(waiting) == 1, "nothing has changed"
     book.tell("id-2", "other", MODEL, SPACE, [])
     waiting[1]()
-    assert Names(tmp_path).engine("id-2") == "other"
+    assert DisplayNames(tmp_path).engine("id-2") == "other"
 
 
 NEWER = '{"format": 2, "engines": {}, "models": {}}'
@@ -183,7 +186,7 @@ def test_a_damaged_file_loses_names_and_nothing_else(
 ) -> None:
     path = tmp_path / NAMES_FILE
     os.mkfifo(path) if text == "pipe" else path.write_text(text)
-    book = Names(tmp_path)
+    book = DisplayNames(tmp_path)
     assert book.engine("a") == "a" and "are lost" in caplog.text
     book.tell("a", ENGINE, MODEL, SPACE, [])
-    assert Names(tmp_path).engine("a") == ENGINE
+    assert DisplayNames(tmp_path).engine("a") == ENGINE

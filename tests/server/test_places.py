@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from demo.processes import runtime_folder
-from hotkv_server.security.path_checks import Kind
+from hotkv_server.security.path_checks import PathKind
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.sources import leaves
 from hotkv_server.startup.places import BELIEVED, OF_TIERS, value_of
@@ -20,7 +20,7 @@ from hotkv_server.tiers.s3 import bucket
 from hotkv_server.tiers.valkey import connection, stream
 
 OTHER_UID = 4242
-DIRS = (Kind.SHARED_DIR, Kind.OWN_DIR, Kind.PRIVATE_DIR)
+DIRS = (PathKind.SHARED_DIR, PathKind.OWN_DIR, PathKind.PRIVATE_DIR)
 NEEDED = {
     "tls": ("--security.tls.certificate", "certificate", "--security.tls.key", "key"),
     "valkey": ("--tiers.valkey.address", "localhost:1", "--tiers.valkey.tls", "true"),
@@ -100,14 +100,14 @@ def prepared(folder: Path, name: str) -> Path:
     path = folder / "path"
     if BELIEVED[name] in DIRS:
         path.mkdir(mode=0o700)
-    elif BELIEVED[name] is not Kind.SOCKET:
+    elif BELIEVED[name] is not PathKind.SOCKET:
         path.write_text("text\n")
         path.chmod(0o600)
     return path
 
 
 CHECKED = [name for name, kind in BELIEVED.items() if kind is not None]
-FILES = [name for name in CHECKED if BELIEVED[name] in (Kind.SECRET, Kind.PUBLIC)]
+FILES = [name for name in CHECKED if BELIEVED[name] in (PathKind.SECRET, PathKind.PUBLIC)]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_every_user_can_write_is_refused(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", CHECKED)
 def test_what_another_user_owns_is_refused(folder: Path, name: str) -> None:
     path = prepared(folder, name)
-    if BELIEVED[name] is Kind.SOCKET:
+    if BELIEVED[name] is PathKind.SOCKET:
         path.touch()
     os.chown(path, OTHER_UID, OTHER_UID)
     said = refusal(settings_with(folder, name, path), name)
@@ -161,7 +161,8 @@ def test_a_file_that_every_user_can_replace_is_refused(folder: Path, name: str) 
 
 @pytest.mark.parametrize("name", ["arena.dir", "tiers.disk.path"])
 @pytest.mark.parametrize(
-    "file", ["state.json", "table", "records", "generations.json", "ledger", "calibration-x", "slabs"]
+    "file",
+    ["state.json", "table", "records", "generations.json", "ledger", "calibration-x", "slabs"],
 )
 def test_each_file_in_a_folder_of_blocks_is_checked(folder: Path, name: str, file: str) -> None:
     path = prepared(folder, name)

@@ -31,10 +31,10 @@ from hotkv_server.cache.values import EvictionNotice, Medium, Run
 from hotkv_server.events import publisher as publisher_module
 from hotkv_server.events import wire
 from hotkv_server.events.drive import (
-    BlocksRemoved,
-    BlocksStored,
     Event,
     KeySpaceCleared,
+    RemovedEvent,
+    StoredEvent,
     removed_events,
     stored_events,
 )
@@ -116,12 +116,12 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     made.context.term()
 
 
-def stored(numbers: list[int]) -> BlocksStored:
-    return BlocksStored(1, 0, words_of(numbers), None, 0, RunContent(np.zeros(0, np.int32)))
+def stored(numbers: list[int]) -> StoredEvent:
+    return StoredEvent(1, 0, words_of(numbers), None, 0, RunContent(np.zeros(0, np.int32)))
 
 
-def removed(numbers: list[int]) -> BlocksRemoved:
-    return BlocksRemoved(1, 0, words_of(numbers))
+def removed(numbers: list[int]) -> RemovedEvent:
+    return RemovedEvent(1, 0, words_of(numbers))
 
 
 TOO_MANY = list(range(MIB // 32 + 1))
@@ -194,7 +194,7 @@ def test_the_present_state_is_sent_once_after_many_clears(
     would take the thread minutes."""
     is_asked, may_go, num_states = threading.Event(), threading.Event(), itertools.count()
 
-    def state() -> Iterator[BlocksStored]:
+    def state() -> Iterator[StoredEvent]:
         is_asked.set()
         assert may_go.wait(WAIT_S)
         next(num_states)
@@ -252,7 +252,7 @@ def test_a_block_that_another_key_space_has_too_stays_known(
     readers must get no removal of a block that the other key space still has in the same medium."""
     cached = {1: {7, 8}, 2: {7, 8, 9}}
 
-    def has_blocks(number: int, event: BlocksRemoved) -> Any:
+    def has_blocks(number: int, event: RemovedEvent) -> Any:
         mine = words_of(sorted(cached[number])) if event.medium is Medium.CPU else words_of([7])[:0]
         return np.array([any((one == row).all() for row in mine) for one in event.hashes], np.bool_)
 
@@ -429,7 +429,7 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
 ) -> None:
     cached: dict[int, list[int]] = {1: [], 2: []}
 
-    def state() -> Iterator[BlocksStored]:
+    def state() -> Iterator[StoredEvent]:
         for key_space_id, numbers in cached.items():
             for number in numbers:
                 yield replace(stored([number]), key_space_id=key_space_id)
@@ -643,7 +643,7 @@ def test_a_store_is_told_as_its_unbroken_runs(
     events = stored_events(1, [run], [content], [np.array(results, np.uint8)])
     told: list[int] = []
     for event in events:
-        assert isinstance(event, BlocksStored)
+        assert isinstance(event, StoredEvent)
         first = event.depth - depth
         numbers = list(range(first, first + len(event.hashes)))
         assert np.array_equal(event.hashes, words_of(numbers))
@@ -667,7 +667,7 @@ def test_a_flush_is_one_event_beside_the_evictions_of_others() -> None:
         EvictionNotice(1, 1, words_of([3])),
     ]
     events: list[Event] = removed_events(notices, 1)
-    assert [type(event) for event in events] == [BlocksRemoved, KeySpaceCleared]
+    assert [type(event) for event in events] == [RemovedEvent, KeySpaceCleared]
     cleared = events[-1]
     assert isinstance(cleared, KeySpaceCleared)
     assert [(event.key_space_id, event.group_index) for event in cleared.removed] == [

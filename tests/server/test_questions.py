@@ -24,12 +24,12 @@ from hotkv_proto.blocks import RunContent
 from hotkv_server.events import questions
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import Contents
-from hotkv_server.events.drive import BlocksStored
+from hotkv_server.events.drive import StoredEvent
 from hotkv_server.events.questions import PromptIndex
+from hotkv_server.monitoring.http_endpoint import ANSWER_TIMEOUT_S, MAX_BODY_BYTES
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import breaker
-from hotkv_server.told.http_endpoint import ANSWER_TIMEOUT_S, MAX_BODY_BYTES
 from tests.core.support import words_of
 from tests.server.support import FULL, PATIENT, WINDOW, GroupsEngine, hashes, http_port
 from tests.support.waiting import WAIT_S, wait_for
@@ -175,7 +175,7 @@ def test_blocks_whose_prefix_was_stored_are_found(
         salt = 1000 * prompt + (500 if adapter else 0)
         contents.keep(
             b"k" * 32,
-            BlocksStored(
+            StoredEvent(
                 0,
                 0,
                 words_of([salt + at for at in numbers]),
@@ -216,7 +216,7 @@ def prompt_index(num_blocks: int) -> PromptIndex:
     for at in range(num_blocks):
         tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
         parent = words_of([at - 1])[0] if at else None
-        contents.keep(FINGERPRINT, BlocksStored(0, 0, words_of([at]), parent, at, tokens))
+        contents.keep(FINGERPRINT, StoredEvent(0, 0, words_of([at]), parent, at, tokens))
     return PromptIndex(contents)
 
 
@@ -258,7 +258,7 @@ def test_contents_behind_a_read_that_failed_are_read_by_the_next_question(
 def test_a_salted_block_is_not_found() -> None:
     index = prompt_index(0)
     tokens = RunContent(np.array(TOKENS[:32], np.int32), "", (None, ("salt",)))
-    index._contents.keep(FINGERPRINT, BlocksStored(0, 0, words_of([1, 2]), None, 0, tokens))
+    index._contents.keep(FINGERPRINT, StoredEvent(0, 0, words_of([1, 2]), None, 0, tokens))
     assert index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])[1].tolist() == [True, False]
 
 
@@ -274,7 +274,7 @@ def asking(one: Node) -> Ask:
     key_space = one.core.key_space(1)
     events.key_space_added(1, key_space)
     tokens = RunContent(np.array(TOKENS[:32], np.int32))
-    run = BlocksStored(1, 0, words_of([1, 2]), None, 0, tokens)
+    run = StoredEvent(1, 0, words_of([1, 2]), None, 0, tokens)
     events._contents.keep(key_space.fingerprint, run)
     return lambda: events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2])
 

@@ -24,8 +24,8 @@ from hotkv_client.testing import PagedEngine
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_server.monitoring.topics import MAX_ROWS
 from hotkv_server.simulate.trace import load_trace
-from hotkv_server.told.kernel import MAX_ROWS
 from tests.server.commands import HOTKV
 from tests.server.support import hashes, number_of
 from tests.support.waiting import stop, wait_for

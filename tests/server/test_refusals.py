@@ -29,7 +29,7 @@ from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SelectConfig, Ses
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire.sparse import _select_message, create_sequence
 from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_proto.errors import HotKVError, Reason

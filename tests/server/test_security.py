@@ -37,7 +37,7 @@ from hotkv_client.hints import HintClient
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import (

@@ -22,7 +22,7 @@ from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import HEALTH_CHECK, admin_target
 from hotkv_client.hints import HintClient
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_proto.keys import KeySpace

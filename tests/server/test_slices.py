@@ -16,7 +16,7 @@ from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.values import HashList, Run, TenantShare
 from hotkv_server.events.capability import EventsCapability
-from hotkv_server.events.drive import BlocksRemoved, BlocksStored, KeySpaceCleared, stored_events
+from hotkv_server.events.drive import KeySpaceCleared, RemovedEvent, StoredEvent, stored_events
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node import removals
 from hotkv_server.node.capability import Capability
@@ -74,9 +74,9 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
         believed, was_cleared = set[bytes](), False
         for item in items:
             match item.event:
-                case BlocksStored(hashes=hashes):
+                case StoredEvent(hashes=hashes):
                     believed |= {row.tobytes() for row in hashes}
-                case BlocksRemoved(hashes=hashes):
+                case RemovedEvent(hashes=hashes):
                     believed -= {row.tobytes() for row in hashes}
                 case KeySpaceCleared():
                     was_cleared = True

@@ -27,18 +27,18 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_server.cache import inspect
-from hotkv_server.ledger import told
+from hotkv_server.ledger import figures
 from hotkv_server.ledger.history import NUM_SAMPLES, STEP_S, LiveHistory
+from hotkv_server.monitoring import http_endpoint, topics
+from hotkv_server.monitoring import status as status_figures
+from hotkv_server.monitoring.http_endpoint import HttpServer
+from hotkv_server.monitoring.pages import routes
+from hotkv_server.monitoring.pages.routes import MAX_KEPT, Request, Routes, SavingsPage
+from hotkv_server.monitoring.status import as_json_values, read_status
 from hotkv_server.node import survey
-from hotkv_server.node.names import Names
+from hotkv_server.node.names import DisplayNames
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
-from hotkv_server.told import http_endpoint, kernel
-from hotkv_server.told import status as status_figures
-from hotkv_server.told.http_endpoint import HttpServer
-from hotkv_server.told.pages import routes
-from hotkv_server.told.pages.routes import MAX_KEPT, Request, Routes, SavingsPage
-from hotkv_server.told.status import as_json_values, read_status
 from tests.core.support import make_key_space
 from tests.server.capable import capable
 from tests.server.ledger_world import World
@@ -172,8 +172,8 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     assert samples["loop_lag_s"].tolist() == [0.25, 0.25, 0, 0, 0.25]
     assert age_s == 1.0
     clock = SimpleNamespace(monotonic=lambda: began_s + 5 * STEP_S, time=lambda: 1_000_030.5)
-    monkeypatch.setattr(told, "time", clock)
-    status = told.status(world.ledger, history, Names(), has_names=False)
+    monkeypatch.setattr(figures, "time", clock)
+    status = figures.status(world.ledger, history, DisplayNames(), has_names=False)
     assert status["history"]()["end_unix_time_ms"] == 1_000_029_500
     assert status["history"]()["evicted_block_counts"] == [0, 7, 0, 0, 0]
     assert status["minutes"]()["end_unix_time_ms"] == 1_000_080_000, "the present minute's end"
@@ -206,7 +206,7 @@ async def test_a_survey_that_breaks_is_told_to_the_loop(monkeypatch: pytest.Monk
     monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
     monkeypatch.setattr(inspect, "arena_map", lambda core, now_s: 1 / 0)
     told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-    told.get_loop().set_exception_handler(lambda loop, context: told.set_result(context))
+    figures.get_loop().set_exception_handler(lambda loop, context: figures.set_result(context))
     survey.LiveSurvey(World().core).latest(time.monotonic())
     context = await asyncio.wait_for(told, 10)
     assert isinstance(context["exception"], ZeroDivisionError)
@@ -230,7 +230,7 @@ def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_figures, "MAX_ROWS", 3)
-    monkeypatch.setattr(kernel, "MAX_ROWS", 3)
+    monkeypatch.setattr(topics, "MAX_ROWS", 3)
     open_key_spaces(node, 5)
     session = World().session
     for number in range(5):
@@ -349,7 +349,9 @@ async def test_an_answer_that_can_not_be_made_is_told_to_the_log(
     answer = await asyncio.to_thread(get, http.port, "/api/v1/status")
     assert answer.status == 500 and "log" in answer.text and "loop" not in answer.text
     http.close()
-    (record,) = [one for one in caplog.records if one.name == "hotkv_server.told.http_endpoint"]
+    (record,) = [
+        one for one in caplog.records if one.name == "hotkv_server.monitoring.http_endpoint"
+    ]
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
 
 
@@ -541,7 +543,7 @@ async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     head = "POST /api/v1/check_blocks HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n"
     writer.write(head.encode() + bytes(1000))
-    waiting = http._waiting[http_endpoint.Kind.QUESTION]
+    waiting = http._waiting[http_endpoint.QueueKind.QUESTION]
     await eventually(lambda: len(waiting) == 1, "the request does not come")
     (connection,) = waiting
     await asyncio.sleep(0.1)

@@ -21,7 +21,7 @@ from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, Evicted, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, session_pb2
@@ -29,10 +29,10 @@ from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.integrity.evidence import condemn
 from hotkv_server.node import transfers as transfer_module
 from hotkv_server.node.capability import Capability
+from hotkv_server.node.live_session import LiveSession, SessionMemory
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession, SessionMemory
 from hotkv_server.wire.guard.limits import Pace
-from hotkv_server.wire.session import SessionCalls
+from hotkv_server.wire.session_stream import SessionCalls
 from tests.server.nodes import live_node, store_in, worker
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
@@ -281,7 +281,7 @@ async def test_a_lease_that_waits_for_a_tier_while_its_session_closes_is_no_refu
     async with live_node(tmp_path) as node:
         session, sent = await worker(node), list[session_pb2.ConnectResponse]()
         answered, generations = asyncio.Event(), Mock(wait_to_serve=AsyncMock(return_value=True))
-        tiers = node.tiers = Mock(generations=generations, bring_up=lambda *_: answered.wait())
+        tiers = node.tiers = Mock(generations=generations, promote=lambda *_: answered.wait())
         stream = SessionCalls(node, session, Pace(1000.0), sent.append)
         groups = [cache_pb2.GroupHashes(hashes=hashes(1)[0])]
         asked = cache_pb2.AcquireLeaseRequest(lease_id="l", groups=groups)
@@ -291,7 +291,7 @@ async def test_a_lease_that_waits_for_a_tier_while_its_session_closes_is_no_refu
         await node.sessions.close(session)
         answered.set()
         await asyncio.wait([task])
-        await eventually(lambda: tiers.let_go.called)
+        await eventually(lambda: tiers.unpin.called)
         node.tiers = None
         assert not sent and not node.refusals
 

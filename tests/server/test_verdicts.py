@@ -10,7 +10,7 @@ import pytest
 from demo.processes import Server
 from hotkv_client.command.tables import show_status
 from hotkv_server.ledger.book.accounts import REASONS
-from hotkv_server.told.verdicts import MISSES, checks, verdicts
+from hotkv_server.monitoring.verdicts import MISSES, checks, verdicts
 
 TOTAL = {
     "prompt_token_count": 1000,

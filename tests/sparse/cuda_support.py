@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse.cuda.arena import REGISTER_FLAGS
 from hotkv_sparse.cuda.device import FOLDER, SOURCES, Argument, Host, source_of
 from hotkv_sparse.cuda.hotsets import CudaHotSets
+from hotkv_sparse.cuda.mapped_arena import REGISTER_FLAGS
 from hotkv_sparse.hotset import SlotState
 from tests.device import cuda_on_cpu
 

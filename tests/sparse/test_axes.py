@@ -16,8 +16,8 @@ from hotkv_proto.errors import HotKVError
 from hotkv_sparse import axes as head_axes
 from hotkv_sparse import formats
 from hotkv_sparse.axes import MIN_TOKENS, Axes, AxesEstimate, run_channels
-from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.sketches import build
 from tests.oracles import sparse as oracle
 from tests.sparse.support import Case, cases, rows_of
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.cuda import arena as cuda_arena
-from hotkv_sparse.cuda.arena import (
+from hotkv_sparse.cuda import mapped_arena as cuda_arena
+from hotkv_sparse.cuda.device import address_of
+from hotkv_sparse.cuda.mapped_arena import (
     PAGEABLE_ACCESS,
     READ_ONLY_REGISTER,
     REGISTER_FLAGS,
@@ -23,7 +24,6 @@ from hotkv_sparse.cuda.arena import (
     Access,
     MappedArena,
 )
-from hotkv_sparse.cuda.device import address_of
 from tests.sparse.cuda_support import PAGE, Cuda
 
 

@@ -15,7 +15,7 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.selection import Span, floor_blocks, span
+from hotkv_sparse.selection import CandidateSpan, floor_blocks, span
 from tests.oracles import sparse as oracle
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.support import selection_of
@@ -167,7 +167,7 @@ class StepMachine(RuleBasedStateMachine):
         self.hot.seed(np.array([0, count - 2, count - 1], np.int32))
 
     def reach(self, count: int) -> None:
-        self.hot.extend(Span(1, count - 2, count), count, count)
+        self.hot.extend(CandidateSpan(1, count - 2, count), count, count)
 
     def upload(self) -> None:
         device, work = self.selector.hot, self.selector._workspace
@@ -230,7 +230,7 @@ class StepMachine(RuleBasedStateMachine):
         work.begin(np.array([0, count * BLOCK], np.int32))
         device.grow()
         try:
-            computed = hot.extend(Span(1, count - 2, count), count).swap_out
+            computed = hot.extend(CandidateSpan(1, count - 2, count), count).swap_out
         except HotKVError:
             assert work.faults[0] == 1
         else:

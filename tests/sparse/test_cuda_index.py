@@ -13,8 +13,8 @@ from hotkv_sparse.cuda.hotsets import CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
-from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.sketches import build
 from tests.oracles.sparse import approximate_keys, as_stored, unpack_tokens
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case

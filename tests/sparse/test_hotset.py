@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.hotset import MAX_SETS, AdaptiveCapacity, HotSet, SlotState
-from hotkv_sparse.selection import Span
+from hotkv_sparse.selection import CandidateSpan
 from tests.sparse.naive import NaiveHotSet
 from tests.sparse.support import selection_of
 
@@ -43,7 +43,7 @@ class Machine(RuleBasedStateMachine):
         before = (self.hot.map().blocks.tolist(), self.hot.span)
         expected = self.model.extend(first, last, count, complete, num_host)
         try:
-            growth = self.hot.extend(Span(first, last, count), complete, num_host)
+            growth = self.hot.extend(CandidateSpan(first, last, count), complete, num_host)
         except HotKVError as error:
             assert error.reason is Reason.OVERLOADED and expected is None
             assert before == (self.hot.map().blocks.tolist(), self.hot.span)
@@ -159,7 +159,7 @@ def test_many_victims_are_the_coldest_in_their_order() -> None:
     """Evicts several hundred blocks at once, enough that the hot set (the blocks in device slots)
     uses its radix sort. They must be the least recently used, in this order."""
     hot = HotSet(500, 0)
-    hot.extend(Span(0, 500, 500), 500, 500)
+    hot.extend(CandidateSpan(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))
     used = list(range(498, -1, -3))
     for block in used:
@@ -172,16 +172,16 @@ def test_many_victims_are_the_coldest_in_their_order() -> None:
 
 def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
     hot = HotSet(6, 1)
-    copied = hot.extend(Span(2, 5, 7), 7, 1).swap_out
+    copied = hot.extend(CandidateSpan(2, 5, 7), 7, 1).swap_out
     hot.finish_prefetch(hot.begin_prefetch(np.zeros(1, np.int32)).slots)
     assert hot.resize(4).tolist() == [], "no block has a copy in host memory"
     assert not len(hot.adopt().blocks) and hot.map().blocks.tolist() == [1, 2, 3, 4, 5, 6]
     with pytest.raises(HotKVError, match="1 new blocks don't fit in HotSet") as caught:
-        hot.extend(Span(2, 6, 8), 8)
-    assert caught.value.reason is Reason.OVERLOADED and hot.span == Span(2, 5, 7)
+        hot.extend(CandidateSpan(2, 6, 8), 8)
+    assert caught.value.reason is Reason.OVERLOADED and hot.span == CandidateSpan(2, 5, 7)
     assert hot.map().blocks.tolist() == [1, 2, 3, 4, 5, 6]
     hot.swapped_out(copied, True)
-    growth = hot.extend(Span(2, 6, 8), 8)
+    growth = hot.extend(CandidateSpan(2, 6, 8), 8)
     assert growth.new.blocks.tolist() == [7] and growth.new.victims.tolist() == [2, 3, 4]
     assert hot.map().blocks.tolist() == [1, 5, 6, 7]
     hot.check_invariants()
@@ -192,9 +192,9 @@ def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
     memory. Block 11 must get the slot of block 3, although block 3 was selected too, because block
     3 has the lowest weight."""
     hot = HotSet(5, 0)
-    hot.extend(Span(1, 9, 10), 10, 10)
+    hot.extend(CandidateSpan(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))
-    hot.extend(Span(1, 11, 12), 12, 12)
+    hot.extend(CandidateSpan(1, 11, 12), 12, 12)
     found = hot.step(selection_of({0: np.inf, 11: np.inf, 3: 0.1, 4: 0.3, 5: 0.2, 9: 0.4}), 1)
     assert found.load.blocks.tolist() == [11] and found.load.victims.tolist() == [3]
     assert found.map.blocks.tolist() == [0, 4, 5, 9, 11]
@@ -212,12 +212,12 @@ def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
         (lambda hot: hot.seed(np.array([20], np.int32)), "from 0 to 19"),
         (lambda hot: hot.finish_prefetch(np.array([0], np.int32)), "no prefetch is"),
         (lambda hot: hot.resize(0), "use 1 or more"),
-        (lambda hot: hot.extend(Span(1, 18, 20), 21), "21 blocks complete"),
+        (lambda hot: hot.extend(CandidateSpan(1, 18, 20), 21), "21 blocks complete"),
     ],
 )
 def test_refusals(call: Callable[[HotSet], object], words: str) -> None:
     hot = HotSet(10, 4)
-    hot.extend(Span(1, 18, 20), 20, 20)
+    hot.extend(CandidateSpan(1, 18, 20), 20, 20)
     hot.seed(np.array([0, 18, 19], np.int32))
     with pytest.raises(HotKVError, match=words) as caught:
         call(hot)

@@ -13,8 +13,8 @@ from numba.core import config
 
 from hotkv_sparse import formats
 from hotkv_sparse.axes import Axes
-from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.sketches import build
 from tests.sparse.support import make_case
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ SCORES = """
 import pickle, sys, types
 from pathlib import Path
 from hotkv_sparse import score_kernels, vectors
-sys.modules["hotkv_sparse.kernels"] = types.SimpleNamespace(**vars(score_kernels))
+sys.modules["hotkv_sparse.all_kernels"] = types.SimpleNamespace(**vars(score_kernels))
 from hotkv_sparse.scores import score
 assert not vectors.VNNI
 file = Path(sys.argv[1])

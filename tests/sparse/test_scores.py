@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats
-from hotkv_sparse.sketches import build
 from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.sketches import build
 from tests.oracles import sparse as oracle
 from tests.sparse.support import SUMMARIES, UNCALIBRATED, Case, cases, make_case, rows_of
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.selection import Span, choose, floor_blocks, fuse, span, top
+from hotkv_sparse.selection import CandidateSpan, choose, floor_blocks, fuse, span, top
 from tests.oracles import sparse as oracle
 
 
@@ -55,7 +55,7 @@ def test_what_a_selection_promises(
     rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(num + 1, 0.2)).astype(np.float32)
     weights, always_mass = shares[1:], float(shares[0])
-    where = Span(first, first + num, first + num + recent)
+    where = CandidateSpan(first, first + num, first + num + recent)
     options = {"adaptive_p": p, "floor_blocks": 2}
     with np.errstate(divide="ignore"):
         scores, log_mass = np.log(weights[None]), np.log(shares[:1])

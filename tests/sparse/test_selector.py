@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.sketches import build
 from hotkv_sparse.selection import (
+    CandidateSpan,
     Selection,
     Source,
-    Span,
     choose,
     exact_log_mass,
     select_layer,
     span,
 )
+from hotkv_sparse.sketches import build
 from tests.oracles import sparse as oracle
 
 BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
@@ -121,7 +121,7 @@ def test_choosing_in_one_kernel_equals_its_reference(
         scores[range(heads), rng.integers(num, size=heads)] += spread * spread / 4
     scores[rng.random(scores.shape) < empty] = -np.inf
     always = rng.standard_normal(heads).astype(np.float32)
-    where = Span(first, first + num, first + num + recent)
+    where = CandidateSpan(first, first + num, first + num + recent)
     options: Any = {"adaptive_p": p, "floor_blocks": 2}
     found = choose(scores, always, where, budget, **options)
     shares = oracle.aggregate(scores, always, 1)
@@ -142,6 +142,6 @@ def test_choosing_in_one_kernel_equals_its_reference(
 
 def test_choosing_refuses_what_does_not_fit() -> None:
     with pytest.raises(HotKVError, match="the span has 3 candidates"):
-        choose(np.zeros((2, 4), np.float32), np.zeros(2, np.float32), Span(0, 3, 3), 2)
+        choose(np.zeros((2, 4), np.float32), np.zeros(2, np.float32), CandidateSpan(0, 3, 3), 2)
     with pytest.raises(HotKVError, match="always_log_mass is"):
-        choose(np.zeros((2, 3), np.float32), np.zeros(3, np.float32), Span(0, 3, 3), 2)
+        choose(np.zeros((2, 3), np.float32), np.zeros(3, np.float32), CandidateSpan(0, 3, 3), 2)

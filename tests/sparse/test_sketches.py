@@ -10,8 +10,8 @@ from hypothesis import given
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats
-from hotkv_sparse.sketches import build
 from hotkv_sparse.rotation import passes, rotate, signs
+from hotkv_sparse.sketches import build
 from tests.oracles import sparse as oracle
 from tests.sparse.support import TOKEN_FORMATS, UNCALIBRATED, Case, cases
 

@@ -1,5 +1,5 @@
-"""Makes disk tiers for tests on several kinds of file systems, and `Rig` objects (a tier with an
-arena) for the checks of `tier_contract`, which every tier must pass.
+"""Makes disk tiers for tests on several kinds of file systems, and `TierRig` objects (a tier with
+an arena) for the checks of `tier_contract`, which every tier must pass.
 
 All files are in temporary folders, which are deleted at the end.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault, FaultyDisk
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, TierRig
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.disk.slab_file import FileIO, SlabFile
 from hotkv_server.tiers.disk.tier import DiskTier
@@ -109,10 +109,10 @@ class Disk:
         self.staged = stages(arena)
         self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 
-    def rig(self, **options: Any) -> Rig:
-        """Returns a `Rig` (a tier with an arena) of this disk tier, for the checks of
-        `tier_contract`. `options`: further fields of `Rig`."""
-        return Rig(self.tier, region(self.memory), self._damage, self._breaks, **options)
+    def rig(self, **options: Any) -> TierRig:
+        """Returns a `TierRig` (a tier with an arena) of this disk tier, for the checks of
+        `tier_contract`. `options`: further fields of `TierRig`."""
+        return TierRig(self.tier, region(self.memory), self._damage, self._breaks, **options)
 
     def _damage(self, key: bytes, place: int) -> None:
         flip(self.file.path, place + 5)
@@ -126,7 +126,7 @@ class Disk:
     def stored(self, numbers: list[int], **options: Any) -> Bench:
         """Writes blocks to the disk, clears them from the arena, and returns a `Bench` (a harness
         that calls a tier and waits for its answers) that can read them. `options`: further fields
-        of `Rig`."""
+        of `TierRig`."""
         bench = Bench(self.rig(**options))
         bench.fill(numbers, numbers)
         assert (bench.write(numbers, numbers) == Write.STORED).all()

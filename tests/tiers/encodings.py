@@ -11,8 +11,8 @@ import numpy as np
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.flush_contract import answer
-from hotkv_server.testing.tier_contract import SLOTS, Bench, Rig, key
-from hotkv_server.tiers.compression import kernels
+from hotkv_server.testing.tier_contract import SLOTS, Bench, TierRig, key
+from hotkv_server.tiers.compression import codec_kernels
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.compression.staged import Codec, Staged
 from hotkv_server.tiers.protocol import Blocks, Read, Write
@@ -65,7 +65,7 @@ def inner(memory: Any, others: int) -> Any:
     return memory[BEFORE_BYTES:-BEFORE_BYTES]
 
 
-def encode(block: Any, room_bytes: int, by: Any = kernels) -> tuple[int, Any]:
+def encode(block: Any, room_bytes: int, by: Any = codec_kernels) -> tuple[int, Any]:
     blocks, rooms = between(block, 0xC3), between(np.full(room_bytes, 0xA5, np.uint8), 0xA5)
     columns = [
         np.array([n], np.int64) for n in (BEFORE_BYTES, len(block), BEFORE_BYTES, room_bytes)
@@ -100,12 +100,12 @@ def encoding_rig(
     content: Callable[[int], Any] = mixed,
     staging_slots: int = 16,
     arena: Region | None = None,
-) -> Iterator[Rig]:
-    """Yields a `Rig` (a tier with an arena) whose tier encodes (compresses) blocks. Checks at the
-    end that all staging memory, in which blocks are encoded, is free.
+) -> Iterator[TierRig]:
+    """Yields a `TierRig` (a tier with an arena) whose tier encodes (compresses) blocks. Checks at
+    the end that all staging memory, in which blocks are encoded, is free.
 
     make: makes the tier, given its arena and its staging memory.
-    damage, breaks, content: fields of `Rig`.
+    damage, breaks, content: fields of `TierRig`.
     staging_slots: size of the staging memory, in slots.
     arena: the arena's memory, ARENA_BYTES long; None to allocate it.
     """
@@ -115,7 +115,7 @@ def encoding_rig(
     staged.open()
     tier = make(arena, staged)
     try:
-        yield Rig(tier, arena, damage, breaks, content, SLOT_BYTES)
+        yield TierRig(tier, arena, damage, breaks, content, SLOT_BYTES)
         staged.check_invariants()
     finally:
         tier.close()

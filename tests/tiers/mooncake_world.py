@@ -29,7 +29,7 @@ from hotkv_server.testing.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,
     Bench,
-    Rig,
+    TierRig,
     check_many,
     check_tier,
     key,
@@ -104,8 +104,8 @@ class World:
 
 
 @contextlib.contextmanager
-def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
-    """Yields a `Rig` with a Mooncake tier and an arena.
+def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[TierRig]:
+    """Yields a `TierRig` with a Mooncake tier and an arena.
 
     is_first: if True, empties the store first.
     options: settings of the tier. By default it has only one child process, because a child needs a
@@ -122,7 +122,7 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]
     settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1", **options)
     tier = mooncake_tier(arena, fd, settings, on_generation=on_generation)
     try:
-        yield Rig(tier, arena, lambda name, at: world.damage(name))
+        yield TierRig(tier, arena, lambda name, at: world.damage(name))
     finally:
         tier.close()
         os.close(fd)
@@ -160,7 +160,7 @@ def check_compressed() -> None:
     memory = np.frombuffer(mmap.mmap(fd, encodings.ARENA_BYTES), np.uint8)
     arena = Region(memory.ctypes.data, encodings.ARENA_BYTES, "arena")
 
-    def make() -> contextlib.AbstractContextManager[Rig]:
+    def make() -> contextlib.AbstractContextManager[TierRig]:
         world.client.remove_all(True)
         memory[:] = 0
         return encodings.encoding_rig(
@@ -203,8 +203,9 @@ def check_flushes(world: World) -> None:
         with rig(world, is_first=False, **options) as one:
             yield Bench(one)
 
-    store = flush_contract.Store(
-        node, lambda: world.client.remove(quoted(generation_key(flush_contract.NAME).encode()), True)
+    store = flush_contract.SharedStore(
+        node,
+        lambda: world.client.remove(quoted(generation_key(flush_contract.NAME).encode()), True),
     )
     for check in (
         flush_contract.check_generations,
@@ -219,8 +220,8 @@ def check_flushes(world: World) -> None:
 def check_full() -> None:
     """Writes more blocks from two nodes than the store has room for. Checks that each write returns
     STORED or FULL for each block, that the last stored block of a write is found, and that the
-    store keeps the generation (a number that each flush raises). Then flushes, again and again until it
-    succeeds. Neither node may find a block from before the flush."""
+    store keeps the generation (a number that each flush raises). Then flushes, again and again
+    until it succeeds. Neither node may find a block from before the flush."""
     for num_mib in (16, 32):
         world = World(num_mib << 20)
         with rig(world) as first, rig(world, is_first=False) as second:
@@ -250,8 +251,8 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
         flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
     raised = flush_contract.flush(one.tier)
     if raised is None:
-        # The flush failed, because the store has no room for the new generation (number that each flush
-        # raises). Retries until it has.
+        # The flush failed, because the store has no room for the new generation (number that each
+        # flush raises). Retries until it has.
         wait_for(lambda: flush_contract.flush(one.tier) is not None)
     for bench in benches:
         found = flush_contract.read(bench.tier, keys, {flush_contract.NAME: before})

@@ -25,8 +25,8 @@ from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.drive import flushes as tier_generations
 from hotkv_server.tiers.drive.below import TierBelow
+from hotkv_server.tiers.drive.flushes import FlushDriver, GenerationRelay
 from hotkv_server.tiers.drive.generation_notes import GenerationNotes, NotesFolder
-from hotkv_server.tiers.drive.flushes import GenerationRelay, Generations
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
@@ -104,8 +104,10 @@ class Setup(Node):
         self.removed: list[bytes] = []
         self.store = MemoryStore(places=True)
         self.tier = MemoryTier(self.arena, self.store)
-        generations = Generations(self.core)
-        self.below = TierBelow(self.core, self.tier, self.verifier, generations, moving_bytes(self.core))
+        generations = FlushDriver(self.core)
+        self.below = TierBelow(
+            self.core, self.tier, self.verifier, generations, moving_bytes(self.core)
+        )
         self.tiers = Tiers(self.core, self.arena, lookup_wait_s, generations, self.below)
         self.open()
 
@@ -138,7 +140,7 @@ class Setup(Node):
         way as the call `AcquireLease`. Checks the bytes of the pinned blocks. Returns, for each
         block, whether the lease pinned it."""
         lists = [HashList(0, words_of(numbers))]
-        return lease(self, lists, numbers, await self.tiers.bring_up(self.session, lists))
+        return lease(self, lists, numbers, await self.tiers.promote(self.session, lists))
 
 
 @contextlib.asynccontextmanager
@@ -189,14 +191,15 @@ class SharedNode(Node):
             SharedMemoryTier(self.arena, one, name="other") for one in [other] if one is not None
         ]
         stores = [(self.tier, relay), *((one, GenerationRelay()) for one in self.others)]
-        self.generations = generations = Generations(self.core, stores, GenerationNotes(folders))
+        self.generations = generations = FlushDriver(self.core, stores, GenerationNotes(folders))
         below = None
         if disk is not None:
             tier = MemoryTier(self.arena, disk)
             below = TierBelow(self.core, tier, self.verifier, generations, most_bytes)
         self.shared = TierShared(self.core, self.tier, self.verifier, generations, most_bytes)
         shared = [
-            TierShared(self.core, one, self.verifier, generations, most_bytes) for one in self.others
+            TierShared(self.core, one, self.verifier, generations, most_bytes)
+            for one in self.others
         ]
         self.tiers = Tiers(
             self.core, self.arena, lookup_wait_s, generations, below, [self.shared, *shared]
@@ -205,18 +208,19 @@ class SharedNode(Node):
             self.open()
 
     async def start(self, *, tells: bool = True) -> None:
-        """Starts the tiers, which then copy blocks, and reads the generation (number that each flush
-        raises) of the node's key space.
+        """Starts the tiers, which then copy blocks, and reads the generation (number that each
+        flush raises) of the node's key space.
 
-        tells: True waits until each store without a problem has told its generation. The product waits
-            only MEET_S, and deletes blocks that were stored before the answer (`Generations.meet`).
+        tells: True waits until each store without a problem has told its generation. The product
+            waits only MEET_S, and deletes blocks that were stored before the answer
+            (`FlushDriver.confirm`).
         """
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
-        await (self.until_told() if tells else self.generations.meet(1))
+        await (self.until_told() if tells else self.generations.confirm(1))
 
     async def until_told(self) -> None:
         """Waits until each store without a problem has told its generation. Blocks that are stored
-        earlier are deleted when a store answers (`Generations.meet`)."""
+        earlier are deleted when a store answers (`FlushDriver.confirm`)."""
 
         def are_told() -> bool:
             # Marks the key space as in use, or else the stores would not be asked.
@@ -232,8 +236,8 @@ class SharedNode(Node):
         return (await self.generations.flush(1)).pending_tiers
 
     def generation(self) -> int:
-        """Returns the generation (number that each flush raises) of the shared store to which the node's
-        blocks belong; 0 if it is not known."""
+        """Returns the generation (number that each flush raises) of the shared store to which the
+        node's blocks belong; 0 if it is not known."""
         return self.generations.get("shared", 1)
 
     async def until_down(self, count: int) -> None:
@@ -284,7 +288,7 @@ class SharedNode(Node):
         lists = [HashList(0, words_of(numbers))]
         held = None
         if self.tiers.has_some(self.session, lists) or not self.generations.may_serve(1):
-            held = await self.tiers.bring_up(self.session, lists)
+            held = await self.tiers.promote(self.session, lists)
             if not await self.generations.wait_to_serve(1):
                 lists = [HashList(0, words_of([1000 + number for number in numbers]))]
         return lease(self, lists, numbers, held)
@@ -301,7 +305,7 @@ def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> li
     core, name = node.core, f"lease {node.num_calls}"
     grant = core.acquire(node.number, name, lists, 10.0, time.monotonic())
     if held is not None:
-        node.tiers.let_go(held)
+        node.tiers.unpin(held)
     (offsets,) = core.slot_offsets(node.number, name)
     for number, offset in zip(numbers, offsets.tolist(), strict=True):
         if offset >= 0:
@@ -325,7 +329,11 @@ async def nodes(
 
 def patient_flushes(patch: pytest.MonkeyPatch) -> None:
     """Makes flushes wait a minute for the stores, so that no tier is pending on a busy machine."""
-    for module, name in ((generation_book, "TELL_S"), (generation_book, "SPARE_S"), (tier_generations, "TELL_S")):
+    for module, name in (
+        (generation_book, "TELL_S"),
+        (generation_book, "SPARE_S"),
+        (tier_generations, "TELL_S"),
+    ):
         patch.setattr(module, name, 60.0)
 
 

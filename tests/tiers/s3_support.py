@@ -1,5 +1,5 @@
-"""Starts a real S3 server for tests, and makes S3 tiers that use it, also as `Rig` objects (a tier
-with an arena) for the checks of `tier_contract`."""
+"""Starts a real S3 server for tests, and makes S3 tiers that use it, also as `TierRig` objects (a
+tier with an arena) for the checks of `tier_contract`."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.flush_contract import blocks_of
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig, content
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, TierRig, content
 from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
@@ -188,7 +188,7 @@ def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[
 @contextlib.contextmanager
 def bench_over(server: Server, prefix: str, **options: object) -> Iterator[Bench]:
     with tier_over(server, prefix, **options) as (tier, arena):
-        yield Bench(Rig(tier, arena))
+        yield Bench(TierRig(tier, arena))
 
 
 @contextlib.contextmanager
@@ -200,8 +200,8 @@ def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
-    """Returns a function for `Rig.damage`. It damages a block, which must be the only block of its
-    key space."""
+    """Returns a function for `TierRig.damage`. It damages a block, which must be the only block of
+    its key space."""
 
     def damage(key: bytes, place: int) -> None:
         (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
@@ -212,16 +212,16 @@ def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
 
 def rig_maker(
     server: Server, proxy: FaultProxy, **options: object
-) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
-    """Returns a function that makes `Rig` objects (a tier with an arena), each with a new folder of
-    the bucket."""
+) -> Callable[[], "contextlib.AbstractContextManager[TierRig]"]:
+    """Returns a function that makes `TierRig` objects (a tier with an arena), each with a new
+    folder of the bucket."""
 
     @contextlib.contextmanager
-    def make() -> Iterator[Rig]:
+    def make() -> Iterator[TierRig]:
         prefix = new_prefix()
         over_it = {"endpoint": f"http://127.0.0.1:{proxy.port}", **options}
         with tier_over(server, prefix, **over_it) as (tier, arena):
-            yield Rig(tier, arena, damage_in(server, prefix), lambda: broken(proxy))
+            yield TierRig(tier, arena, damage_in(server, prefix), lambda: broken(proxy))
 
     return make
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.tiers.compression import form, kernels
+from hotkv_server.tiers.compression import codec_kernels, form
 from hotkv_server.tiers.compression.staged import Codec, Staged
 from tests.oracles import compression as oracle
 from tests.support.waiting import WAIT_S, wait_for
@@ -174,7 +174,7 @@ def test_malformed_forms_stay_in_their_memory(
             spoiled[at] = byte
     num_bytes = GOOD_BYTES + grown * GROUP_BYTES
     answers = []
-    for by in (kernels, oracle):
+    for by in (codec_kernels, oracle):
         guarded = Guarded()
         room, block = guarded.array(spoiled), guarded.array(np.zeros(num_bytes, np.uint8))
         columns = [np.array([number], np.int64) for number in (0, num_bytes, 0, len(spoiled))]

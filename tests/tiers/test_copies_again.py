@@ -149,12 +149,14 @@ async def test_what_a_restart_brings_back_is_offered_once_the_generation_is_know
             assert await other.leased(BLOCKS) == [True] * 4 + [False, True]
 
 
-@pytest.mark.parametrize("noted", ["nothing", "the generation before", "the generation before in another"])
+@pytest.mark.parametrize(
+    "noted", ["nothing", "the generation before", "the generation before in another"]
+)
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
     """Restarts a node with blocks that may be older than a flush. `noted`: what the node's record
-    of flushes has: no generation (a number that each flush raises), or the generation before that flush, in
-    this store or in another one. The node must not copy the blocks to the store, because they would
-    then count as stored after the flush."""
+    of flushes has: no generation (a number that each flush raises), or the generation before that
+    flush, in this store or in another one. The node must not copy the blocks to the store, because
+    they would then count as stored after the flush."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the generation before in another":
@@ -226,7 +228,9 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
         async with running(c):
             assert await c.leased([1]) == [False] and len(store.content) == 1
         monkeypatch.setattr(generation_book, "CALM_S", 0.0)
-        await eventually(lambda: b.generations.may_offer("shared", 1), "nothing is offered any more")
+        await eventually(
+            lambda: b.generations.may_offer("shared", 1), "nothing is offered any more"
+        )
 
 
 @pytest.mark.parametrize("is_full", [False, True])

@@ -14,7 +14,7 @@ import pytest
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
-from hotkv_server.testing.tier_contract import Bench, Rig, check_tier, key
+from hotkv_server.testing.tier_contract import Bench, TierRig, check_tier, key
 from hotkv_server.tiers.compression import staged as staged_module
 from hotkv_server.tiers.compression.form import encoded_key, room_bytes
 from hotkv_server.tiers.compression.staged import Staged
@@ -79,7 +79,7 @@ def test_contract(tmp_path: Path, direct: bool, options: dict[str, Any]) -> None
     count = iter(range(1000))
 
     @contextlib.contextmanager
-    def rig() -> Iterator[Rig]:
+    def rig() -> Iterator[TierRig]:
         place = contextlib.nullcontext(tmp_path / str(next(count))) if direct else shm_folder()
         with place as folder, encoding(folder, direct=direct, **options) as (_, bench):
             yield bench.rig

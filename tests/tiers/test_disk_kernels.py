@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.tiers.disk import kernels
+from hotkv_server.tiers.disk import disk_kernels
 from hotkv_server.tiers.disk.slab_file import FileIO
 from hotkv_server.tiers.seals import seal, secrets
 from tests.tiers.disks import memory
@@ -137,7 +137,7 @@ def move(fd, address, num_bytes, offset):
 
 for name in ("pread", "pwrite"):
     llvm.add_symbol(name, ctypes.cast(move, ctypes.c_void_p).value)
-from hotkv_server.tiers.disk import kernels
+from hotkv_server.tiers.disk import disk_kernels
 
 for name in ("read_many", "write_many"):
     calls.clear()
@@ -175,7 +175,7 @@ def test_seals_are_those_of_the_package(sizes: list[int], first: int, data: st.D
     begins = first + np.cumsum([0, *sizes])[:-1].astype(np.int64)
     keys = [data.draw(st.binary(max_size=40)) for _ in sizes]
     seals = np.zeros(len(sizes), np.uint64)
-    kernels.seal_many(room.ctypes.data + begins, int64s(sizes), secrets(keys), seals)
+    disk_kernels.seal_many(room.ctypes.data + begins, int64s(sizes), secrets(keys), seals)
     expected = [
         seal(key, room[begin : begin + size].data)
         for key, begin, size in zip(keys, begins.tolist(), sizes, strict=True)

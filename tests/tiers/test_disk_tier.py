@@ -23,7 +23,7 @@ from hotkv_server.testing.tier_contract import (
     SLOTS,
     WAIT_S,
     Bench,
-    Rig,
+    TierRig,
     check_tier,
     content,
 )
@@ -45,7 +45,7 @@ def test_contract(tmp_path: Path, direct: bool, num_threads: int) -> None:
     count = iter(range(1000))
 
     @contextlib.contextmanager
-    def rig() -> Iterator[Rig]:
+    def rig() -> Iterator[TierRig]:
         with contextlib.ExitStack() as stack:
             folder = tmp_path / str(next(count))
             if not direct:

@@ -16,7 +16,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing import flush_contract
 from hotkv_server.testing.flush_contract import answer
-from hotkv_server.testing.tier_contract import Bench, Rig, check_tier, key
+from hotkv_server.testing.tier_contract import Bench, TierRig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import Blocks, Codes, Generations, Read, TierMemory, Write
@@ -88,7 +88,7 @@ def put(server: Server, name: bytes, content: bytes) -> None:
 )
 def test_contract_over_valkey(server: Server, options: dict[str, Any]) -> None:
     @contextlib.contextmanager
-    def make() -> Iterator[Rig]:
+    def make() -> Iterator[TierRig]:
         server.client.flushall()
         with over(server, **options) as bench:
             yield bench.rig
@@ -102,7 +102,7 @@ def test_contract_over_s3(s3_server: Any) -> None:
 
     with support.proxied(s3_server) as (proxy, over_it):
 
-        def make() -> contextlib.AbstractContextManager[Rig]:
+        def make() -> contextlib.AbstractContextManager[TierRig]:
             prefix = support.new_prefix()
             settings = support.settings_of(s3_server, prefix, **over_it)
             return encoding_rig(
@@ -315,7 +315,9 @@ def test_a_flush_during_a_read_refuses_all_its_blocks(
         assert read(bench.tier, blocks).tolist() == [found] * 4
 
 
-def test_generations_and_depths_reach_the_store(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_and_depths_reach_the_store(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: dict[bytes, int] = {}
     watch(
         monkeypatch,

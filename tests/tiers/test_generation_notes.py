@@ -1,6 +1,6 @@
-"""Tests `GenerationNotes`, the files in which a server saves its record of flushes for the next server,
-one in each of several folders. If the files disagree on the generation (a number that each flush raises)
-of a key space, the next server must not rely on it."""
+"""Tests `GenerationNotes`, the files in which a server saves its record of flushes for the next
+server, one in each of several folders. If the files disagree on the generation (a number that each
+flush raises) of a key space, the next server must not rely on it."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_server.tiers.book.generations import GenerationBook, GenerationStanding, Record
-from hotkv_server.tiers.drive.generation_notes import GENERATIONS_FILE, GenerationNotes, NotesFolder, text_of
+from hotkv_server.tiers.drive.generation_notes import (
+    GENERATIONS_FILE,
+    GenerationNotes,
+    NotesFolder,
+    text_of,
+)
 
 FP, OTHER = "aa", "bb"
 standings = st.builds(GenerationStanding, st.integers(0, 2**62), st.booleans(), st.booleans())
@@ -20,9 +25,9 @@ records = st.builds(
 
 
 def book_of(
-    generation: int = 7, local: int = 3, *, is_vouched: bool = True, is_untold: bool = False
+    generation: int = 7, local: int = 3, *, is_verified: bool = True, is_unraised: bool = False
 ) -> GenerationBook:
-    standing = GenerationStanding(generation, is_vouched, is_untold)
+    standing = GenerationStanding(generation, is_verified, is_unraised)
     return GenerationBook(("valkey",), {FP: Record(local, {"valkey": standing})})
 
 
@@ -51,20 +56,26 @@ def test_a_folder_without_a_file_vouches_for_no_block_in_it(
     arena, disk = folders(tmp_path, has_blocks=has_blocks)
     GenerationNotes([disk]).write(text_of(book_of()))
     record = GenerationNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert record.stores["valkey"] == GenerationStanding(7, not has_blocks, False) and record.local == 3
+    assert (
+        record.stores["valkey"] == GenerationStanding(7, not has_blocks, False)
+        and record.local == 3
+    )
 
 
 def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     arena, disk = folders(tmp_path)
     GenerationNotes([arena]).write(text_of(book_of(7, 3)))
-    GenerationNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
+    GenerationNotes([disk]).write(text_of(book_of(9, 2, is_unraised=True)))
     # Reads the notes with changed settings, which name a second store.
     found = GenerationNotes([arena, disk]).read(("valkey", "s3")).records[FP]
-    assert found.stores == {"valkey": GenerationStanding(9, False, True, told=-1), "s3": GenerationStanding()}
+    assert found.stores == {
+        "valkey": GenerationStanding(9, False, True, acknowledged=-1),
+        "s3": GenerationStanding(),
+    }
     assert found.local == 3
-    GenerationNotes([arena]).write(text_of(book_of(9, is_vouched=False)))
+    GenerationNotes([arena]).write(text_of(book_of(9, is_verified=False)))
     found = GenerationNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert found.stores["valkey"] == GenerationStanding(9, False, True, told=-1)
+    assert found.stores["valkey"] == GenerationStanding(9, False, True, acknowledged=-1)
 
 
 @pytest.mark.parametrize("in_disk", [None, book_of(local=2), book_of(local=3)])
@@ -122,13 +133,13 @@ def test_a_file_is_replaced_as_a_whole_or_stays(
     assert GenerationNotes([disk]).read(()).records[FP].stores["valkey"].generation == 7
 
 
-@pytest.mark.parametrize("is_untold", [False, True])
+@pytest.mark.parametrize("is_unraised", [False, True])
 def test_a_server_that_leaves_no_blocks_leaves_what_must_be_told(
-    tmp_path: Path, is_untold: bool
+    tmp_path: Path, is_unraised: bool
 ) -> None:
-    book, notes = book_of(is_untold=is_untold), GenerationNotes([NotesFolder(tmp_path)])
+    book, notes = book_of(is_unraised=is_unraised), GenerationNotes([NotesFolder(tmp_path)])
     book.records[OTHER] = Record(0, {"valkey": GenerationStanding(7, True)})
     notes.discard(book)
     notes.write(text_of(book))
     notes.discard(book)
-    assert (tmp_path / GENERATIONS_FILE).exists() == is_untold
+    assert (tmp_path / GENERATIONS_FILE).exists() == is_unraised

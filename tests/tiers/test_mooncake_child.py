@@ -186,7 +186,10 @@ def test_generations_are_read_behind_the_blocks(made: Made) -> None:
     assert generation > 0 and made.ask("generations", fingerprints=["f"])["generations"] == begun
     for do, first in (("read", "get"), ("probe", "exist")):
         made.store.said.clear()
-        assert made.ask(do, 4, generations=("f", "g"))["generations"] == {"f": generation, "g": NO_GENERATION}
+        assert made.ask(do, 4, generations=("f", "g"))["generations"] == {
+            "f": generation,
+            "g": NO_GENERATION,
+        }
         assert made.store.said == [first, "generation", "generation"]
     raised = made.ask("raise", fingerprint="f", floor=generation + (1 << 40))["generation"]
     assert raised > generation + (1 << 40)
@@ -208,8 +211,8 @@ def test_a_generation_that_is_no_number_ends_with_a_flush(made: Made, value: byt
 
 
 def test_a_generation_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
-    """Makes a generation (number that each flush raises) unreadable: its key exists, but its bytes were
-    in the memory of a process that has ended. Each call must raise AwayError, and not take the
+    """Makes a generation (number that each flush raises) unreadable: its key exists, but its bytes
+    were in the memory of a process that has ended. Each call must raise AwayError, and not take the
     generation for absent, until Mooncake's master has dropped the key."""
     generation = made.ask("generations", fingerprints=["f"])["generations"]["f"]
     made.store.codes["unreadable"] = True
@@ -233,9 +236,9 @@ def test_an_old_generation_that_another_node_puts_first_is_no_flush(made: Made) 
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Flushes a key space twice in a store without room for a new generation (number that each flush
-    raises). The first flush must succeed: it removes the old generation, which other nodes notice. The
-    second flush changes nothing, so it must fail."""
+    """Flushes a key space twice in a store without room for a new generation (number that each
+    flush raises). The first flush must succeed: it removes the old generation, which other nodes
+    notice. The second flush changes nothing, so it must fail."""
     made.ask("generations", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
     assert made.ask("raise", fingerprint="f", floor=0)["generation"] == NO_GENERATION

@@ -17,11 +17,11 @@ from hotkv_server.cache.values import Entries, HashList, Medium, Run
 from hotkv_server.events.capability import MOST_NAMES, EventsCapability
 from hotkv_server.events.drive import (
     NO_CONTENT,
-    BlocksRemoved,
-    BlocksStored,
     Event,
     EventHub,
     KeySpaceCleared,
+    RemovedEvent,
+    StoredEvent,
     moved_events,
 )
 from hotkv_server.node import event_loop
@@ -114,15 +114,15 @@ async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
         await one.tiers.close()
 
 
-def stored(events: list[Event], medium: Medium) -> list[BlocksStored]:
-    return [one for one in events if isinstance(one, BlocksStored) and one.medium is medium]
+def stored(events: list[Event], medium: Medium) -> list[StoredEvent]:
+    return [one for one in events if isinstance(one, StoredEvent) and one.medium is medium]
 
 
 def removed(events: list[Event], medium: Medium) -> set[int]:
     return {
         number
         for one in events
-        if isinstance(one, BlocksRemoved) and one.medium is medium
+        if isinstance(one, RemovedEvent) and one.medium is medium
         for number in numbers_of(one.hashes)
     }
 
@@ -134,7 +134,7 @@ async def test_a_moved_block_is_told_of_with_the_tokens_and_the_parent_of_its_st
     one = Setup(10.0)
     async with heard(one) as ear:
         tokens = np.arange(16 * len(BLOCKS), dtype=np.int32)
-        run = BlocksStored(1, 0, words_of(BLOCKS), None, 0, RunContent(tokens))
+        run = StoredEvent(1, 0, words_of(BLOCKS), None, 0, RunContent(tokens))
         ear.events._contents.keep(one.core.key_space(1).fingerprint, run)
         await one.lie_below(BLOCKS)
         await asyncio.sleep(0.05)
@@ -231,8 +231,8 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
     clears the key space. If the topic has blocks of other key spaces too (not `is_alone`), it must
     also clear the topic.
 
-    is_full: the store had no room for a new generation (a number that each flush raises), so the flush
-        leaves NO_GENERATION.
+    is_full: the store had no room for a new generation (a number that each flush raises), so the
+        flush leaves NO_GENERATION.
     """
     patient_flushes(monkeypatch)
     store = MemoryStore(places=False)
@@ -270,7 +270,9 @@ async def test_a_node_that_has_copied_nothing_clears_no_pool_for_a_flush_of_anot
         assert all(await other.leased(BLOCKS)) and other.core.space.index.num_entries
         ear.read()
         assert not await one.flush()
-        await eventually(lambda: other.generation() == one.generation(), "the flush does not arrive")
+        await eventually(
+            lambda: other.generation() == one.generation(), "the flush does not arrive"
+        )
         assert ear.read() == [KeySpaceCleared(1)] and not far.read()
         assert not other.core.space.index.num_entries
 
@@ -294,7 +296,7 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         ear.listener.is_alone = is_alone
         await one.share(BLOCKS)
         assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS)
-        flushed, new = one.core.flush, BlocksStored(1, 0, words_of([20]), None, 0, NO_CONTENT)
+        flushed, new = one.core.flush, StoredEvent(1, 0, words_of([20]), None, 0, NO_CONTENT)
         old = replace(new, hashes=words_of([0]), medium=Medium.REMOTE, tier="shared")
         key_space = one.core.key_space(1)
 
@@ -355,11 +357,11 @@ def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
     entries = np.append(entries, index.find(1, 0, words_of([50])))
     entries = np.append(entries, index.find(1, 1, words_of([1])))
     content = RunContent(np.arange(32, dtype=np.int32))
-    run = BlocksStored(0, 0, words_of([1, 2]), words_of([0])[0], 1, content)
+    run = StoredEvent(0, 0, words_of([1, 2]), words_of([0])[0], 1, content)
 
     def find(
         key_space_id: int, group_index: int, hashes: list[bytes]
-    ) -> tuple[list[BlocksStored], list[int]]:
+    ) -> tuple[list[StoredEvent], list[int]]:
         numbers = [2, 1, 50] if group_index == 0 else [1]
         assert hashes == [words.tobytes() for words in words_of(numbers)] and key_space_id == 1
         return ([run], [2]) if is_known and group_index == 0 else ([], [*range(len(hashes))])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import Dam, changed_at, cut_after, nothing
-from hotkv_server.testing.flush_contract import NAME, generation, flush, keys_of, probe, read, write
+from hotkv_server.testing.flush_contract import NAME, flush, generation, keys_of, probe, read, write
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
@@ -315,7 +315,9 @@ REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
 
 def test_flushes_keep_their_contract(store: Store) -> None:
     flush_contract.check_flushes(
-        flush_contract.Store(store.direct, lambda: store.set_generation(None), store.set_generation)
+        flush_contract.SharedStore(
+            store.direct, lambda: store.set_generation(None), store.set_generation
+        )
     )
 
 
@@ -323,8 +325,8 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None:
     """Holds back a request of a call of node B, until a flush on node A is answered. The call must
     then find no block. The test does this for each request of the call that may come after the
-    flush. (With S3 these are the requests for blocks, and the request for the generation, a number that
-    each flush raises.)"""
+    flush. (With S3 these are the requests for blocks, and the request for the generation, a number
+    that each flush raises.)"""
     if store.is_valkey:
         name = b"GET" if ask is read else b"EXISTS"
         for number in range(5):
@@ -346,8 +348,8 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_generation": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
-        # A first flush gives the test a generation (number that each flush raises) of its own, under
-        # which no blocks exist yet.
+        # A first flush gives the test a generation (number that each flush raises) of its own,
+        # under which no blocks exist yet.
         now = flush(node_a.tier)
         keys = keys_of(now, 4)
         write(node_b, keys)
@@ -376,8 +378,8 @@ def test_a_call_that_loses_its_generation_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
     """The store answers for all blocks of a call, but the connection breaks before or in the middle
-    of its last answer, with the generation (a number that each flush raises). Without the generation, the
-    blocks may be older than a flush. So the call must fail for all of them.
+    of its last answer, with the generation (a number that each flush raises). Without the
+    generation, the blocks may be older than a flush. So the call must fail for all of them.
 
     reply_bytes: bytes of the answer for one block.
     more: bytes of the last answer that still arrive.

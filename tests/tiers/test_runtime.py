@@ -23,7 +23,7 @@ from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import flushes as tier_generations
 from hotkv_server.tiers.drive import lookups as tier_lookups
 from hotkv_server.tiers.drive import tiers as tier_drive
-from hotkv_server.tiers.drive.flushes import Generations
+from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.tasks import checksums
 from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
 from tests.core.support import begin_store, evict, words_of
@@ -105,7 +105,7 @@ async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: 
     confirmed = [True]
     async with made() as one:
         await one.lie_below(BLOCKS)
-        monkeypatch.setattr(Generations, "are_all_confirmed", lambda *_: bool(confirmed))
+        monkeypatch.setattr(FlushDriver, "are_all_confirmed", lambda *_: bool(confirmed))
         monkeypatch.setattr(one.core, "make_room_above", lambda *_: iter(confirmed.clear() or ()))
         assert not any(await one.leased(BLOCKS))
 
@@ -140,7 +140,7 @@ async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any,
             return waiting[-2:] != [len(BLOCKS), 0] or waiting.count(len(BLOCKS)) > 1
 
         if came == "a flush":
-            monkeypatch.setattr(Generations, "are_seals_saved", property(lambda _: are_kept()))
+            monkeypatch.setattr(FlushDriver, "are_seals_saved", property(lambda _: are_kept()))
         else:
             monkeypatch.setattr(below, "_keep_key_spaces", are_kept)
         one.put(BLOCKS)
@@ -222,10 +222,10 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
             await eventually(lambda: all(move.done.done() for move in moves), "a move goes on")
 
         monkeypatch.setattr(tier_drive.Breaks, "between", until_ended)
-        held = await one.tiers.bring_up(one.session, [HashList(0, words_of(BLOCKS))])
+        held = await one.tiers.promote(one.session, [HashList(0, words_of(BLOCKS))])
         index = one.core.space.index
         assert index.pins[index.find(1, 0, words_of(BLOCKS))].tolist() == [1] * len(BLOCKS)
-        one.tiers.let_go(held)
+        one.tiers.unpin(held)
 
 
 async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
@@ -239,9 +239,9 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
         place = one.lower.up.find(1, HashList(0, words_of([lost])))
         one.store.damage(int(one.lower.space.index.offsets(place)[0]))
         lists = [HashList(0, words_of(some)) for some in ([lost, *first[:-1]], first[-1:])]
-        held = await one.tiers.bring_up(one.session, lists[:1])
+        held = await one.tiers.promote(one.session, lists[:1])
         assert await one.leased([100]) == [True]
-        other = await one.tiers.bring_up(one.session, lists[1:])
+        other = await one.tiers.promote(one.session, lists[1:])
         assert await one.leased([101]) == [False]
         lists = [HashList(0, words_of([101]))]
         prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
@@ -249,10 +249,10 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
         for _ in range(10):
             await asyncio.sleep(0)
         assert not prefetching.done() and not one.core.lookup(1, lists)[0]
-        one.tiers.let_go(held)
+        one.tiers.unpin(held)
         await prefetching
         assert one.core.lookup(1, lists)[0]
-        one.tiers.let_go(other)
+        one.tiers.unpin(other)
 
 
 async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
@@ -379,7 +379,7 @@ async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
         lists = [HashList(0, words_of(BLOCKS))]
-        waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        waiting = asyncio.create_task(one.tiers.promote(one.session, lists))
         await eventually(lambda: len(one.books.moves) > 0, "nothing is read")
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -394,15 +394,15 @@ async def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
         lists = [HashList(0, words_of(BLOCKS))]
-        first = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        first = asyncio.create_task(one.tiers.promote(one.session, lists))
         await eventually(lambda: len(one.tiers._waiting) == 1, "it does not wait")
         assert one.tiers.has_some(one.session, lists)
-        second = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        second = asyncio.create_task(one.tiers.promote(one.session, lists))
         await eventually(lambda: len(one.tiers._waiting) == 2, "it does not wait")
         assert not one.tiers.has_some(one.session, lists)
         one.tier.faults.is_hung = False
         for waiting in (first, second):
-            one.tiers.let_go(await waiting)
+            one.tiers.unpin(await waiting)
         assert not one.tiers._waiting
 
 
@@ -416,7 +416,7 @@ async def test_blocks_that_would_come_later_than_they_are_computed_are_left() ->
 
 
 @contextlib.asynccontextmanager
-async def lying(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Setup | SharedNode]:
+async def locations(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Setup | SharedNode]:
     """Yields a node that has BLOCKS only outside host memory: on its disk, or, if `where` is
     "shared", in a store to which another node has copied them."""
     if where == "disk":
@@ -440,7 +440,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
 ) -> None:
     # After the first trial call, no other is due before the last part of the test.
     monkeypatch.setattr(breaker, "RETRY_S", 3600.0)
-    async with lying(where) as one:
+    async with locations(where) as one:
         one.tier.faults.problem, num_written = "gone", one.tier.figures().written_blocks
         one.put([30])
         # The tier is broken. The first lease tries a single read, which fails; later callers must
@@ -467,7 +467,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
 async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, where: str) -> None:
     # The hung store confirms no generation any more, and what is not confirmed is not read.
     monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
-    async with lying(where, 0.2) as one:
+    async with locations(where, 0.2) as one:
         one.tier.faults.is_hung = True
         lists = [HashList(0, words_of(BLOCKS))]
         began_s = time.monotonic()
@@ -592,7 +592,8 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
 
 async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
     """Writes blocks to a tier that refuses the encoded (compressed) form of each. The server must
-    write all blocks plain. It computes no checksums in this test, so only the tier's own checksums (seals) are compared at reads."""
+    write all blocks plain. It computes no checksums in this test, so only the tier's own checksums
+    (seals) are compared at reads."""
     size = 2 * SLOT_ALIGN
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
@@ -671,8 +672,8 @@ async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> 
         assert len(checksums(one.core, one.arena, move)) == len(BLOCKS)
         index.keys = keys  # type: ignore[method-assign]
         codes, none = np.full(len(BLOCKS), Read.FOUND, np.uint8), np.zeros(0, np.uint64)
-        one.below.end_up(move, codes, none, 1.0)
-        one.books.arrivals.let_go(move)
+        one.below.end_promotion(move, codes, none, 1.0)
+        one.books.arrivals.release(move)
         one.core.check_invariants()
 
 

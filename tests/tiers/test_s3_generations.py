@@ -1,5 +1,5 @@
-"""Tests generations (numbers that each flush raises) in an S3 bucket, where each key space's generation is an
-object. `test_remote_faults` tests flushes that come while blocks are read."""
+"""Tests generations (numbers that each flush raises) in an S3 bucket, where each key space's
+generation is an object. `test_remote_faults` tests flushes that come while blocks are read."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.flush_contract import NAME, answer, generation, flush
+from hotkv_server.testing.flush_contract import NAME, answer, flush, generation
 from hotkv_server.tiers import check as tier_check
 from hotkv_server.tiers.protocol import NO_GENERATION, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
@@ -35,8 +35,8 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    # Node B raises a generation (number that each flush raises). Its write is held back while node A
-    # flushes twice. When the write arrives at last, it must not restore an old generation.
+    # Node B raises a generation (number that each flush raises). Its write is held back while node
+    # A flushes twice. When the write arrives at last, it must not restore an old generation.
     first = generation(node_a)
     with proxied(s3_server) as (proxy, over_it):
         gate = Gate(b"PUT", "/generations/1/")
@@ -73,9 +73,9 @@ def test_a_flush_of_a_full_bucket_removes_the_generation(s3_server: Server, pref
 def test_a_generation_that_can_not_be_read_costs_its_key_space_only(
     s3_server: Server, prefix: str
 ) -> None:
-    """Breaks connections that read one key space's generation (number that each flush raises); other
-    generations are still read. Then breaks all reads, but not lists of names: the tier must report a
-    problem until reads work again."""
+    """Breaks connections that read one key space's generation (number that each flush raises);
+    other generations are still read. Then breaks all reads, but not lists of names: the tier must
+    report a problem until reads work again."""
     lost = list[bytes]()
 
     def cut(piece: bytes) -> Iterator[bytes]:
@@ -150,7 +150,10 @@ def test_a_flush_of_a_full_store_counts() -> None:
 def test_a_generation_that_others_change_each_time_is_given_up() -> None:
     store = Objects()
     store.put = lambda *arguments: False  # type: ignore[method-assign]
-    for call in (generation_objects.begin_generation, partial(generation_objects.raise_generation, floor=0)):
+    for call in (
+        generation_objects.begin_generation,
+        partial(generation_objects.raise_generation, floor=0),
+    ):
         with pytest.raises(LostError, match="again and again"):
             call(store, NAME, now_us=5000, until_s=0.0)
     with pytest.raises(LostError, match="has lost an object"):

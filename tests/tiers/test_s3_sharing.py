@@ -87,8 +87,9 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
-            # A probe (lookup) with an old generation (number that each flush raises) must find nothing,
-            # and must not make the node forget the packs (objects with blocks) of the new generation.
+            # A probe (lookup) with an old generation (number that each flush raises) must find
+            # nothing, and must not make the node forget the packs (objects with blocks) of the new
+            # generation.
             s3_server.store.put(f"{prefix}/generations/1/0a", b"7")
             old = [key(1, "0a/6")]
             assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
@@ -203,7 +204,9 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
             forbidden.remove(second)
             assert read(node_b, [1, 2]) == [Read.FOUND] * 2
             forbidden.append(f"/generations/1/{flush_contract.NAME}")
-            assert flush_contract.generation(node_b.tier) is flush_contract.flush(node_b.tier) is None
+            assert (
+                flush_contract.generation(node_b.tier) is flush_contract.flush(node_b.tier) is None
+            )
             assert flush_contract.generation(node_b.tier) is None
             assert caplog.text.count(f"fingerprint={flush_contract.NAME} that can be used") == 1
             assert flush_contract.generation(node_b.tier, "0b") and not node_b.tier.problem()

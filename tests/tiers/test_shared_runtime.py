@@ -36,7 +36,7 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
         lists = [HashList(group, words_of([98])) for group in (0, 1)]
-        b.tiers.let_go(await b.tiers.bring_up(b.session, lists))
+        b.tiers.unpin(await b.tiers.promote(b.session, lists))
         # The blocks are in host memory now, so no tier may be asked for them.
         assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
         assert await b.leased(BLOCKS) == [True] * 6
@@ -91,7 +91,9 @@ async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
     async with nodes(lookup_wait_s=0.0) as (a, b):
         await a.share(BLOCKS)
         await b.looked_up(BLOCKS)
-        await eventually(lambda: b.generations.is_confirmed("shared", 1), "no generation is asked for")
+        await eventually(
+            lambda: b.generations.is_confirmed("shared", 1), "no generation is asked for"
+        )
         # A busy store may answer a question too late (PROBE_S). Then the next lookup asks again.
         until_s = time.monotonic() + WAIT_S
         while len(b.shared._found) < len(BLOCKS):
@@ -162,8 +164,8 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
         await a.share(BLOCKS)
         store.restored_below = max(store.generations.values()) + 1
         b = SharedNode(store, 10.0)
-        # Opens a second key space, which has no generation (number that each flush raises) in the store
-        # yet. The node must ask the store for its generation too.
+        # Opens a second key space, which has no generation (number that each flush raises) in the
+        # store yet. The node must ask the store for its generation too.
         key_space = make_key_space("n", SLOT_ALIGN, SLOT_ALIGN)
         b.core.open_session("f", "worker", key_space, 0.0)
         assert not b.generations.may_serve(1) and not b.generations.may_serve(2)
@@ -182,8 +184,8 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
     """Flushes 200 times while the shared store is away. The flushes must be answered at once and
-    leave few tasks behind. When the store is back, its generation (a number that each flush raises) must
-    be raised only once."""
+    leave few tasks behind. When the store is back, its generation (a number that each flush raises)
+    must be raised only once."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         raises, raise_generation = list[int](), a.tier.raise_generation
@@ -218,7 +220,9 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     node.tier._store.content.clear()
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     on_disk = [HashList(0, words_of(BLOCKS[:3]))]
-    assert node.tiers.lookups.must_ask(node.session, on_disk), "the store must confirm the generation"
+    assert node.tiers.lookups.must_ask(node.live_session, on_disk), (
+        "the store must confirm the generation"
+    )
     assert all(await node.leased(BLOCKS))
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     before = node.shared.reads.asked_blocks
@@ -254,7 +258,9 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
         evict(node.core, 1, 0, words_of(BLOCKS))
         assert all(await node.looked_up(BLOCKS))
         # The first store hangs from now on. Its last answer must count until the end of the test.
-        monkeypatch.setattr(node.generations.book, "is_fresh", lambda _, name, at_s: name == "shared")
+        monkeypatch.setattr(
+            node.generations.book, "is_fresh", lambda _, name, at_s: name == "shared"
+        )
         node.tier.faults.is_hung = True
         leasing = asyncio.create_task(node.leased(BLOCKS))
         await eventually(lambda: len(node.books.moves) > 0, "nothing is read")
@@ -273,7 +279,9 @@ async def test_a_store_that_answers_no_question_for_generations_is_away(
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
             patch.setattr(a.tier, "generations", lambda names, until_s, on_done: on_done(None))
-            await eventually(lambda: not a.generations.is_confirmed("shared", 1), "it stays confirmed")
+            await eventually(
+                lambda: not a.generations.is_confirmed("shared", 1), "it stays confirmed"
+            )
 
             async def served() -> None:
                 while not all(await a.leased(BLOCKS)):
@@ -481,14 +489,14 @@ async def test_a_hung_disk_leaves_the_store_its_room(monkeypatch: pytest.MonkeyP
         lists, index, below = [HashList(0, words_of(many))], one.core.space.index, one.tiers.below
         assert below is not None
         below.tier.faults.is_hung = True
-        waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        waiting = asyncio.create_task(one.tiers.promote(one.session, lists))
         await eventually(lambda: index.find(1, 0, words_of(many)).all(), "nothing is read")
         with monkeypatch.context() as hanging:
             hanging.setattr(below.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
             await eventually(lambda: not index.find(1, 0, words_of(many)).any(), "not given up")
             assert all(await one.leased(many))
         below.tier.faults.is_hung = False
-        one.tiers.let_go(await waiting)
+        one.tiers.unpin(await waiting)
 
 
 async def test_a_read_that_sees_another_generation_has_the_store_asked_at_once(
@@ -504,7 +512,9 @@ async def test_a_read_that_sees_another_generation_has_the_store_asked_at_once(
         (fingerprint,) = store.generations
         store.generations[fingerprint] += 1
         assert not any(await a.leased(BLOCKS))
-        await eventually(lambda: a.generation() == store.generations[fingerprint], "it is not asked")
+        await eventually(
+            lambda: a.generation() == store.generations[fingerprint], "it is not asked"
+        )
 
 
 @pytest.mark.parametrize("is_noted", [True, False])

@@ -1,6 +1,6 @@
 """Tests the Valkey tier over a real cluster. It must pass the checks for all tiers
-(`tier_contract`). Flushes must work although the generation (a number that each flush raises) and the
-blocks are on different servers. Dead and moved servers may cost only hits."""
+(`tier_contract`). Flushes must work although the generation (a number that each flush raises) and
+the blocks are on different servers. Dead and moved servers may cost only hits."""
 
 import contextlib
 import threading
@@ -14,15 +14,15 @@ import pytest
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.flush_contract import (
     NAME,
-    Store,
+    SharedStore,
     check_flushes,
-    generation,
     flush,
+    generation,
     keys_of,
     read,
     write,
 )
-from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, content, key
+from hotkv_server.testing.tier_contract import Bench, Codes, TierRig, check_tier, content, key
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.valkey.cluster import NUM_SLOTS, ClusterPipe, slot_of
 from hotkv_server.tiers.valkey.generation_keys import generation_key
@@ -58,10 +58,10 @@ def over(cluster: Cluster, **options: object) -> "contextlib.AbstractContextMana
 
 def test_a_cluster_keeps_the_contract(cluster: Cluster) -> None:
     @contextlib.contextmanager
-    def make() -> Iterator[Rig]:
+    def make() -> Iterator[TierRig]:
         cluster.flushall()
         with tier_over(cluster.address, cluster=True) as (tier, arena):
-            yield Rig(tier, arena, lambda key, at: cluster.damage(key), cluster.killed)
+            yield TierRig(tier, arena, lambda key, at: cluster.damage(key), cluster.killed)
 
     check_tier(make, seed=11)
 
@@ -85,7 +85,7 @@ def test_a_user_of_few_rights_reads_and_writes(cluster: Cluster, tmp_path: Path)
 
 def test_flushes_keep_their_contract(cluster: Cluster) -> None:
     owner = cluster.owner(GENERATION_KEY).client
-    store = Store(
+    store = SharedStore(
         lambda **options: over(cluster, **options),
         lambda: owner.delete(GENERATION_KEY),
         lambda value: owner.set(GENERATION_KEY, value),
@@ -172,9 +172,9 @@ def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
-    """Kills the server that has the generation (a number that each flush raises), while blocks are read.
-    After its replica has taken over, all blocks must be found, and the generation must be that of the
-    last flush."""
+    """Kills the server that has the generation (a number that each flush raises), while blocks are
+    read. After its replica has taken over, all blocks must be found, and the generation must be
+    that of the last flush."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2) as bench:
         victim = cluster.owner(GENERATION_KEY)
@@ -215,8 +215,8 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
             before = flush(bench.tier)
             with replica.stopped():
                 assert flush(bench.tier) is None
-                # A retry must wait for the replica without raising the generation again, because each
-                # raise makes all nodes flush.
+                # A retry must wait for the replica without raising the generation again, because
+                # each raise makes all nodes flush.
                 raised = generation(bench.tier)
                 assert raised and flush(bench.tier, is_retry=True) is None
                 assert generation(bench.tier) == raised
@@ -225,8 +225,8 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
                 assert flush(bench.tier) is None and (generation(bench.tier) or 0) > raised
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-            # The generation's key moves to another server. The replica of the old server must not count
-            # as a replica of it.
+            # The generation's key moves to another server. The replica of the old server must not
+            # count as a replica of it.
             new = next(one for one in cluster.nodes if one is not owner)
             end = begin_move(owner, new, {slot_of(GENERATION_KEY)})
             move(owner, new, GENERATION_KEY)

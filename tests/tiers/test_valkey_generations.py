@@ -1,5 +1,5 @@
-"""Tests generations (numbers that each flush raises) in Valkey, where each key space's generation is a key.
-`test_remote_faults` tests flushes that come while blocks are read."""
+"""Tests generations (numbers that each flush raises) in Valkey, where each key space's generation
+is a key. `test_remote_faults` tests flushes that come while blocks are read."""
 
 import threading
 import time
@@ -12,8 +12,8 @@ from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
 from hotkv_server.testing.flush_contract import (
     NAME,
     answer,
-    generation,
     flush,
+    generation,
     keys_of,
     probe,
     read,
@@ -121,7 +121,8 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_generations() 
     assert clock.restored_below(said, 100.1, now + 1) == now + 2
     assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
     # The server has restarted, and the node notices it 40 s later. A restart may lose the latest
-    # generation. So for GRACE_S from now on, the node must not trust generations from before the restart.
+    # generation. So for GRACE_S from now on, the node must not trust generations from before the
+    # restart.
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
     assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
     assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)
@@ -145,9 +146,9 @@ def test_what_a_server_brings_back_is_not_trusted_at_once(tmp_path: Path) -> Non
         raised = flush(tier)
         shown = answer(lambda done: tier.generations([NAME], time.monotonic() + 9, done))
         assert shown.generations == {NAME: raised} and raised >= shown.restored_below
-        # A generation is the time of its raise; if several raises come at one moment, each is higher
-        # than the last. So a generation from before the restart may be ahead of the clock, as this one.
-        # It must not be trusted.
+        # A generation is the time of its raise; if several raises come at one moment, each is
+        # higher than the last. So a generation from before the restart may be ahead of the clock,
+        # as this one. It must not be trusted.
         ahead = server.client.incrby(generation_key(NAME), begun(10**7))
         shown = answer(lambda done: tier.generations([NAME], time.monotonic() + 9, done))
         assert shown.generations == {NAME: ahead} and ahead < shown.restored_below

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.flush_contract import generation, flush
+from hotkv_server.testing.flush_contract import flush, generation
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import NO_GENERATION, Read, Write
 from hotkv_server.tiers.remote.client import LostError, quoted
@@ -268,9 +268,24 @@ def test_a_flush_of_a_full_server_counts_if_it_removes_the_generation(
         ([b":1"], lambda bench: bench.write([1], [0]).tolist(), [Write.FAILED], "SET with 1"),
         ([b"+x"], lambda bench: bench.tier.forget([b"a"]), None, "UNLINK with 'x'"),
         ([b":1", b"-ERR no"], lambda bench: bench.tier.forget([b"a", b"b"]), None, ""),
-        ([NO_INFO, b"_", b"-ERR no", b"_"], lambda bench: generation(bench.tier), None, "begins no"),
-        ([NO_INFO, b"_", b"-NOAUTH no", b"_"], lambda bench: generation(bench.tier), None, "password"),
-        ([NO_INFO, b"_", b"-OOM no", b"_"], lambda bench: generation(bench.tier), NO_GENERATION, ""),
+        (
+            [NO_INFO, b"_", b"-ERR no", b"_"],
+            lambda bench: generation(bench.tier),
+            None,
+            "begins no",
+        ),
+        (
+            [NO_INFO, b"_", b"-NOAUTH no", b"_"],
+            lambda bench: generation(bench.tier),
+            None,
+            "password",
+        ),
+        (
+            [NO_INFO, b"_", b"-OOM no", b"_"],
+            lambda bench: generation(bench.tier),
+            NO_GENERATION,
+            "",
+        ),
         ([NO_INFO, b"_", b"$1\r\n9", b":8"] * 8, lambda bench: flush(bench.tier), None, "loses"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Starts a real Valkey server for tests, and makes Valkey tiers that use it, also as `Rig` objects
-(a tier with an arena) for the checks of `tier_contract`."""
+"""Starts a real Valkey server for tests, and makes Valkey tiers that use it, also as `TierRig`
+objects (a tier with an arena) for the checks of `tier_contract`."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, TierRig
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S, stop
@@ -106,7 +106,9 @@ def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Reg
     on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
     # Longer than by default, because a busy machine may delay the server for a second.
     options = {"connect_timeout_s": 10.0, **options}
-    tier = ValkeyTier(arena, ValkeySettings(address=address, **options), on_generation=on_generation)
+    tier = ValkeyTier(
+        arena, ValkeySettings(address=address, **options), on_generation=on_generation
+    )
     try:
         yield tier, arena
     finally:
@@ -116,19 +118,19 @@ def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Reg
 @contextlib.contextmanager
 def bench_over(address: str, **options: object) -> Iterator[Bench]:
     with tier_over(address, **options) as (tier, arena):
-        yield Bench(Rig(tier, arena))
+        yield Bench(TierRig(tier, arena))
 
 
 def rig_maker(
     server: Server, address: Callable[[], str], **options: object
-) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
-    """Returns a function that makes `Rig` objects (a tier with an arena) over the Valkey server.
-    Each call first empties the server."""
+) -> Callable[[], "contextlib.AbstractContextManager[TierRig]"]:
+    """Returns a function that makes `TierRig` objects (a tier with an arena) over the Valkey
+    server. Each call first empties the server."""
 
     @contextlib.contextmanager
-    def make() -> Iterator[Rig]:
+    def make() -> Iterator[TierRig]:
         server.client.flushall()
         with tier_over(address(), **options) as (tier, arena):
-            yield Rig(tier, arena, lambda key, at: server.damage(key), server.killed)
+            yield TierRig(tier, arena, lambda key, at: server.damage(key), server.killed)
 
     return make

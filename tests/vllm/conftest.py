@@ -136,9 +136,9 @@ def device(server: Any) -> Any:
     the transfer's mark (a point in the device's queue of work), often a CUDA event. Fails the test
     if the engine records an event again while a transfer waits for it."""
     from hotkv_proto.order import OrderKind
-    from tests.vllm.device import ToldDevice
+    from tests.vllm.device import ScriptedDevice
 
-    device = ToldDevice()
+    device = ScriptedDevice()
 
     def on_record(event: Any) -> None:
         names = {name for _, name, _, _ in server.held if name in server.afters}

@@ -33,8 +33,8 @@ from vllm.v1.kv_cache_interface import (
 
 from hotkv_client.types import ResidencyOpened
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.hotsets import ATTENDED
+from hotkv_sparse.cuda.mapped_arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.selector import Queries
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.compat.residency import ResidentSpec

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import LinkState
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.link import StateLog
 from hotkv_vllm.scheduler import admission
@@ -33,13 +33,13 @@ class Memory:
     records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.sent: list[tuple[str, str]] = []
 
     def arrived(self, one: Any) -> None:
-        self.told.append(("arrived", one.request_id))
+        self.sent.append(("arrived", one.request_id))
 
     def ended(self, request_id: str, now_s: float) -> None:
-        self.told.append(("ended", request_id))
+        self.sent.append(("ended", request_id))
 
 
 class Desk:

@@ -16,11 +16,11 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 
-class ToldEvent:
+class ScriptedEvent:
     """A fake CUDA event. It has passed once the device has executed its queue up to the point at
     which the event was recorded."""
 
-    def __init__(self, device: "ToldDevice", number: int) -> None:
+    def __init__(self, device: "ScriptedDevice", number: int) -> None:
         self.device, self.number, self.point = device, number, 0
 
     def query(self) -> bool:
@@ -30,11 +30,11 @@ class ToldEvent:
         return self.number.to_bytes(64, "little")
 
 
-class ToldWords:
+class ScriptedWords:
     """32-bit counters in a shared file, which stands for device memory. The device writes them in
     the order of its queue; the server reads them to learn how far the device is."""
 
-    def __init__(self, device: "ToldDevice", count: int) -> None:
+    def __init__(self, device: "ScriptedDevice", count: int) -> None:
         self._device = device
         self.fd = os.memfd_create("words")
         os.posix_fallocate(self.fd, 0, 4096)
@@ -49,7 +49,7 @@ class ToldWords:
         self._device.give(lambda: self.words.__setitem__(index, value))
 
 
-class ToldDevice:
+class ScriptedDevice:
     """A fake `CudaDevice`, whose queued work runs when the test calls `run`.
 
     has_events, has_words: whether it supports CUDA events between processes, and words (counters
@@ -64,9 +64,9 @@ class ToldDevice:
 
     def __init__(self, *, has_events: bool = True, has_words: bool = True) -> None:
         self.given = self.done = 0
-        self.events: list[ToldEvent] = []
-        self.words: ToldWords | None = None
-        self.on_record: Callable[[ToldEvent], None] = lambda event: None
+        self.events: list[ScriptedEvent] = []
+        self.words: ScriptedWords | None = None
+        self.on_record: Callable[[ScriptedEvent], None] = lambda event: None
         self._has_events, self._has_words = has_events, has_words
         self._queue: list[Callable[[], None]] = []
 
@@ -84,10 +84,10 @@ class ToldDevice:
             del self._queue[0]
             self.done += 1
 
-    def new_event(self, *, interprocess: bool) -> ToldEvent:
+    def new_event(self, *, interprocess: bool) -> ScriptedEvent:
         if interprocess and not self._has_events:
             raise RuntimeError("told to have no events\nand a second line")
-        event = ToldEvent(self, len(self.events) if interprocess else -1)
+        event = ScriptedEvent(self, len(self.events) if interprocess else -1)
         if interprocess:
             self.events.append(event)
         return event
@@ -96,10 +96,10 @@ class ToldDevice:
         self.on_record(event)
         event.point = self.given
 
-    def new_words(self, count: int) -> ToldWords:
+    def new_words(self, count: int) -> ScriptedWords:
         if not self._has_words:
             raise RuntimeError("told to have no words")
-        self.words = ToldWords(self, count)
+        self.words = ScriptedWords(self, count)
         return self.words
 
     def has_passed(self, after: After) -> bool:

@@ -1,8 +1,8 @@
 """Runs pause, sleep and reset of vLLM's own `EngineCore` on an engine of the test harness.
 
-`Executor` calls the connector's callbacks (methods that vLLM calls) as the GPU workers of vLLM 0.33 do
-(sources: `Worker.sleep`, `wake_up` and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up`
-in `v1/engine/core.py`). CPU workers and vLLM 0.32 call no callbacks for sleep.
+`Executor` calls the connector's callbacks (methods that vLLM calls) as the GPU workers of vLLM 0.33
+do (sources: `Worker.sleep`, `wake_up` and `discard` in `v1/worker/gpu_worker.py`,
+`EngineCore.wake_up` in `v1/engine/core.py`). CPU workers and vLLM 0.32 call no callbacks for sleep.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
 """Injects exceptions into any function of hotkv, to test that no exception reaches vLLM. Also lists
-the functions that the connector's callbacks call (a callback is a connector method that vLLM calls).
+the functions that the connector's callbacks call (a callback is a connector method that vLLM
+calls).
 
 A fault replaces the function's code object, so it reaches every caller, even one that keeps a
 reference to the function.
@@ -28,16 +29,17 @@ EDGE = {
     "StepReport.count",
     "HotKVStats.add",
 }
-"""Functions that must not be broken: those of `CallbackEdge`, which catches the exceptions of callbacks,
-and those that count exceptions. `functions` leaves them out."""
+"""Functions that must not be broken: those of `CallbackEdge`, which catches the exceptions of
+callbacks, and those that count exceptions. `functions` leaves them out."""
 
 
-class Told(RuntimeError):
+class InjectedFault(RuntimeError):
     """The exception that a broken function raises."""
 
 
 class _Fault:
-    """A function that raises `Told` instead of running. `strikes` counts how often it raised."""
+    """A function that raises `InjectedFault` instead of running. `strikes` counts how often it
+    raised."""
 
     def __init__(self, function: FunctionType, only_once: bool) -> None:
         self.function, self.only_once, self.original = function, only_once, function.__code__
@@ -47,7 +49,7 @@ class _Fault:
         self.strikes += 1
         if self.only_once:
             self.mend()
-        raise Told(f"{self.function.__qualname__} is told to break")
+        raise InjectedFault(f"{self.function.__qualname__} is told to break")
 
     def mend(self) -> None:
         self.function.__code__ = self.original
@@ -66,7 +68,8 @@ def _broken(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Fault]:
-    """Makes `function` raise `Told` within the context; with `only_once`, only at its next call."""
+    """Makes `function` raise `InjectedFault` within the context; with `only_once`, only at its next
+    call."""
     fault = _Fault(function, only_once)
     _now.append(fault)
     function.__code__ = _broken.__code__
@@ -109,13 +112,13 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
 
 
 OWN = sorted(name for name in callbacks.FALLBACKS if "." not in name)
-"""The callbacks (methods that vLLM calls) of HotKVConnector. The names of the other connector's callbacks
-have a prefix ("part.")."""
+"""The callbacks (methods that vLLM calls) of HotKVConnector. The names of the other connector's
+callbacks have a prefix ("part.")."""
 
 
 def called_by_callbacks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
-    """Calls `run` under a profiler. Returns, for each callback (connector method that vLLM calls), the
-    hotkv functions that it has called, including itself."""
+    """Calls `run` under a profiler. Returns, for each callback (connector method that vLLM calls),
+    the hotkv functions that it has called, including itself."""
     known, stack = functions(), list[str]()
     guarded = {function.__code__: name for name, function in callbacks.CALLBACKS.items()}
     calls: dict[str, set[FunctionType]] = {name: set() for name in OWN}

@@ -73,7 +73,7 @@ def pooled(engine: EngineProcess, operation: str, batch: list[dict[str, Any]]) -
 
 
 def clean(engine: EngineProcess) -> bool:
-    """Returns True if the connector's counters show no failed load, no exception in a callback (method
-    that vLLM calls), no refused block, and no lease with fewer blocks than requested."""
+    """Returns True if the connector's counters show no failed load, no exception in a callback
+    (method that vLLM calls), no refused block, and no lease with fewer blocks than requested."""
     troubles = {"failed_loads", "callback_errors", "refused_blocks", "short_grants"}
     return not troubles & engine.ask("stats")["totals"].keys()

@@ -3,8 +3,8 @@ as the model, so that a step takes microseconds.
 
 For each token the model writes a KV value that depends on all tokens up to it. Before each step the
 harness checks every value that attention would read, so KV that is wrong, late or overwritten fails
-at once. The connector's callbacks (methods that vLLM calls) are called as vLLM's V1 runner calls them;
-with `v2=True`, the code of vLLM's V2 runner calls them.
+at once. The connector's callbacks (methods that vLLM calls) are called as vLLM's V1 runner calls
+them; with `v2=True`, the code of vLLM's V2 runner calls them.
 
 `Engine(pipelined=True)` schedules a step before the previous step has run, as asynchronous
 scheduling does. With a `device` (a fake GPU), a step's reads and writes of KV wait in the device's
@@ -54,9 +54,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm import link
-from hotkv_vllm.worker import session
+from hotkv_vllm.worker import rank_session
 from hotkv_vllm.worker.device_order import Marks
-from tests.vllm.device import ToldDevice
+from tests.vllm.device import ScriptedDevice
 from tests.vllm.specs import full_model
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
@@ -114,7 +114,7 @@ class Engine:
         blocks: int = 64,
         pipelined: bool = False,
         v2: bool = False,
-        device: ToldDevice | None = None,
+        device: ScriptedDevice | None = None,
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         max_tokens_per_step: int = 256,
         extra: dict[str, Any] | None = None,
@@ -144,7 +144,7 @@ class Engine:
         # before that until 0.32.
         self.saves_late = more.get("speculative_config") is not None
         self.model = torch.nn.Linear(2, 2)
-        monkeypatch.setattr(session, "marks_for", lambda _, wanted: Marks(device, wanted))
+        monkeypatch.setattr(rank_session, "marks_for", lambda _, wanted: Marks(device, wanted))
         longest = more.get("max_model_len", 512)
         fitting = min(longest, (blocks - 2) * BLOCK_TOKENS)
         more |= {"max_num_batched_tokens": max_tokens_per_step, "max_model_len": fitting}
@@ -428,10 +428,10 @@ class Engine:
         return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the callbacks (methods
-        that vLLM calls) of the worker connector. Like the V1 runner, calls `handle_preemptions`
-        before it (source: `GPUModelRunner.execute_model`) and, with a drafter, `wait_for_save`
-        after it (`sample_tokens`)."""
+        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the callbacks
+        (methods that vLLM calls) of the worker connector. Like the V1 runner, calls
+        `handle_preemptions` before it (source: `GPUModelRunner.execute_model`) and, with a drafter,
+        `wait_for_save` after it (`sample_tokens`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)

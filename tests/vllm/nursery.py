@@ -40,7 +40,7 @@ IMPORTS = (
     "vllm.v1.worker.cpu_model_runner",
 )
 """Modules that every engine imports before it loads its model."""
-KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
+KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
 """Modules of compiled kernels, which are loaded before the fork. Loading them from numba's cache
 takes half of an engine's start."""
 ENVIRONMENT = {

@@ -142,8 +142,8 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
     """Checks that an idle engine holds no request state, no transfer and no block: all device
     blocks are free, and none is quarantined (withheld because a failed load might still write).
 
-    may_count_errors: True if the test has made callbacks (connector methods that vLLM calls) raise on
-        purpose.
+    may_count_errors: True if the test has made callbacks (connector methods that vLLM calls) raise
+        on purpose.
     """
     assert may_count_errors or "callback_errors" not in one.counters, one.counters
     side = our_connector(one.connector)._scheduler
@@ -155,8 +155,8 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
         assert not requests.loads.quarantine.loading
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
         assert not side.cache.finder.failed_loads and not requests.written._matched_tokens
-        # If the test made the function `ended` raise in a callback, these records may still contain the
-        # request that has ended, because `ended` removes it.
+        # If the test made the function `ended` raise in a callback, these records may still contain
+        # the request that has ended, because `ended` removes it.
         assert may_count_errors or not requests._adapters._live
         assert may_count_errors or not requests._exactness._exact_tokens
         assert may_count_errors or not requests._exactness._own_tokens

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hotkv_proto.order import OrderKind
-from tests.vllm.device import ToldDevice
+from tests.vllm.device import ScriptedDevice
 from tests.vllm.harness import prompt
 
 KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
@@ -16,7 +16,7 @@ def worker_of(engine: Any) -> Any:
     return engine.worker._worker
 
 
-def finish(engine: Any, server: Any, device: ToldDevice) -> None:
+def finish(engine: Any, server: Any, device: ScriptedDevice) -> None:
     """Runs the engine's steps, the fake device and the fake server until the engine is idle. Then
     runs one more request to its end."""
     server.hold = set()
@@ -33,7 +33,7 @@ def finish(engine: Any, server: Any, device: ToldDevice) -> None:
         server.settle()
 
 
-def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
+def assert_nothing_is_kept(engine: Any, device: ScriptedDevice) -> None:
     worker = worker_of(engine)
     assert not worker.loads and not worker.stores
     assert len(worker.rank.marks._free) == len(worker.rank.marks._ring), worker.rank
@@ -42,7 +42,7 @@ def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
 def lag(
     engine: Any,
     server: Any,
-    device: ToldDevice,
+    device: ScriptedDevice,
     chance: random.Random,
     kinds: Sequence[OrderKind] = (),
 ) -> None:

@@ -1,6 +1,6 @@
 """Follows requests through the connector's scheduler side from arrival to end: lookups, loads,
-stores and releases. Calls callback by callback (a callback is a connector method that vLLM calls). The parts
-are real, the server is a fake, and there is no engine."""
+stores and releases. Calls callback by callback (a callback is a connector method that vLLM calls).
+The parts are real, the server is a fake, and there is no engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -225,8 +225,8 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     desk: Any, why: str
 ) -> None:
     """A failed load is recorded until its request ends. The record must be deleted even after an
-    exception in a callback (connector method that vLLM calls). If it remained, all other requests would
-    lose their hits for ever."""
+    exception in a callback (connector method that vLLM calls). If it remained, all other requests
+    would lose their hits for ever."""
     one = desk()
     asks = request("a", LONG)
     one.arrive(asks)

@@ -1,9 +1,10 @@
-"""Tests each callback of the connector (a method that vLLM calls) with an exception in each function
-that the callback calls, once and on every call.
+"""Tests each callback of the connector (a method that vLLM calls) with an exception in each
+function that the callback calls, once and on every call.
 
 No exception may reach vLLM, each request must be answered correctly, and no engine may read wrong
 KV; the harness checks each value that attention reads. When the exceptions have stopped, they must
-leave no state behind. The list of callbacks comes from vLLM's base class, so a new callback is tested too.
+leave no state behind. The list of callbacks comes from vLLM's base class, so a new callback is
+tested too.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from hotkv_client.testing import FakeServer
+from hotkv_vllm.callbacks import CALLBACKS, FALLBACKS
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.callbacks import FALLBACKS, CALLBACKS
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import rank_loads
@@ -57,8 +58,8 @@ FORWARDS = {
     "take_events": {"_take_events", "_publishes_events"},
     "get_kv_connector_stats": {"_take_stats", "_stats", "data"},
 }
-"""Callbacks (methods that vLLM calls) that only call another callback, with that callback's name, or only
-return constants."""
+"""Callbacks (methods that vLLM calls) that only call another callback, with that callback's name,
+or only return constants."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
 IN_STEPS = sorted(
     set(OWN)
@@ -237,8 +238,9 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 
 
 def functions_of(run: Callable[[], object]) -> dict[str, list[FunctionType]]:
-    """Runs `run`. Returns, by callback (connector method that vLLM calls), the hotkv functions that the
-    callback calls. A function that several callbacks call is listed only under the first of them."""
+    """Runs `run`. Returns, by callback (connector method that vLLM calls), the hotkv functions that
+    the callback calls. A function that several callbacks call is listed only under the first of
+    them."""
     seen: set[FunctionType] = set()
     found = {}
     for callback, called in called_by_callbacks(run).items():
@@ -256,9 +258,11 @@ def calls(bench: Bench) -> dict[str, list[FunctionType]]:
 
 
 def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[FunctionType]]) -> None:
-    """Checks that `Bench.traffic` calls each callback, runs the functions of the most important cases,
-    and causes no exception by itself."""
-    assert not [callback for callback in IN_STEPS if not calls[callback] and callback not in ("_rows_of",)]
+    """Checks that `Bench.traffic` calls each callback, runs the functions of the most important
+    cases, and causes no exception by itself."""
+    assert not [
+        callback for callback in IN_STEPS if not calls[callback] and callback not in ("_rows_of",)
+    ]
     taken = {one.__qualname__ for called in calls.values() for one in called}
     assert taken >= {
         "RankStores._take_back",
@@ -325,9 +329,9 @@ def test_a_broken_callback(
 
 
 def test_a_step_after_unknown_allocations_tells_the_workers(bench: Bench) -> None:
-    """Makes the callback `update_state_after_alloc` raise, so that the connector does not know which
-    blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`), because the
-    workers must then revoke all stores in progress."""
+    """Makes the callback `update_state_after_alloc` raise, so that the connector does not know
+    which blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`),
+    because the workers must then revoke all stores in progress."""
     one = bench.new()
     one.generate("before", prompt(7, 10))
     num_before = len(one.metas)

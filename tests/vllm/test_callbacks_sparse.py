@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.sparse.rank import SparseRank
@@ -175,6 +175,4 @@ def test_a_worker_whose_scheduler_lost_track_discards_all_sketches(
     sparse = one.worker._worker.sparse.worker
     assert any(sparse.sketches.built(layer.index).any() for layer in sparse.layers.values())
     one.worker.handle_preemptions(HotKVMetadata(lost_track=True))
-    assert not any(
-        sparse.sketches.built(layer.index).any() for layer in sparse.layers.values()
-    )
+    assert not any(sparse.sketches.built(layer.index).any() for layer in sparse.layers.values())

@@ -11,7 +11,7 @@ import pytest
 
 from hotkv_proto.order import OrderKind
 from hotkv_vllm.worker import device_order
-from tests.vllm.device import ToldDevice
+from tests.vllm.device import ScriptedDevice
 from tests.vllm.harness import prompt
 from tests.vllm.ordered_workers import (
     KINDS,
@@ -43,7 +43,7 @@ LONG = pytest.mark.long
 def test_random_lag(
     engine: Any,
     server: Any,
-    device: ToldDevice,
+    device: ScriptedDevice,
     monkeypatch: pytest.MonkeyPatch,
     kind: OrderKind,
     model: Any,
@@ -65,7 +65,7 @@ def test_random_lag(
 
 
 def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
-    engine: Any, server: Any, device: ToldDevice
+    engine: Any, server: Any, device: ScriptedDevice
 ) -> None:
     one = engine(device=device)
     seen = []
@@ -87,7 +87,7 @@ RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 
 @RUNNERS
 def test_a_device_loads_before_the_steps_forward_pass(
-    engine: Any, server: Any, device: ToldDevice, v2: bool
+    engine: Any, server: Any, device: ScriptedDevice, v2: bool
 ) -> None:
     """A load waits for the work that was queued before the forward pass, such as the zeroing of
     blocks, and not for the pass."""
@@ -110,7 +110,7 @@ def test_a_device_loads_before_the_steps_forward_pass(
 
 @RUNNERS
 def test_a_device_loads_after_the_steps_zeroing(
-    engine: Any, server: Any, device: ToldDevice, v2: bool
+    engine: Any, server: Any, device: ScriptedDevice, v2: bool
 ) -> None:
     engine(specs=mixed_model()).generate("a", PROMPT, 1)
     server.order_kind, server.hold = OrderKind.EVENTS, {"load"}
@@ -175,7 +175,7 @@ def test_stores_behind_a_drafter_are_right_in_either_order(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_load_that_is_cancelled_while_it_waits_ends(
-    engine: Any, server: Any, device: ToldDevice, kind: OrderKind
+    engine: Any, server: Any, device: ScriptedDevice, kind: OrderKind
 ) -> None:
     engine().generate("a", PROMPT, 1)
     server.order_kind = kind
@@ -194,7 +194,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
 
 
 def test_dummy_runs_and_graph_capture_reach_no_callback(
-    engine: Any, server: Any, device: ToldDevice
+    engine: Any, server: Any, device: ScriptedDevice
 ) -> None:
     """vLLM's V2 runner disables the connector for dummy runs and graph capture. Meanwhile hotkv
     must send no transfer; afterwards requests run as usual."""

@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_proto.order import OrderKind
-from tests.vllm.device import ToldDevice
+from tests.vllm.device import ScriptedDevice
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.ordered_server import engine_at, finish
 from tests.vllm.processes import Daemon
@@ -40,9 +40,13 @@ def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
     device writes, and CUDA events. The server has no device, so it must choose words. If the engine
     offers only events, the server must choose none of them and give the reason."""
     for settings, kind, why in (
-        ({"device": ToldDevice()}, OrderKind.FLAGS, ""),
-        ({"device": ToldDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),
-        ({"device": ToldDevice(), "extra": {"device_order": "events"}}, OrderKind.HOST, "events"),
+        ({"device": ScriptedDevice()}, OrderKind.FLAGS, ""),
+        ({"device": ScriptedDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),
+        (
+            {"device": ScriptedDevice(), "extra": {"device_order": "events"}},
+            OrderKind.HOST,
+            "events",
+        ),
         ({}, OrderKind.HOST, ""),
     ):
         session = make(**settings).worker._worker.rank.session
@@ -63,7 +67,7 @@ def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -
     are stored and loaded. Covers every KV layout with transfers that wait for marks in memory
     ("flags": words by which the device tells the server how far it is), and one layout without
     marks ("host"). The harness checks each value that attention reads."""
-    chance, device = random.Random(f"{order}{model}{layout.name}"), ToldDevice()
+    chance, device = random.Random(f"{order}{model}{layout.name}"), ScriptedDevice()
     one = make(
         device=device,
         specs=model(),

@@ -15,7 +15,7 @@ from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest
 from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.hints import MAX_ACTIONS, Action, ActionType, Hints, Target, is_identifier
-from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
+from hotkv_vllm.hints.hint_reader import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.stats import HotKVStats
 from tests.support.waiting import wait_for
 from tests.vllm.harness import prompt

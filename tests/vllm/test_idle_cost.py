@@ -96,9 +96,9 @@ def state(planner: Any) -> str:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Makes each quiet step be planned, and each resting worker run its callbacks. Returns a counter:
-    how often this was done, and how often there was something to do or to change. (An exception
-    would not leave the callback.)"""
+    """Makes each quiet step be planned, and each resting worker run its callbacks. Returns a
+    counter: how often this was done, and how often there was something to do or to change. (An
+    exception would not leave the callback.)"""
     is_quiet, plan, rests = StepPlanner._is_quiet, StepPlanner.plan, HotKVWorker.rests
     take_report, take_results = HotKVWorker.take_report, HotKVWorker.take_results
     checked, resting = Counter[str](), set[int]()

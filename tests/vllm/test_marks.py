@@ -19,7 +19,7 @@ from hotkv_vllm.worker.device_order import (
     marks_for,
 )
 from hotkv_vllm.worker.layout import ExportedMemory
-from tests.vllm.device import ToldDevice
+from tests.vllm.device import ScriptedDevice
 from tests.vllm.ordered_workers import KINDS
 
 
@@ -29,20 +29,20 @@ from tests.vllm.ordered_workers import KINDS
 def test_what_is_wanted_and_can_be_done_is_offered(
     wanted: str, has_events: bool, has_words: bool
 ) -> None:
-    marks = Marks(ToldDevice(has_events=has_events, has_words=has_words), wanted)
+    marks = Marks(ScriptedDevice(has_events=has_events, has_words=has_words), wanted)
     events = has_events and wanted in ("auto", "events")
     words = has_words and wanted in ("auto", "flags")
     assert len(marks.order.event_handles) == (NUM_EVENTS if events else 0)
     assert marks.order.num_flags == (NUM_WORDS if words else 0)
     assert marks.order.flags_handle_id == (WORDS_HANDLE if words else "")
-    assert marks.order.device_uuid == (ToldDevice.uuid if events or words else b"")
+    assert marks.order.device_uuid == (ScriptedDevice.uuid if events or words else b"")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_mark_is_of_the_kind_that_the_session_has_chosen(kind: OrderKind) -> None:
     """Makes three marks (points in the device's queue for which transfers wait). They must be of
     the kind that the server has chosen. Marks by CUDA events must use three different events."""
-    marks = Marks(ToldDevice(), "auto")
+    marks = Marks(ScriptedDevice(), "auto")
     made = [marks.make(kind).after for _ in range(3)]
     assert {after.kind for after in made if after} == {kind} - {OrderKind.HOST}
     if kind is OrderKind.EVENTS:
@@ -59,7 +59,7 @@ def test_on_a_cpu_all_marks_have_passed_and_nothing_is_offered() -> None:
 
 
 def test_an_event_that_could_not_be_recorded_is_still_free() -> None:
-    device = ToldDevice()
+    device = ScriptedDevice()
     marks = Marks(device, "events")
     device.on_record = lambda event: 1 // 0
     with pytest.raises(ZeroDivisionError):
@@ -71,7 +71,7 @@ def test_an_event_that_could_not_be_recorded_is_still_free() -> None:
 @pytest.mark.parametrize("kind", [OrderKind.FLAGS, OrderKind.HOST])
 def test_events_of_this_process_are_used_again(kind: OrderKind) -> None:
     made: list[Any] = []
-    device = ToldDevice()
+    device = ScriptedDevice()
     plain = device.new_event
     device.new_event = lambda **how: made.append(how) or plain(**how)  # type: ignore[method-assign]
     marks = Marks(device, "flags")
@@ -83,7 +83,7 @@ def test_events_of_this_process_are_used_again(kind: OrderKind) -> None:
 
 
 def test_a_mark_passes_when_the_device_is_there_and_stays_passed() -> None:
-    device = ToldDevice()
+    device = ScriptedDevice()
     device.give(lambda: None)
     marks = Marks(device, "host")
     mark = marks.make(OrderKind.HOST)
@@ -99,7 +99,7 @@ def test_a_mark_passes_when_the_device_is_there_and_stays_passed() -> None:
 
 
 def test_each_stream_has_a_word_that_counts_up() -> None:
-    device = ToldDevice()
+    device = ScriptedDevice()
     marks = Marks(device, "flags")
     told = []
     for stream in (7, 8, 7, 7, 9):
@@ -122,8 +122,8 @@ def test_each_stream_has_a_word_that_counts_up() -> None:
 def test_the_servers_words_are_shown_beside_the_memory() -> None:
     layout = Layout(0, 1, (MemoryHandle("kv0", 64),), (), "test")
     memory = ExportedMemory(layout, {"kv0": 5})
-    assert Marks(ToldDevice(), "events").beside(memory) is memory
-    both = Marks(ToldDevice(), "flags").beside(memory)
+    assert Marks(ScriptedDevice(), "events").beside(memory) is memory
+    both = Marks(ScriptedDevice(), "flags").beside(memory)
     assert [one.handle_id for one in both.layout.handles] == ["kv0", WORDS_HANDLE]
     assert both.fds.keys() == {"kv0", WORDS_HANDLE} and both.fds["kv0"] == 5
     assert memory.fds == {"kv0": 5}

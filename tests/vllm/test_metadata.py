@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport
 from hotkv_vllm.identity.rekeying import WeightsReport
 from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StepReport
-from hotkv_vllm.offloading.messages import DoorReport, PageFormat, RankReport
-from hotkv_vllm.report_ids import MOST_HEARD, HeardReports, report_ids
+from hotkv_vllm.offloading.messages import DoorRankReport, DoorReport, PageFormat
+from hotkv_vllm.report_ids import MOST_HEARD, SeenReports, report_ids
 from hotkv_vllm.sparse.reporter import SparseReport
 
 POSITIONS = (
@@ -172,7 +172,7 @@ THEIRS = st.none() | st.builds(
     st.just(TransferStats()),
 )
 OF_DOOR = st.builds(
-    RankReport,
+    DoorRankReport,
     THEIRS,
     st.none() | st.builds(WeightsReport, st.integers(0, 2), NAMES),
     st.none() | st.builds(PageFormat, RANKS, NAMES),
@@ -185,7 +185,7 @@ def of_door(data: st.DataObject, number: int) -> Any:
     return DoorReport.of({(number % 2, number): data.draw(OF_DOOR)})
 
 
-def heard(said: Any, before: HeardReports) -> Any:
+def heard(said: Any, before: SeenReports) -> Any:
     """Returns what the scheduler side acts on."""
     if isinstance(said, HotKVWorkerMetadata):
         return plain(said.joined(before))
@@ -200,18 +200,18 @@ def test_messages_joined_anyhow_and_repeatedly_say_the_same(
 ) -> None:
     said = [make(data, number) for number in range(count)]
     before = copy.deepcopy(plain(said))
-    expected = heard(reduce(lambda one, other: one.aggregate(other), said), HeardReports())
+    expected = heard(reduce(lambda one, other: one.aggregate(other), said), SeenReports())
     again = data.draw(st.lists(st.sampled_from(said)))
     shuffled = data.draw(st.permutations([*said, *again]))
     while len(shuffled) > 1:
         # Joins neighbouring messages in any order, as aggregators in a tree may.
         at = data.draw(st.integers(0, len(shuffled) - 2))
         shuffled[at : at + 2] = [shuffled[at].aggregate(shuffled[at + 1])]
-    known = HeardReports()
+    known = SeenReports()
     assert heard(shuffled[0], known) == expected
     assert plain(said) == before, "a message was changed by being joined"
     # A later step repeats some of the reports.
-    nothing = heard(make(data, 0), HeardReports()) and heard(type(said[0])(), HeardReports())
+    nothing = heard(make(data, 0), SeenReports()) and heard(type(said[0])(), SeenReports())
     for one in (shuffled[0], *said):
         assert heard(one, known) == nothing
 
@@ -222,13 +222,13 @@ def test_a_report_counts_in_the_step_that_first_brings_it(
     make: Any, data: st.DataObject, late: bool
 ) -> None:
     first, second = make(data, 0), make(data, 1)
-    known, alone = HeardReports(), heard(second, HeardReports())
+    known, alone = SeenReports(), heard(second, SeenReports())
     heard(first, known)
     assert heard(first.aggregate(second) if late else second.aggregate(first), known) == alone
 
 
 def test_heard_reports_are_bounded_and_ids_of_a_new_process_are_new() -> None:
-    known, ids = HeardReports(), [report_ids(rank) for rank in (0, 1)]
+    known, ids = SeenReports(), [report_ids(rank) for rank in (0, 1)]
     for _ in range(MOST_HEARD):
         said = [next(one) for one in ids]
         assert known.fresh(reversed(said)) == said and known.fresh(said) == []

@@ -15,7 +15,7 @@ from hotkv_server.tiers.s3.tier import LINGER_S
 from hotkv_server.tiers.valkey.generation_keys import GRACE_S
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S
 from hotkv_vllm.compat.residency import SPARE_SLOTS
-from hotkv_vllm.offloading.requests import SHARE_ALONE, SHARE_TOGETHER
+from hotkv_vllm.offloading.promotions import SHARE_ALONE, SHARE_TOGETHER
 from hotkv_vllm.offloading.scheduler import IDLE_WAIT_S
 from hotkv_vllm.offloading.tier import OWED_S
 from hotkv_vllm.offloading.transfers import LEASE_PATIENCE_S

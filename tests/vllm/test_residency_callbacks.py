@@ -34,8 +34,8 @@ MODULES = [
     "sparse.rank",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
-"""Classes that vLLM calls directly, not through the connector's callbacks, and a function that these
-classes call."""
+"""Classes that vLLM calls directly, not through the connector's callbacks, and a function that
+these classes call."""
 
 
 FORMS = {"async-later": (True, True, 0), "sync-first": (False, False, 0), "moves": (True, True, 5)}

@@ -17,7 +17,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
 from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, SILENT_S, TURN_S
-from hotkv_vllm.residency.moves import Demand, Relief, to_move
+from hotkv_vllm.residency.moves import BlockDemand, Relief, to_move
 from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MOST_AHEAD, PARK_S
 from hotkv_vllm.scheduler.request import Phase
 from tests.vllm.parts import TOKENS
@@ -46,7 +46,7 @@ RELIEFS = st.dictionaries(
     max_size=6,
 )
 DEMANDS = st.builds(
-    Demand,
+    BlockDemand,
     st.integers(0, 60),
     st.integers(0, 40),
     st.integers(0, 20),
@@ -55,7 +55,7 @@ DEMANDS = st.builds(
 
 
 @given(DEMANDS, RELIEFS)
-def test_no_more_is_moved_than_is_needed(demand: Demand, reliefs: dict[str, Relief]) -> None:
+def test_no_more_is_moved_than_is_needed(demand: BlockDemand, reliefs: dict[str, Relief]) -> None:
     chosen = to_move(demand, reliefs)
     assert len(set(chosen)) == len(chosen) and (demand.is_short or not chosen)
     free, spare, moved = demand.free, demand.free - demand.promised, set[str]()
@@ -79,12 +79,14 @@ def test_no_more_is_moved_than_is_needed(demand: Demand, reliefs: dict[str, Reli
 
 def test_the_one_that_gives_most_goes_first_and_of_equals_the_first() -> None:
     reliefs = {"a": Relief(3), "b": Relief(9, 1), "c": Relief(9, 5)}
-    assert to_move(Demand(0, 0, 4, None), reliefs) == ["b"]
-    assert to_move(Demand(0, 0, 0, 4), reliefs) == ["c"]
-    assert to_move(Demand(0, 0, 20, None), reliefs) == ["b", "c", "a"]
-    assert to_move(Demand(5, 0, 4, 40), reliefs) == [], "the first could not begin even then"
-    assert to_move(Demand(0, 0, 0, 4), {"a": Relief(3), "b": Relief(-2)}) == []
-    assert to_move(Demand(0, 0, 0, 4), {"a": Relief(-2, 6)}) == [], "its hot slots find no room"
+    assert to_move(BlockDemand(0, 0, 4, None), reliefs) == ["b"]
+    assert to_move(BlockDemand(0, 0, 0, 4), reliefs) == ["c"]
+    assert to_move(BlockDemand(0, 0, 20, None), reliefs) == ["b", "c", "a"]
+    assert to_move(BlockDemand(5, 0, 4, 40), reliefs) == [], "the first could not begin even then"
+    assert to_move(BlockDemand(0, 0, 0, 4), {"a": Relief(3), "b": Relief(-2)}) == []
+    assert to_move(BlockDemand(0, 0, 0, 4), {"a": Relief(-2, 6)}) == [], (
+        "its hot slots find no room"
+    )
 
 
 # -------------------------------------------------------------------------------------- the machine

@@ -22,7 +22,7 @@ from hotkv_proto.layout import FENCE_WORDS
 from hotkv_proto.order import OrderKind
 from hotkv_vllm.compat import checks
 from tests.support.waiting import wait_for
-from tests.vllm.device import ToldDevice
+from tests.vllm.device import ScriptedDevice
 from tests.vllm.harness import prompt
 from tests.vllm.ordered_server import engine_at
 from tests.vllm.ordered_server import finish as finish_with_daemon
@@ -150,7 +150,7 @@ def test_fences_that_ranks_have_named_are_used(
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 def test_random_lag(
-    engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
+    engine: Any, server: Any, device: ScriptedDevice, kind: OrderKind, pipelined: bool
 ) -> None:
     """Runs random requests in few blocks. vLLM's runner V2 then zeroes blocks while they are being
     stored, before it passes the step's metadata to the worker. The server often ends its copies
@@ -197,7 +197,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     """Begins a store with a real server. The store waits for the device, which zeroes the blocks
     before the server copies them. The scheduler must revoke the store: a second engine must miss.
     """
-    device, at = ToldDevice(), (daemon.start(), tmp_path, monkeypatch)
+    device, at = ScriptedDevice(), (daemon.start(), tmp_path, monkeypatch)
     one = engine_at(*at, v2=True, device=device, specs=mixed_model())
     assert worker_of(one).rank.session.order_kind is OrderKind.FLAGS
     one.add("a", PROMPT, 1)

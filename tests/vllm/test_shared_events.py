@@ -23,7 +23,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache.values import Medium
-from hotkv_server.events.drive import BlocksRemoved, BlocksStored, EventHub, KeySpaceCleared
+from hotkv_server.events.drive import EventHub, KeySpaceCleared, RemovedEvent, StoredEvent
 from hotkv_server.events.service import EngineReader
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.scheduler import events
@@ -41,7 +41,7 @@ KEY_SPACE = make_key_space("one", 4096, 4096)
 GROUPS = [CacheGroup(number, GroupKind.FULL_ATTENTION, 16) for number in range(2)]
 MEDIA = st.sampled_from([(Medium.CPU, ""), (Medium.DISK, "disk")])
 BLOCKS = st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True)
-Lying = tuple[int, Medium, str, int]
+Location = tuple[int, Medium, str, int]
 """A block and its place: group, medium, tier, and the block's number."""
 
 
@@ -79,21 +79,21 @@ class Telling(RuleBasedStateMachine):
         self.hub = EventHub()
         for number, name in ((1, "one"), (2, "other")):
             self.hub.add_key_space(number, make_key_space(name, 4096, 4096))
-        self.cached: dict[Lying, None] = {}
+        self.cached: dict[Location, None] = {}
         self.index: set[Any] = set()
         self.teller = SharedEvents()
         self.session: Wire | None = Wire(self.hub, self.state)
         self.now_s = 0.0
 
-    def state(self) -> Iterator[BlocksStored]:
+    def state(self) -> Iterator[StoredEvent]:
         for group, medium, tier, number in list(self.cached):
             if (group, medium, tier, number) in self.cached:
                 yield self.run(group, [number], medium, tier)
 
     @staticmethod
-    def run(group: int, numbers: list[int], medium: Medium, tier: str) -> BlocksStored:
+    def run(group: int, numbers: list[int], medium: Medium, tier: str) -> StoredEvent:
         tokens = RunContent(np.zeros(16 * len(numbers), np.int32))
-        return BlocksStored(1, group, words_of(numbers), None, 0, tokens, medium, tier)
+        return StoredEvent(1, group, words_of(numbers), None, 0, tokens, medium, tier)
 
     @rule(group=st.integers(0, 1), numbers=BLOCKS, medium=MEDIA)
     def store(self, group: int, numbers: list[int], medium: tuple[Medium, str]) -> None:
@@ -104,7 +104,7 @@ class Telling(RuleBasedStateMachine):
     def remove(self, group: int, numbers: list[int], medium: tuple[Medium, str]) -> None:
         for number in numbers:
             self.cached.pop((group, *medium, number), None)
-        self.hub.publish([BlocksRemoved(1, group, words_of(numbers), *medium)])
+        self.hub.publish([RemovedEvent(1, group, words_of(numbers), *medium)])
 
     @rule()
     def clear_the_device(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm import connector, callbacks
-from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
+from hotkv_vllm import callbacks, connector
 from hotkv_vllm.callbacks import CallbackEdge, callback
+from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Sharing

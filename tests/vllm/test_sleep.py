@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from hotkv_vllm.worker import rank_loads
-from tests.vllm.device import ToldDevice
+from tests.vllm.device import ScriptedDevice
 from tests.vllm.engine_core import Core, Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, check_stored
@@ -115,7 +115,7 @@ UNDER_WAY = {
     "a hung store": {"extra": {"store_timeout_s": 0.05}},
     "a tail": {"pipelined": True},
     "a lone tail": {},
-    "a store behind the device": {"device": ToldDevice()},
+    "a store behind the device": {"device": ScriptedDevice()},
     "a load": {},
     "an ended load": {},
     "a hung load": {"extra": {"store_timeout_s": 0.0, "load_timeout_s": 0.0}},
@@ -264,8 +264,8 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     """vLLM 0.33 may admit a request with a load, but call `update_state_after_alloc` some steps
     later (`Scheduler.deferred_loads`), or never. Meanwhile the load's blocks must not be stored.
 
-    is_reset: if True, a reset was requested, but its callback raised. So the lease of the load still
-        protects blocks from before the reset.
+    is_reset: if True, a reset was requested, but its callback raised. So the lease of the load
+        still protects blocks from before the reset.
     """
     answer = engine().fill(PROMPT)
     one, late = engine(), list[Any]()

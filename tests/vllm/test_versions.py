@@ -23,13 +23,13 @@ import pytest
 
 from hotkv_vllm import versions
 from hotkv_vllm.compat import definitions, uses
-from hotkv_vllm.compat.definitions import Found, FunctionDef, Names, Readable, kind_of
-from hotkv_vllm.compat.uses import OWN, Form, Uses, answer
+from hotkv_vllm.compat.definitions import Definition, FunctionDef, Readable, Sources, kind_of
+from hotkv_vllm.compat.uses import OWN, ApiUses, Form, answer
 from tests.vllm.changed_sources import Changed, Once, Replaced
 from tools.check_vllm_api import CACHE
 from tools.vllm_sources import exact, installed
 
-LIST = Uses.read(uses.LIST.read_text())
+LIST = ApiUses.read(uses.LIST.read_text())
 DOORS = sorted(LIST.doors)
 
 
@@ -60,7 +60,7 @@ def path_of(source: Readable, module: str) -> str:
     return path if source.read(path) is not None else path.replace(".py", "/__init__.py")
 
 
-def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
+def renamed(source: Readable, names: Sources, module: str, name: str) -> Changed:
     """Returns the sources of vLLM in which the name that hotkv imports from `module` is renamed. If
     it is a member of a class, it is renamed in the class and in all its base classes."""
     first, _, member = name.partition(".")
@@ -85,13 +85,13 @@ def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
     return Changed(source, texts)
 
 
-def definition(names: Names, module: str, name: str) -> Found | None:
+def definition(names: Sources, module: str, name: str) -> Definition | None:
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     return names.member(found, member) if member and found is not None else found
 
 
-def with_node(source: Readable, found: Found, new: Any) -> Changed:
+def with_node(source: Readable, found: Definition, new: Any) -> Changed:
     """Returns the sources with the definition `found` replaced by `new`. The definition's
     decorators stay."""
     node: Any = found.node
@@ -104,7 +104,7 @@ def with_node(source: Readable, found: Found, new: Any) -> Changed:
 
 
 def broken(
-    source: Readable, names: Names, module: str, name: str, form: Form
+    source: Readable, names: Sources, module: str, name: str, form: Form
 ) -> Iterator[tuple[str, Changed]]:
     """Yields changes of vLLM's sources that break hotkv's use of the definition `name`: for each, a
     description and the changed sources.
@@ -120,7 +120,7 @@ def broken(
         of_call = names.member(found, "__init__") or found
         called = of_call.node
 
-    def other(change: Any, of: Any = called, place: Found = of_call) -> Changed:
+    def other(change: Any, of: Any = called, place: Definition = of_call) -> Changed:
         new = copy.deepcopy(of)
         if hasattr(new, "decorator_list"):
             new.decorator_list = []
@@ -160,8 +160,8 @@ which hotkv relies, one for each way in which versions define the name). A use t
 list with the same forms is compared once."""
 
 
-def compared(source: Readable, some: Uses) -> list[str]:
-    return list(uses.changed_uses(source, Names(source, is_whole=False), OWN, some))
+def compared(source: Readable, some: ApiUses) -> list[str]:
+    return list(uses.changed_uses(source, Sources(source, is_whole=False), OWN, some))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> N
     of: the version of vLLM.
     """
     source = Once(sources_of(of))
-    names = Names(source, is_whole=True)
+    names = Sources(source, is_whole=True)
     num_broken, wrong = 0, []
     some = list(USES.items())[::every]
     for (module, name, _), forms in some:

@@ -1,6 +1,6 @@
-"""Tests the stores of a rank's worker side, from the callback (method that vLLM calls) that begins a
-store to the report of its end. Also tests the revocation of stores whose blocks a step overwrites,
-and what a rank prepares for transfers."""
+"""Tests the stores of a rank's worker side, from the callback (method that vLLM calls) that begins
+a store to the report of its end. Also tests the revocation of stores whose blocks a step
+overwrites, and what a rank prepares for transfers."""
 
 from typing import Any
 

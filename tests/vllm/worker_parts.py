@@ -11,10 +11,10 @@ import pytest
 from hotkv_client.types import BlockResult, BlockRun, LoadRun, TransferResult, TransferStatus
 from hotkv_proto.order import OrderKind
 from hotkv_vllm import link
-from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StepReport, StoreJob
-from hotkv_vllm.report_ids import HeardReports
+from hotkv_vllm.report_ids import SeenReports
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker import rank_loads, rank_stores, side
 from hotkv_vllm.worker.side import HotKVWorker
@@ -151,7 +151,7 @@ class Rig:
     def report(self) -> StepReport:
         """Returns the worker's next report; an empty one if it sends none."""
         said = self.worker.take_report(None)
-        return StepReport() if said is None else said.joined(HeardReports())
+        return StepReport() if said is None else said.joined(SeenReports())
 
     def results(self) -> dict[int, bytes]:
         """Returns, by store, the result in the worker's next report."""

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2
 from hotkv_proto.versions import MAX_BATCH_BYTES
 from hotkv_server.cache.values import EvictionNotice
 from hotkv_server.node.removals import NOTICE_BLOCKS
-from hotkv_server.wire import session as session_service
+from hotkv_server.wire import session_stream as session_service
 from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.limits import Pace
-from hotkv_server.wire.session import SessionOutbox, SessionStream
+from hotkv_server.wire.session_stream import SessionOutbox, SessionStream
 from tests.server.nodes import SPACE, live_node
 
 SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=12)

@@ -35,7 +35,7 @@ from hotkv_client.fence import Fence
 from hotkv_client.testing import OddServer
 from hotkv_client.types import After, EngineMemory, Evicted, TransferResult, TransferStatus
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace

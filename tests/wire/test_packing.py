@@ -12,7 +12,7 @@ from hotkv_client import BlockRun, LoadEnd, RequestReport
 from hotkv_client.parts import split_messages
 from hotkv_client.types import EndedRequest
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.blocks import (
     NO_OPTIONS,
     NO_RETENTION,
@@ -32,7 +32,7 @@ from hotkv_proto.messages.cache import (
     unpack,
 )
 from hotkv_proto.messages.errors import error_detail
-from hotkv_proto.messages.session import MAX_REPORTS, read_load_ends, read_reports
+from hotkv_proto.messages.report_messages import MAX_REPORTS, read_load_ends, read_reports
 from hotkv_proto.reports import CANCELS, SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES

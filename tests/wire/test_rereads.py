@@ -92,7 +92,7 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
     """Returns a compiled kernel as a Python function, into which the writer of `scene` intrudes.
     The writer makes the first half of its change after the kernel's first read of a sequence
     number, and the second half just before the kernel reads that number again."""
-    kernels: Any = native.load("hotkv_proto.kernels")
+    kernels: Any = native.load("hotkv_proto.table_reading")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
         value = array[row, column]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from demo.processes import Server, runtime_folder
 from hotkv_client import Role, SessionConfig
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_proto import versions
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Sketch, signed_salt, unsigned_salt

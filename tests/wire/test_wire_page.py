@@ -18,7 +18,7 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_proto.messages.hints import MAX_ENVELOPE_CHARS
 from hotkv_proto.messages.layout import MAX_KEY_SPACE_BYTES
-from hotkv_proto.messages.session import MAX_REPORTS
+from hotkv_proto.messages.report_messages import MAX_REPORTS
 from hotkv_proto.order import OrderKind
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import (
@@ -36,7 +36,7 @@ from hotkv_server.cache.values import CoreConfig
 from hotkv_server.node import sessions, transfers
 from hotkv_server.residency.book import register as residency_book
 from hotkv_server.security import identity
-from hotkv_server.wire import descriptors, server, session
+from hotkv_server.wire import descriptors, server, session_stream
 from hotkv_server.wire.errors import CODES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ LIMITS = {
     "blocks in a store or reservation": MAX_STORED_BLOCKS,
     "blocks in a load": MAX_LOADED_BLOCKS,
     "characters of an id or name": fields.MAX_IDENTIFIER,
-    "names of a session's model": session.MAX_MODEL_NAMES,
+    "names of a session's model": session_stream.MAX_MODEL_NAMES,
     "characters of a traceparent": traces.MAX_TRACEPARENT_CHARS,
     "bytes of a key space on the wire": MAX_KEY_SPACE_BYTES,
     "groups of a key space": keys.MAX_GROUPS,
@@ -65,9 +65,9 @@ LIMITS = {
     "actions of one request's hints": hints.MAX_ACTIONS,
     "characters of an envelope of hints": MAX_ENVELOPE_CHARS,
     "answers of a stream that wait to be read, before the server reads on": (
-        session.UNREAD_ANSWERS
+        session_stream.UNREAD_ANSWERS
     ),
-    "seconds for the first message of a stream": session.FIRST_MESSAGE_TIMEOUT_S,
+    "seconds for the first message of a stream": session_stream.FIRST_MESSAGE_TIMEOUT_S,
     "seconds for the first packet on the descriptor socket": descriptors.REQUEST_TIMEOUT_S,
     "seconds that a ticket is good": identity.TTL_S,
     "bytes of a packet on the descriptor socket": descriptors.MAX_PACKET_BYTES,

@@ -45,22 +45,14 @@ class FakeMemory:
         sketch (compact form of blocks' keys, for sparse attention) that the session
         declares."""
         groups = self._config.key_space.groups
-        return (
-            groups[group]
-            if group < len(groups)
-            else self._config.sketches[group - len(groups)]
-        )
+        return groups[group] if group < len(groups) else self._config.sketches[group - len(groups)]
 
     def number(self, group: int) -> int:
         """Returns the number that stands for `group` in the server's keys (`Key`). For a group of
         KV blocks this is its index. For a kind of sketch (compact form of keys) this is its
         salt, a number that differs for each format, version and size."""
         shape = self.shape(group)
-        return (
-            self._config.key_space.sketch_salt(shape)
-            if isinstance(shape, Sketch)
-            else group
-        )
+        return self._config.key_space.sketch_salt(shape) if isinstance(shape, Sketch) else group
 
     def shard(self) -> int:
         """Returns the shard that this engine holds."""

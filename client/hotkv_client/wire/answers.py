@@ -29,7 +29,7 @@ from hotkv_proto.keys import unsigned_salt
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.errors import STATUS_KEY, read_error_detail, read_error_status
 from hotkv_proto.messages.fields import enum_word
-from hotkv_proto.messages.session import read_memory_registered
+from hotkv_proto.messages.report_messages import read_memory_registered
 from hotkv_proto.v1 import events_pb2, session_pb2
 from hotkv_proto.versions import Feature, agreed_features
 

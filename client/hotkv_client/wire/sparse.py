@@ -10,7 +10,7 @@ import numpy as np
 
 from hotkv_client.parts import PART_BLOCKS, split_messages
 from hotkv_client.types import Float32s, Int32s, SelectConfig, SelectedBlocks
-from hotkv_client.wire.requests import Request
+from hotkv_client.wire.call_messages import Request
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.cache import pack
 from hotkv_proto.messages.errors import read_error_detail

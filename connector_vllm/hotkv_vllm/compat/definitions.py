@@ -58,7 +58,7 @@ MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "Ordered
 
 
 @dataclass(frozen=True)
-class Found:
+class Definition:
     """A definition in vLLM's sources: of a class, function, variable or module.
 
     module: full name of the module that contains the definition, or of the module itself.
@@ -73,7 +73,7 @@ class Found:
 class Instance:
     """The type of a value that is an instance of a class of vLLM (`cls`)."""
 
-    cls: Found
+    cls: Definition
 
 
 @dataclass(frozen=True)
@@ -103,23 +103,23 @@ class Scope:
     name: the full name by which it was found.
     """
 
-    found: Found
+    found: Definition
     name: str
 
 
 Type = Instance | Items | Row | Scope | None
 
 
-def told(kind: Type) -> str:
+def type_text(kind: Type) -> str:
     """Returns a type as text, such as `Request`, `[Request]`, `{Key: Request}` or `(Request, _)`.
     `_` stands for a type that can't be determined."""
     if isinstance(kind, Instance):
         assert isinstance(kind.cls.node, ast.ClassDef)
         return kind.cls.node.name
     if isinstance(kind, Items):
-        both = (told(kind.item), told(kind.mapped))
+        both = (type_text(kind.item), type_text(kind.mapped))
         return "{{{}: {}}}".format(*both) if kind.mapped is not None else f"[{both[0]}]"
-    return f"({', '.join(map(told, kind.items))})" if isinstance(kind, Row) else "_"
+    return f"({', '.join(map(type_text, kind.items))})" if isinstance(kind, Row) else "_"
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -182,7 +182,7 @@ class Module:
     """One source file, parsed only as far as needed. Methods raise SyntaxError if the file can't be
     parsed.
 
-    node: an empty syntax tree, which is the `Found.node` of every module.
+    node: an empty syntax tree, which is the `Definition.node` of every module.
     text: the text of the file.
     is_package: True if the file is a package's `__init__.py`.
     is_whole: True parses the whole file at once.
@@ -256,7 +256,7 @@ class Module:
         return self._parsed[place]
 
 
-class Names:
+class Sources:
     """Finds definitions in the sources of one version of vLLM. Methods raise SyntaxError if a file
     can't be parsed.
 
@@ -268,7 +268,7 @@ class Names:
         self._source = source
         self._is_whole = is_whole
         self._modules: dict[str, Module | None] = {}
-        self._found: dict[tuple[str, str], Found | None] = {}
+        self._found: dict[tuple[str, str], Definition | None] = {}
         self._members: dict[ast.AST, dict[str, ast.AST]] = {}
         self._set: dict[ast.AST, dict[str, ast.AST]] = {}
         self._calls: dict[ast.AST, dict[str, set[str]]] = {}
@@ -286,17 +286,17 @@ class Names:
             )
         return self._modules[name]
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> Definition | None:
         """Returns the definition that has a full name, such as `vllm.config.VllmConfig`. Returns
         None if there is no such definition in vLLM."""
         module, _, last = name.rpartition(".")
         return self.lookup(module, last) or (
-            Found(name, Module.node) if self.module(name) is not None else None
+            Definition(name, Module.node) if self.module(name) is not None else None
         )
 
     def lookup(
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
-    ) -> Found | None:
+    ) -> Definition | None:
         """Returns the definition of a name in a module's scope, even if the module imports it from
         another module of vLLM. Returns None if there is no such definition in vLLM.
 
@@ -309,20 +309,22 @@ class Names:
             self._found[module, name] = self._lookup(module, name, seen)
         return self._found[module, name]
 
-    def _lookup(self, module: str, name: str, seen: frozenset[tuple[str, str]]) -> Found | None:
+    def _lookup(
+        self, module: str, name: str, seen: frozenset[tuple[str, str]]
+    ) -> Definition | None:
         scope = self.module(module)
         if scope is None or (module, name) in seen:
             return None
         seen |= {(module, name)}
         for node in scope.defining(name):
             if isinstance(node, ast.ClassDef | FunctionDef) and node.name == name:
-                return Found(module, node)
+                return Definition(module, node)
             if isinstance(node, ast.Assign) and any(
                 name in _targets(target) for target in node.targets
             ):
-                return Found(module, node)
+                return Definition(module, node)
             if isinstance(node, ast.AnnAssign) and name in _targets(node.target):
-                return Found(module, node)
+                return Definition(module, node)
             if (
                 isinstance(node, ast.ImportFrom)
                 and (found := self._imported(module, node, name, seen)) is not None
@@ -332,7 +334,7 @@ class Names:
 
     def _imported(
         self, module: str, node: ast.ImportFrom, name: str, seen: frozenset[tuple[str, str]]
-    ) -> Found | None:
+    ) -> Definition | None:
         origin = node.module or ""
         if node.level:
             is_package = (scope := self.module(module)) is not None and scope.is_package
@@ -351,13 +353,13 @@ class Names:
             if (alias.asname or alias.name) == name:
                 full = f"{origin}.{alias.name}"
                 return self.lookup(origin, alias.name, seen) or (
-                    Found(full, Module.node) if self.module(full) is not None else None
+                    Definition(full, Module.node) if self.module(full) is not None else None
                 )
         return None
 
     # -------------------------------------------------------------------------------------- classes
 
-    def bases(self, cls: Found) -> list[Found]:
+    def bases(self, cls: Definition) -> list[Definition]:
         """Returns a class and all its base classes that are in vLLM, nearest first."""
         assert isinstance(cls.node, ast.ClassDef)
         found = [cls]
@@ -370,32 +372,32 @@ class Names:
                 found += self.bases(one) if isinstance(one.node, ast.ClassDef) else []
         return found
 
-    def member(self, cls: Found, name: str) -> Found | None:
+    def member(self, cls: Definition, name: str) -> Definition | None:
         """Returns the definition of a method, field or attribute of a class or of its bases; None
         if there is no such member."""
         bases = self.bases(cls)
         for members in (self._body_members, self._set_members):
             for one in bases:
                 if (node := members(one).get(name)) is not None:
-                    return Found(one.module, node)
+                    return Definition(one.module, node)
         return None
 
-    def _body_members(self, cls: Found) -> dict[str, ast.AST]:
+    def _body_members(self, cls: Definition) -> dict[str, ast.AST]:
         if cls.node not in self._members:
             self._members[cls.node] = body_members(cls.node)
         return self._members[cls.node]
 
-    def _set_members(self, cls: Found) -> dict[str, ast.AST]:
+    def _set_members(self, cls: Definition) -> dict[str, ast.AST]:
         if cls.node not in self._set:
             self._set[cls.node] = set_members(self._full(cls))
         return self._set[cls.node]
 
-    def _full(self, cls: Found) -> ast.ClassDef:
+    def _full(self, cls: Definition) -> ast.ClassDef:
         module = self.module(cls.module)
         assert isinstance(cls.node, ast.ClassDef) and module is not None
         return module.full(cls.node)
 
-    def owner(self, cls: Found, name: str) -> Found | None:
+    def owner(self, cls: Definition, name: str) -> Definition | None:
         """Returns the class that has a member of this name: `cls`, or else a subclass of `cls` in
         the same module; None if neither has it. A subclass counts because a value that is annotated
         with the base class may be an instance of the subclass."""
@@ -403,12 +405,12 @@ class Names:
             return cls
         module = self.module(cls.module)
         for node in module.classes() if module is not None else ():
-            kin = Found(cls.module, node)
+            kin = Definition(cls.module, node)
             if cls in self.bases(kin) and self.member(kin, name) is not None:
                 return kin
         return None
 
-    def constructor(self, cls: Found) -> ast.arguments | None:
+    def constructor(self, cls: Definition) -> ast.arguments | None:
         """Returns the parameters of a class's constructor. For a dataclass without `__init__` these
         are made from its fields. Returns None if they can't be determined."""
         init = self.member(cls, "__init__")
@@ -436,7 +438,7 @@ class Names:
             [field.value for field in fields if field.value is not None],
         )
 
-    def abstract(self, cls: Found) -> list[str]:
+    def abstract(self, cls: Definition) -> list[str]:
         """Returns the names of the abstract methods of a class, which subclasses must define."""
         found: dict[str, bool] = {}
         for one in self.bases(cls):
@@ -446,7 +448,7 @@ class Names:
                 found.setdefault(name, is_abstract)
         return sorted(name for name, is_abstract in found.items() if is_abstract)
 
-    def callers(self, cls: Found, name: str) -> list[str]:
+    def callers(self, cls: Definition, name: str) -> list[str]:
         """Returns the names of the methods in a class's own body that call a method with this name,
         on any object."""
         if cls.node not in self._calls:
@@ -498,7 +500,7 @@ class Names:
             return Items(types[0], types[1])
         return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
 
-    def value(self, found: Found) -> Type:
+    def value(self, found: Definition) -> Type:
         """Returns the type of the value that code gets when it reads a field, a property, or an
         annotated attribute or variable. Returns None if the type can't be determined."""
         if isinstance(found.node, ast.AnnAssign):
@@ -507,7 +509,7 @@ class Names:
             return self.annotated(found.module, found.node.returns)
         return None
 
-    def given(self, found: Found) -> Type:
+    def given(self, found: Definition) -> Type:
         """Returns the type of a function's or property's result. For any other definition, returns
         the type of its value, as `value` does. Returns None if the type can't be determined."""
         if isinstance(found.node, FunctionDef):

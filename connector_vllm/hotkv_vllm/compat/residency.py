@@ -44,7 +44,7 @@ from hotkv_sparse import SparseConfig
 from hotkv_vllm import versions
 from hotkv_vllm.config import ALLOW_UNTESTED, SPARSE, ConfigError, flat
 from hotkv_vllm.link import logger
-from hotkv_vllm.residency.moves import Demand, Relief
+from hotkv_vllm.residency.moves import BlockDemand, Relief
 
 # ------------------------------------------------------------------------- the spec and its manager
 
@@ -763,10 +763,11 @@ class DevicePool:
         room = manager.room_for(request.request_id, is_hit=True)
         return -(-int(request.num_tokens) // spec.block_size) <= room
 
-    def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
+    def demand(self, has_room: Callable[[str], bool]) -> BlockDemand | None:
         """Returns how many blocks the coming step needs and how many blocks of the device's pool
-        are free (`Demand`), so that the caller can decide whether to move requests off the device.
-        Returns None if the pool surely has enough free blocks, or if no request begins whole.
+        are free (`BlockDemand`), so that the caller can decide whether to move requests off the
+        device. Returns None if the pool surely has enough free blocks, or if no request begins
+        whole.
 
         has_room: takes a request id, and returns True if the server has reserved room for the
             request.
@@ -796,7 +797,7 @@ class DevicePool:
             budget -= new
             running += manager.needs(request.request_id, done + new)
         first = self._first_needs(has_room)
-        return Demand(free, manager.promised_blocks, running, first)
+        return BlockDemand(free, manager.promised_blocks, running, first)
 
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
         """Returns how many free blocks vLLM needs to admit the first waiting request. Returns 0 if

@@ -30,16 +30,16 @@ from typing import Any
 
 from hotkv_vllm.compat.definitions import (
     Call,
+    Definition,
     Files,
-    Found,
     FunctionDef,
     Module,
-    Names,
     Readable,
+    Sources,
     cannot_take,
     kind_of,
     signature,
-    told,
+    type_text,
 )
 
 # ----------------------------------------------------------------------------------- What is tested
@@ -124,7 +124,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Uses:
+class ApiUses:
     """The contents of `uses.json`.
 
     made_from: the versions of vLLM from which the list was generated.
@@ -142,7 +142,7 @@ class Uses:
     doors: Mapping[str, Mapping[str, Mapping[str, tuple[Form | None, ...]]]]
 
     @classmethod
-    def read(cls, text: str) -> "Uses":
+    def read(cls, text: str) -> "ApiUses":
         told = json.loads(text)
         return cls(
             tuple(told["made_from"]),
@@ -161,7 +161,7 @@ class Uses:
         )
 
 
-def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
+def form_of(names: Sources, found: Definition, *, is_member: bool) -> Form:
     """Returns the `Form` (the properties on which hotkv relies) of a definition in vLLM's sources.
     Sets only the properties `kind` and `gives`.
 
@@ -175,11 +175,11 @@ def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
     else:
         kind = "class" if isinstance(node, ast.ClassDef) else "value"
         kind = "module" if node is Module.node else kind
-    given = told(names.given(found))
+    given = type_text(names.given(found))
     return Form(kind, given if given.strip("_[]{}(), :") else "")
 
 
-def spec_classes(names: Names) -> set[str]:
+def spec_classes(names: Sources) -> set[str]:
     """Returns the names of all KV cache spec classes in a version's sources."""
     module = names.module(SPECS)
     classes = module.classes() if module is not None else ()
@@ -188,12 +188,12 @@ def spec_classes(names: Names) -> set[str]:
         for node in classes
         if any(
             isinstance(base.node, ast.ClassDef) and base.node.name == SPEC
-            for base in names.bases(Found(SPECS, node))
+            for base in names.bases(Definition(SPECS, node))
         )
     }
 
 
-def backends(names: Names, enum: str) -> set[str]:
+def backends(names: Sources, enum: str) -> set[str]:
     """Returns the names of the members of an enumeration of attention backends.
 
     enum: name of the enumeration.
@@ -207,7 +207,7 @@ def backends(names: Names, enum: str) -> set[str]:
 # --------------------------------------------------------------------------------- The comparison
 
 
-def differences(source: Readable, door: str, uses: Uses) -> list[str]:
+def differences(source: Readable, door: str, uses: ApiUses) -> list[str]:
     """Compares the list `uses.json` with the sources of a version of vLLM. Returns a line of text
     for each difference. There are two kinds of differences: the sources contain a KV cache spec
     class or an attention backend that is not listed; or something that the door uses has another
@@ -218,12 +218,12 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
     door: one of hotkv's two connectors, `own` or `offloading`.
     uses: the list (the contents of `uses.json`).
     """
-    names = Names(source, is_whole=False)
+    names = Sources(source, is_whole=False)
     found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
     return list(found)
 
 
-def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
+def changed_uses(source: Readable, names: Sources, door: str, uses: ApiUses) -> dict[str, None]:
     """Compares the API that a door (one of hotkv's two connectors) uses with the sources of a
     version of vLLM. Finds the definitions whose form (for example the signature) is not listed in
     `uses`. Returns a dict whose keys describe these definitions, each in a line of text, in the
@@ -233,7 +233,7 @@ def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[
     names: finds definitions in the sources, by parsing only parts of files. If a definition is not
         among the listed forms, this function looks it up again by parsing whole files.
     """
-    whole = Names(source, is_whole=True)
+    whole = Sources(source, is_whole=True)
     found: dict[str, None] = {}
     for module, entries in uses.doors[door].items():
         for name, forms in entries.items():
@@ -244,7 +244,7 @@ def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[
     return found
 
 
-def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
+def unknown_kinds(names: Sources, uses: ApiUses) -> dict[str, None]:
     """Finds the KV cache spec classes and attention backends in vLLM's sources that are not listed
     in `uses`. Returns a dict whose keys describe them, each in a line of text."""
     found: dict[str, None] = {}
@@ -256,7 +256,7 @@ def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
     return found
 
 
-def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
+def _differs(names: Sources, module: str, name: str, forms: Sequence[Form | None]) -> str:
     """Compares a name in vLLM's sources with the forms that it had in the tested versions. Returns
     an empty text if it still has one of these forms. Otherwise returns how it differs from the last
     form."""
@@ -264,7 +264,7 @@ def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None])
     return next(one for one in reversed(problems) if one) if all(problems) else ""
 
 
-def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
+def _differs_from(names: Sources, module: str, name: str, form: Form | None) -> str:
     """Compares the definition that vLLM has under a name with the expected form. Returns the
     difference as text, for example in the signature; empty if there is none.
 
@@ -301,7 +301,7 @@ def _differs_from(names: Names, module: str, name: str, form: Form | None) -> st
     return _refuses(names, name, found, form)
 
 
-def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
+def _refuses(names: Sources, name: str, found: Definition, form: Form) -> str:
     """Returns why a class or function of vLLM does not accept one of hotkv's calls (`form.calls`);
     empty if it accepts all of them."""
     if not form.calls:
@@ -381,7 +381,7 @@ def answer(door: str, version: str, source: Readable | None = None) -> Answer:
     gc.disable()
     try:
         source = source or installed()
-        uses = Uses.read(LIST.read_text(encoding="utf-8"))
+        uses = ApiUses.read(LIST.read_text(encoding="utf-8"))
         num_uses = sum(map(len, uses.doors.get(door, {}).values()))
         if source is None:
             changed = ["its sources can't be found"]
@@ -402,7 +402,7 @@ def main(version: str) -> None:
 
     version: the version of the installed vLLM.
     """
-    doors = Uses.read(LIST.read_text(encoding="utf-8")).doors
+    doors = ApiUses.read(LIST.read_text(encoding="utf-8")).doors
     answers = [answer(door, version) for door in DOORS if door in doors]
     last = TESTED[OWN][1]
     rows = [{"door": one.door, "is_on": one.is_on, "says": str(one)} for one in answers]

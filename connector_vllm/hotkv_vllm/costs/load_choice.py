@@ -283,7 +283,7 @@ class LoadChoice:
             return timeout_s
         return min(timeout_s, max(choice.budget_s - choice.ask_s, LEAST_LOAD_S))
 
-    def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
+    def update(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
         """Records the load times that the ranks have reported.
 
         states: the requests that hotkv follows, by id.

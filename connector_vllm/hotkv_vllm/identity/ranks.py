@@ -40,7 +40,7 @@ so they may differ in these fields. In all other fields all ranks must agree."""
 _rounds = itertools.count()
 
 
-class Store(Protocol):
+class RankStore(Protocol):
     """The part of `torch.distributed.Store` that this module uses."""
 
     def set(self, key: str, value: bytes) -> None: ...
@@ -104,20 +104,20 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
     return decide(exchange(store, prefix, note, num_ranks, AGREE_TIMEOUT_S), note.place.rank)
 
 
-def process_group_store() -> Store:
+def process_group_store() -> RankStore:
     """Returns the key-value store with which torch has set up its process groups. Raises
     Unsupported if torch has no such store."""
     from torch.distributed import distributed_c10d
 
     try:
-        store: Store = distributed_c10d._get_default_store()
+        store: RankStore = distributed_c10d._get_default_store()
     except (AttributeError, ValueError) as error:
         raise Unsupported(f"the engine's ranks can't exchange what they found ({error})") from None
     return store
 
 
 def exchange(
-    store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
+    store: RankStore, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
     """Posts this rank's note (its description of itself) to `store`, torch's key-value store, and
     returns the notes of all ranks. Raises MissingNoteError if a note does not arrive within

@@ -46,9 +46,10 @@ SPEC = "TieringOffloadingSpec"
 
 
 class HotKVOffloadingConnector(OffloadingConnector):
-    """Extends vLLM's OffloadingConnector: each method that vLLM calls (callback) does what vLLM's class
-    does, and also calls hotkv's object in this process (`DoorScheduler` on the scheduler side,
-    `DoorWorker` in a rank). The constructor raises ConfigError if the configuration is wrong."""
+    """Extends vLLM's OffloadingConnector: each method that vLLM calls (callback) does what vLLM's
+    class does, and also calls hotkv's object in this process (`DoorScheduler` on the scheduler
+    side, `DoorWorker` in a rank). The constructor raises ConfigError if the configuration is
+    wrong."""
 
     # These defaults are for objects that are made without `__init__`, as in vLLM's own tests.
     _door: DoorScheduler | None = None
@@ -89,7 +90,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
         return [tier for tier in tiers if isinstance(tier, HotKVTier)]
 
-    # --------------------------------------------------------------------------------- worker callbacks
+    # --------------------------------------------------------------------------------- worker
+    # callbacks
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -120,7 +122,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         # class, joining it with the other ranks' reports would drop hotkv's part of them.
         return None if ours.is_empty else DoorReport.of({next(self._door_worker.report_ids): ours})
 
-    # ------------------------------------------------------------------------------ scheduler callbacks
+    # ------------------------------------------------------------------------------ scheduler
+    # callbacks
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -186,7 +189,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         if self._door is not None:
             ours = DoorReport()
             if isinstance(meta, DoorReport):
-                ours = DoorReport.fresh(meta, self._door.heard)
+                ours = DoorReport.fresh(meta, self._door.seen)
                 connector_output.kv_connector_worker_meta = ours
             self._door.update(ours, connector_output.finished_recving or ())
             if connector_output.invalid_block_ids:

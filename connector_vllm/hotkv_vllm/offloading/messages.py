@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
-from hotkv_vllm.report_ids import HeardReports, ReportId
+from hotkv_vllm.report_ids import ReportId, SeenReports
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class DoorMetadata(OffloadingConnectorMetadata):
 
 
 @dataclass(slots=True)
-class RankReport:
+class DoorRankReport:
     """A rank's report about a step.
 
     theirs: the report of vLLM's own offloading; None without one.
@@ -94,7 +94,7 @@ class RankReport:
 
     @property
     def is_empty(self) -> bool:
-        return self == RankReport()
+        return self == DoorRankReport()
 
 
 @dataclass
@@ -108,10 +108,10 @@ class DoorReport(OffloadingWorkerMetadata):
     ranks: the reports of ranks, by id.
     """
 
-    ranks: dict[ReportId, RankReport] = field(default_factory=dict)
+    ranks: dict[ReportId, DoorRankReport] = field(default_factory=dict)
 
     @staticmethod
-    def of(ranks: dict[ReportId, RankReport]) -> "DoorReport":
+    def of(ranks: dict[ReportId, DoorRankReport]) -> "DoorReport":
         """Returns the message with these reports."""
         theirs = [one.theirs for _, one in sorted(ranks.items()) if one.theirs is not None]
         joined = reduce(OffloadingWorkerMetadata.aggregate, theirs, OffloadingWorkerMetadata())
@@ -122,13 +122,13 @@ class DoorReport(OffloadingWorkerMetadata):
         assert isinstance(other, DoorReport)
         return DoorReport.of(self.ranks | other.ranks)
 
-    def fresh(self, heard: HeardReports) -> "DoorReport":
+    def fresh(self, seen: SeenReports) -> "DoorReport":
         """Returns the message without the reports that were handled before, and records the others
         as handled."""
-        return DoorReport.of({one: self.ranks[one] for one in heard.fresh(self.ranks)})
+        return DoorReport.of({one: self.ranks[one] for one in seen.fresh(self.ranks)})
 
     @property
-    def parts(self) -> Iterable[tuple[int, RankReport]]:
+    def parts(self) -> Iterable[tuple[int, DoorRankReport]]:
         """Returns the number of each report's rank, and the report, in the order of the steps."""
         return [(rank, one) for (rank, _), one in sorted(self.ranks.items())]
 

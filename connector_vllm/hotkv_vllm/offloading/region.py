@@ -18,7 +18,7 @@ class NoRegion(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class PrimaryRegion:
     """The memory with the rows of vLLM's primary tier (the CPU memory of its offloading): row r
     begins at byte `offset` + r * `row_bytes` of the file `fd`. The server maps this file, to copy
     to and from the rows. The owner of this object must call `close`.
@@ -40,7 +40,7 @@ class Region:
         os.close(self.fd)
 
 
-def region_of(view: memoryview) -> Region:
+def region_of(view: memoryview) -> PrimaryRegion:
     """Returns where the rows of vLLM's primary tier (CPU memory) are in a file. Raises NoRegion or
     OSError if they are not in a file that this process has open.
 
@@ -51,7 +51,7 @@ def region_of(view: memoryview) -> Region:
         raise NoRegion(f"the primary tier has shape {rows.shape} and strides {rows.strides}")
     begin = rows.ctypes.data
     inode, path, offset = _mapped_file(begin, begin + rows.nbytes)
-    return Region(_descriptor_of(inode, path), offset, rows.shape[0], rows.strides[0])
+    return PrimaryRegion(_descriptor_of(inode, path), offset, rows.shape[0], rows.strides[0])
 
 
 def _mapped_file(begin: int, end: int) -> tuple[int, str, int]:

@@ -29,6 +29,7 @@ from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import Unsupported, checks, events, model_weights, steps
 from hotkv_vllm.compat.kv_groups import (
     CacheGroup,
@@ -39,8 +40,7 @@ from hotkv_vllm.compat.kv_groups import (
 from hotkv_vllm.compat.model_weights import READ_WAIT_S, UNREAD
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
-from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
+from hotkv_vllm.hints.hint_reader import HintReader
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying, WeightsOrder
 from hotkv_vllm.link import OPENING_S, logger
@@ -48,7 +48,7 @@ from hotkv_vllm.offloading.awaited import AwaitedChunks
 from hotkv_vllm.offloading.key_space import full_key_space
 from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
-from hotkv_vllm.report_ids import HeardReports
+from hotkv_vllm.report_ids import SeenReports
 from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.prefill_wait import PrefillWait
@@ -73,7 +73,7 @@ class DoorScheduler:
     tier: hotkv's tier below vLLM's CPU tier.
     edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
     wants_formats: True while page formats of ranks are missing.
-    heard: the ranks' reports that were handled.
+    seen: the ranks' reports that were handled.
     spoilt: keys of the chunks of stores in progress whose KV is wrong; vLLM's offloading is made to
         treat these stores as failed.
     """
@@ -145,7 +145,7 @@ class DoorScheduler:
         self._said_unclean = False
         self.wants_formats = True
         self._formats: dict[int, PageFormat] = {}
-        self.heard = HeardReports()
+        self.seen = SeenReports()
         self.spoilt: set[Any] = set()
         tier.makes_wait = self._makes_wait
         tier.model_names = checks.model_names(vllm_config)
@@ -277,7 +277,9 @@ class DoorScheduler:
     def _keys(self, request: Any) -> Any:
         return () if self._is_excluded(request) else request.block_hashes
 
-    @callback(lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door")
+    @callback(
+        lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door"
+    )
     def arrived(self, request: Any) -> None:
         """Registers a new request and passes it to the tier."""
         self._agree_late()
@@ -388,7 +390,8 @@ class DoorScheduler:
 
     def _share_nothing(self, *_: Any) -> None:
         """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is
-        called if a callback (method that vLLM calls) raises whose task is to prevent that wrong KV is
+        called if a callback (method that vLLM calls) raises whose task is to prevent that wrong KV
+        is
         stored: from then on wrong KV might be in vLLM's caches."""
         self._tier.is_held = True
         self._is_clean = False

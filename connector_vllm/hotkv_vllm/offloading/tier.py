@@ -60,17 +60,17 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.reports import Miss
 from hotkv_vllm import link, versions
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import checks, steps
 from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.counter_help import COUNTERS
-from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
+from hotkv_vllm.hints.hint_reader import HintReader
 from hotkv_vllm.link import logger
 from hotkv_vllm.offloading.key_space import stated_key_space
-from hotkv_vllm.offloading.region import NoRegion, Region, region_of
-from hotkv_vllm.offloading.requests import Promotions, Room
-from hotkv_vllm.offloading.transfers import Ended, GroupRows, Transfers
+from hotkv_vllm.offloading.promotions import PromotionRoom, Promotions
+from hotkv_vllm.offloading.region import NoRegion, PrimaryRegion, region_of
+from hotkv_vllm.offloading.transfers import EndedJob, GroupRows, TierTransfers
 from hotkv_vllm.stats import CallbackClock, HotKVStats
 
 CLIENT_NAME = "hotkv-offloading"
@@ -79,9 +79,9 @@ BY_CONNECTOR = "opened_by_connector"
 not to open a session by itself, because the connector does that (`HotKVTier.open`)."""
 HANDLE = "primary"
 CALLBACK_ERRORS = "vllm:hotkv_offloading_callback_errors"
-"""Name of the metric that counts exceptions in hotkv's callbacks (methods that vLLM calls). It differs
-from the metric of `HotKVConnector`, because both connectors may be in one MultiConnector, and vLLM
-registers a name only once."""
+"""Name of the metric that counts exceptions in hotkv's callbacks (methods that vLLM calls). It
+differs from the metric of `HotKVConnector`, because both connectors may be in one MultiConnector,
+and vLLM registers a name only once."""
 PROBE_AGAIN_S = 0.25
 """Time after which the server's table of ready blocks is read again for a request's chunks,
 seconds. The result may be outdated without harm: a load copies only chunks that its lease has
@@ -186,7 +186,7 @@ class HotKVTier(SecondaryTierManager):
         self.is_held = False
         self.makes_wait: Callable[[], bool] = lambda: False
         self._view = primary_kv_view
-        self._room = Room(len(primary_kv_view))
+        self._room = PromotionRoom(len(primary_kv_view))
         self._rows = PrimaryRows()
         self._group_of = {group.group_id: i for i, group in enumerate(self.config.groups)}
         self._chunk_tokens = [
@@ -195,11 +195,11 @@ class HotKVTier(SecondaryTierManager):
         ]
         self._hints = HintReader(self.stats)
         self._told: dict[str, RequestInTier] = {}
-        self._region: Region | None = None
+        self._region: PrimaryRegion | None = None
         self._session: Session | None = None
-        self._transfers: Transfers | None = None
+        self._transfers: TierTransfers | None = None
         self._said_on = False
-        self._left: list[Ended] = []
+        self._left: list[EndedJob] = []
         self._step = 0
         self._held_until_step = 0
         self._owed_until_s = 0.0
@@ -217,7 +217,7 @@ class HotKVTier(SecondaryTierManager):
         return self._session
 
     @property
-    def transfers(self) -> Transfers | None:
+    def transfers(self) -> TierTransfers | None:
         """Returns the object that executes loads and stores; None while hotkv is off."""
         return self._transfers
 
@@ -257,7 +257,7 @@ class HotKVTier(SecondaryTierManager):
         except (NoRegion, OSError) as error:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
             return None
-        native.load("hotkv_proto.kernels")
+        native.load("hotkv_proto.table_reading")
         region = self._region
         handle = MemoryHandle(HANDLE, region.num_bytes, region.offset)
         rows = tuple(
@@ -282,7 +282,7 @@ class HotKVTier(SecondaryTierManager):
             {HANDLE: region.fd},
         )
         self._leave()
-        self._session, self._transfers = session, Transfers(session, self.settings, self._rows)
+        self._session, self._transfers = session, TierTransfers(session, self.settings, self._rows)
         if link.await_server(session, wait_s, opening_s):
             # Reads the server's block table once, so that Linux maps its memory now, and the first
             # request need not wait for that.
@@ -586,7 +586,7 @@ class HotKVTier(SecondaryTierManager):
             self._end_unbegun(job, is_complete=True)
 
     def _end_unbegun(self, job: TransferJob, is_complete: bool = False) -> None:
-        self._left.append(Ended(job, (), is_complete))
+        self._left.append(EndedJob(job, (), is_complete))
 
     def _runs(
         self,
@@ -677,7 +677,7 @@ class HotKVTier(SecondaryTierManager):
         self._rows.collect()
 
     @callback(nothing, of="tier", is_part=True)
-    def _note_end(self, one: Ended) -> None:
+    def _note_end(self, one: EndedJob) -> None:
         request_id = one.job.req_context.req_id
         if one.job.is_promotion:
             self._room.end(request_id, len(one.job.keys))
@@ -686,7 +686,7 @@ class HotKVTier(SecondaryTierManager):
         elif not one.is_complete:
             self._owed_until_s = time.monotonic() + OWED_S
 
-    def _result(self, one: Ended) -> JobResult:
+    def _result(self, one: EndedJob) -> JobResult:
         is_load = one.job.is_promotion
         num_moved = len(one.loaded) if is_load else len(one.job.keys) * one.is_complete
         return JobResult(
@@ -698,7 +698,7 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Ends all loads and stores (`Transfers.drain`). Also prevents promotions in the next
+        """Ends all loads and stores (`TierTransfers.drain`). Also prevents promotions in the next
         HELD_STEPS steps, because the workers may still copy into rows that are now freed. vLLM
         calls this method in a reset of its caches."""
         self._held_until_step = self._step + HELD_STEPS
@@ -756,8 +756,8 @@ class HotKVTier(SecondaryTierManager):
 
     @callback(nothing, of="tier")
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Returns how many exceptions in hotkv's callbacks (methods that vLLM calls) were counted since
-        the last call; None if there were none."""
+        """Returns how many exceptions in hotkv's callbacks (methods that vLLM calls) were counted
+        since the last call; None if there were none."""
         count = self.stats.data.pop("callback_errors", 0)
         if not count:
             return None

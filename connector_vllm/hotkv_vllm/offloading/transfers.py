@@ -44,7 +44,7 @@ from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import logger
-from hotkv_vllm.offloading.requests import Key
+from hotkv_vllm.offloading.promotions import Key
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 
 LEASE_PATIENCE_S = 1.0
@@ -75,7 +75,7 @@ class GroupRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedJob:
     """A job (load or store) that has ended.
 
     job: vLLM's `TransferJob`.
@@ -99,7 +99,7 @@ class _Deadline:
     missed: Callable[[], None]
 
 
-class Transfers:
+class TierTransfers:
     """Executes loads and stores (jobs of vLLM's tiering) in one session with the server.
 
     rows: holds the rows of loads that are given up.
@@ -117,7 +117,7 @@ class Transfers:
         # `itertools.count`, but not for a generator.
         self._numbers = itertools.count()
         self._settled = threading.Condition()
-        self._ended: list[Ended] = []
+        self._ended: list[EndedJob] = []
         self._num_loads = 0
         self._num_stores = 0
         self._waiting: dict[str, _Deadline] = {}
@@ -127,7 +127,7 @@ class Transfers:
 
     def __repr__(self) -> str:
         hung = ", hung" if self.is_hung else ""
-        return f"Transfers({self._num_loads} loads, {self._num_stores} stores{hung})"
+        return f"TierTransfers({self._num_loads} loads, {self._num_stores} stores{hung})"
 
     @property
     def in_flight(self) -> int:
@@ -149,7 +149,7 @@ class Transfers:
         """Begins a load: acquires a lease on the job's chunks (units of blocks), and then loads
         those chunks that the lease has pinned, into their rows of vLLM's CPU memory (the primary
         tier). Does not wait; `take_ended` returns the result. If the lease lacks some chunks,
-        `Ended.is_complete` is False.
+        `EndedJob.is_complete` is False.
 
         job: vLLM's `TransferJob`.
         groups: the chunks of the job, by group.
@@ -164,7 +164,7 @@ class Transfers:
             if not over.acquire(blocking=False):
                 return False
             session.release(name)
-            self._end(Ended(job, loaded, len(loaded) == len(job.keys)), is_load=True)
+            self._end(EndedJob(job, loaded, len(loaded) == len(job.keys)), is_load=True)
             return True
 
         def acquired(grant: LeaseGrant) -> None:
@@ -269,11 +269,11 @@ class Transfers:
             settled = sum(int(np.isin(codes, SETTLED).sum()) for codes in end.results)
             is_done = end.status is TransferStatus.DONE
             is_complete = is_done and settled == sum(len(run.hashes) for run in runs)
-            self._end(Ended(job, (), is_complete), is_load=False)
+            self._end(EndedJob(job, (), is_complete), is_load=False)
 
         def failed() -> None:
             self._answered(name)
-            self._end(Ended(job, (), False), is_load=False)
+            self._end(EndedJob(job, (), False), is_load=False)
 
         def give_up() -> None:
             session.cancel(name)
@@ -291,7 +291,7 @@ class Transfers:
 
     # ----------------------------------------------------------------------------------------- ends
 
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[EndedJob]:
         """Returns the jobs (loads and stores) that have ended since the last call. Overdue jobs end
         too, as incomplete: loads and stores that the server has not answered in time."""
         self._check_patience()
@@ -331,7 +331,7 @@ class Transfers:
                 self._settled.wait_for(lambda: self._ended, timeout_s)
             return bool(self._ended)
 
-    def _end(self, ended: Ended, *, is_load: bool) -> None:
+    def _end(self, ended: EndedJob, *, is_load: bool) -> None:
         with self._settled:
             self._num_loads -= is_load
             self._num_stores -= not is_load

@@ -5,16 +5,16 @@ weights have changed. vLLM's own worker copies the blocks, so this side never to
 
 from typing import Any
 
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import Unsupported, model_weights
 from hotkv_vllm.compat.key_space import packing
 from hotkv_vllm.compat.kv_groups import cache_groups
 from hotkv_vllm.compat.reuse import check_reuse
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.identity.weights_watch import watch_callers
 from hotkv_vllm.offloading.key_space import rank_factors
-from hotkv_vllm.offloading.messages import DoorMetadata, PageFormat, RankReport
+from hotkv_vllm.offloading.messages import DoorMetadata, DoorRankReport, PageFormat
 from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.stats import HotKVStats
 
@@ -24,8 +24,8 @@ class DoorWorker:
     whether its weights have changed.
 
     offloading_config: vLLM's `OffloadingConfig`.
-    edge: measures the callbacks (methods that vLLM calls), logs their exceptions and counts these in
-        `stats`.
+    edge: measures the callbacks (methods that vLLM calls), logs their exceptions and counts these
+        in `stats`.
     is_child: True if the connector is in a MultiConnector.
     report_ids: generates the ids of the rank's reports.
     """
@@ -101,14 +101,14 @@ class DoorWorker:
         if self._weights is not None:
             self._weights.obey(meta.weights)
 
-    @callback(lambda *_: RankReport(), of="door")
-    def report(self, meta: DoorMetadata | None) -> RankReport:
+    @callback(lambda *_: DoorRankReport(), of="door")
+    def report(self, meta: DoorMetadata | None) -> DoorRankReport:
         """Returns the rank's report about a step, without the report of vLLM's own offloading.
 
         meta: the step's message from the scheduler.
         """
         said = None if self._weights is None else self._weights.take_report()
-        report = RankReport(weights=said)
+        report = DoorRankReport(weights=said)
         if meta is not None:
             report.timed_step = meta.timed_step
             if meta.wants_formats:

@@ -19,10 +19,10 @@ import torch
 from hotkv_client.arena import Arena
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
-from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.device import Array, Device, Host
 from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
+from hotkv_sparse.cuda.mapped_arena import MappedArena
 from hotkv_sparse.cuda.residents import PagePlaces, Residents
 from hotkv_sparse.cuda.selector import CudaSelector
 from hotkv_sparse.cuda.workspace import StepShape, Workspace

@@ -40,8 +40,8 @@ import torch
 
 from hotkv_client.arena import Arena
 from hotkv_client.types import ResidencyOpened
-from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.device import Array
+from hotkv_sparse.cuda.mapped_arena import MappedArena
 from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import Workspace
@@ -473,7 +473,7 @@ class CudaWorker:
         self.arena_of: Callable[[], Arena | None] = lambda: None
         self._batch: HostBatch | None = None
         self._step: list[CudaSequence] = []
-        self._is_told = False
+        self._is_reported = False
         self.runs: tuple[AttentionRun, ...] = ()
         self._counted: Counter[str] = Counter()
 
@@ -540,7 +540,7 @@ class CudaWorker:
         self._residents.name_rows(
             {b: NamedRow(o.state, o.is_sparse) for b, o in names.items() if not o.is_lost}
         )
-        self._is_told = True
+        self._is_reported = True
         if not self._plans_in_build and self._batch is not None:
             self._plan(self._batch)
 
@@ -552,7 +552,7 @@ class CudaWorker:
         only in the server's memory). This is right for vLLM's dummy runs and graph captures. In a
         step of model runner V2, `begin_resident` is called afterwards and plans the batch."""
         self._batch = batch
-        if self._plans_in_build and self._is_told:
+        if self._plans_in_build and self._is_reported:
             self._plan(batch)
             return
         self._step = []
@@ -560,7 +560,7 @@ class CudaWorker:
         self.runs = (AttentionRun(0, batch.device.num_rows),)
 
     def _plan(self, batch: HostBatch) -> None:
-        self._is_told = False
+        self._is_reported = False
         self._work.begin_batch(batch.device)
         self.runs = self._runs(batch)
         for sequence in self._step:
@@ -689,7 +689,7 @@ class CudaWorker:
         request was preempted and begins anew, so what the worker knows may be wrong. Reports
         requests with blocks only in host memory as lost, so that vLLM computes them anew. Then
         forgets all requests."""
-        self._step, self._is_told = [], False
+        self._step, self._is_reported = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class BlockDemand:
     """The numbers of blocks that the coming step needs and that the device's pool has. All fields
     are numbers of blocks of this pool.
 
@@ -50,8 +50,8 @@ class Relief:
 
     freed: number of blocks that the move frees, minus the number of hot slots (device blocks for
         selected blocks) that it allocates; may be negative.
-    unpromised: by how much the move reduces `Demand.promised`, because a moved request needs fewer
-        blocks for its prompt.
+    unpromised: by how much the move reduces `BlockDemand.promised`, because a moved request needs
+        fewer blocks for its prompt.
     """
 
     freed: int
@@ -60,11 +60,11 @@ class Relief:
     @property
     def total(self) -> int:
         """Returns how many blocks the move yields for a waiting request: by how much it increases
-        the number of free blocks that admitted requests will not need (`Demand.promised`)."""
+        the number of free blocks that admitted requests will not need (`BlockDemand.promised`)."""
         return self.freed + self.unpromised
 
 
-def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
+def to_move(demand: BlockDemand, reliefs: Mapping[str, Relief]) -> list[str]:
     """Decides which requests to move off the device, so that its pool has enough blocks for the
     coming step and for the first waiting request. Returns their ids in the order of the moves. Each
     move takes the remaining request that yields the most blocks.

@@ -154,7 +154,7 @@ class PageCopier:
             other.result()
 
     def _part(self, to: I64, source: I64) -> None:
-        kernels = native.require("hotkv_proto.kernels")
+        kernels = native.require("hotkv_proto.table_reading")
         kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
 

@@ -43,8 +43,8 @@ class Resident:
     computed: the largest number of complete blocks that the request has ever had.
     kept: number of leading blocks that the server has pinned.
     places: where the server holds these blocks, in order.
-    told: number of `places` that were sent to the workers.
-    told_pin, told_hot: the pin and the hot slots (device blocks for copies of selected blocks) that
+    sent: number of `places` that were sent to the workers.
+    sent_pin, sent_hot: the pin and the hot slots (device blocks for copies of selected blocks) that
         were last sent to the workers.
     asked: the call in flight that asks the server to pin more blocks, and the positions of these
         blocks; None without a call in flight.
@@ -118,9 +118,9 @@ class Resident:
     computed: int = 0
     kept: int = 0
     places: list[KeptBlocks] = field(default_factory=list)
-    told: int = 0
-    told_pin: ResidencyOpened | None = None
-    told_hot: tuple[int, ...] = ()
+    sent: int = 0
+    sent_pin: ResidencyOpened | None = None
+    sent_hot: tuple[int, ...] = ()
     asked: "tuple[Future[ResidentBlocks], range] | None" = None
     asks_again: bool = False
     storing: dict[int, int] = field(default_factory=dict)
@@ -225,13 +225,13 @@ class Resident:
             first_block,
             True,
             num_freed,
-            hot if hot != self.told_hot else (),
-            tuple(self.places[self.told :]),
-            self.pin if self.pin is not self.told_pin else None,
+            hot if hot != self.sent_hot else (),
+            tuple(self.places[self.sent :]),
+            self.pin if self.pin is not self.sent_pin else None,
             context_tokens,
             new_tokens,
         )
-        self.told_hot, self.told, self.told_pin = hot, len(self.places), self.pin
+        self.sent_hot, self.sent, self.sent_pin = hot, len(self.places), self.pin
         return row
 
     def begin_anew(self, kept: int) -> None:
@@ -243,7 +243,7 @@ class Resident:
         kept: number of leading blocks that the server still has pinned for the request.
         """
         self.kept = min(kept, self.private_from)
-        self.told, self.told_pin, self.told_hot = 0, None, ()
+        self.sent, self.sent_pin, self.sent_hot = 0, None, ()
         self.places = [place.up_to(self.kept) for place in self.places if place.first < self.kept]
         self.asked, self.asks_again, self.storing = None, False, {}
         del self.names[self.kept :]
@@ -282,7 +282,7 @@ class ResidentRows:
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)
-            if one is not None and not one.told_hot:
+            if one is not None and not one.sent_hot:
                 fresh += self._pool.hot_blocks(request_id)
         return fresh
 

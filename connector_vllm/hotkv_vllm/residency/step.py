@@ -34,9 +34,7 @@ class KeptBlocks:
     def up_to(self, stop: int) -> "KeptBlocks":
         """Returns the blocks before position `stop`."""
         count = max(0, stop - self.first)
-        return replace(
-            self, offsets=self.offsets[:count], sketches=self.sketches[:count]
-        )
+        return replace(self, offsets=self.offsets[:count], sketches=self.sketches[:count])
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
         # `cuda_setup` is imported only for CUDA, because it imports vLLM's backend for CUDA.
         from hotkv_vllm.residency import cuda_setup
 
-        found = cuda_setup.totals(
-            config.sparse, config.sketch_tokens, vllm_config, kv_cache_config
-        )
+        found = cuda_setup.totals(config.sparse, config.sketch_tokens, vllm_config, kv_cache_config)
         free = cuda_setup.free_bytes()
     else:
         found = totals(config.sparse, vllm_config, kv_cache_config)

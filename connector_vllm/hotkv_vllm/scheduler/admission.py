@@ -18,10 +18,10 @@ from typing import Any
 
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.reports import Miss
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
-from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
+from hotkv_vllm.hints.hint_reader import HintReader
 from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.loads import REPORTED_S, CommonLoads, LoadOrders, OtherLoads
@@ -192,9 +192,9 @@ class Admission:
         return None if sharing.may_offer else Miss.NOT_ASKED
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers vLLM's callback `get_num_new_matched_tokens`: returns how many tokens of the request
-        can be loaded from hotkv, or ASK_AGAIN if the request must wait (for example because the hit
-        is not known yet).
+        """Answers vLLM's callback `get_num_new_matched_tokens`: returns how many tokens of the
+        request can be loaded from hotkv, or ASK_AGAIN if the request must wait (for example because
+        the hit is not known yet).
 
         num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
@@ -479,12 +479,13 @@ class Admission:
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             self._sharing.cache.memory.ended(request_id, time.monotonic())
 
-    # -------------------------------------------------------------------- fallbacks of broken callbacks
+    # -------------------------------------------------------------------- fallbacks of broken
+    # callbacks
 
     def request_broke(self, request_id: str) -> None:
-        """Forgets a request for which a callback has raised: releases its lease and cancels its load.
-        In an engine with residency (contexts beyond device memory), also makes vLLM end the request
-        with an error."""
+        """Forgets a request for which a callback has raised: releases its lease and cancels its
+        load. In an engine with residency (contexts beyond device memory), also makes vLLM end the
+        request with an error."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request_id, None)
         if self._pool.spec is not None:

@@ -63,7 +63,7 @@ class SharedEvents:
         self._asked: Future[EventsRead] | None = None
         # By location: the hashes of the blocks that are published as stored, oldest first. The
         # dict is an ordered set, so its values are None.
-        self._told: dict[Place, dict[bytes, None]] = {}
+        self._reported: dict[Place, dict[bytes, None]] = {}
         # While the server lists all its blocks: the published blocks that the list has not
         # contained so far. At the end of the list they are published as removed.
         self._unseen: dict[Place, set[bytes]] = {}
@@ -75,12 +75,12 @@ class SharedEvents:
         self._has_warned = False
 
     def __repr__(self) -> str:
-        return f"SharedEvents({sum(map(len, self._told.values()))} blocks)"
+        return f"SharedEvents({sum(map(len, self._reported.values()))} blocks)"
 
     def device_was_cleared(self) -> None:
         """Makes the next calls of `take` publish all blocks of the shared cache again, because vLLM
         has published that all blocks of this engine were removed."""
-        self._told.clear()
+        self._reported.clear()
         self._unseen.clear()
         # Ignores the answer to a call in progress: the list of all blocks, which is asked for next,
         # contains its blocks too.
@@ -102,7 +102,7 @@ class SharedEvents:
         taken: list[Any] = []
         self.kept, self._is_kept = [], is_kept
         if session is not self._session:
-            taken += self._take_back(self._told)
+            taken += self._take_back(self._reported)
             self._session, self._groups, self._asked = session, groups, None
         if session is None:
             return taken
@@ -112,7 +112,7 @@ class SharedEvents:
             self._asked = None
             self._absent_since_s = self._absent_since_s or now_s
             if now_s >= self._absent_since_s + ABSENCE_PATIENCE_S:
-                taken += self._take_back(self._told)
+                taken += self._take_back(self._reported)
             return taken
         self._absent_since_s = None
         if self._asked is not None and self._asked.done():
@@ -134,7 +134,7 @@ class SharedEvents:
             self._next_s = 0.0
         if read.begins_state:
             self._wants_state = False
-            self._unseen = {place: set(hashes) for place, hashes in self._told.items()}
+            self._unseen = {place: set(hashes) for place, hashes in self._reported.items()}
         for event in read.events:
             if isinstance(event, BlocksStored):
                 yield from self._stored(event)
@@ -142,14 +142,14 @@ class SharedEvents:
                 place = event.group_index, event.medium, event.tier
                 yield from self._take_back({place: set(event.hashes)})
             else:
-                yield from self._take_back(self._told)
+                yield from self._take_back(self._reported)
         if self._unseen and not read.has_more_state:
             unseen, self._unseen = self._unseen, {}
             yield from self._take_back(unseen)
 
     def _stored(self, event: BlocksStored) -> Iterator[Any]:
         place = event.group_index, event.medium, event.tier
-        told = self._told.setdefault(place, {})
+        told = self._reported.setdefault(place, {})
         self._unseen.get(place, set()).difference_update(event.hashes)
         new = [block_hash not in told for block_hash in event.hashes]
         told.update(dict.fromkeys(event.hashes))
@@ -162,7 +162,7 @@ class SharedEvents:
         """Yields vLLM's removal events for the hashes in `blocks` that were published as stored,
         and forgets that they were published."""
         for place, hashes in list(blocks.items()):
-            told = self._told.get(place, {})
+            told = self._reported.get(place, {})
             gone = [block_hash for block_hash in hashes if block_hash in told]
             for block_hash in gone:
                 del told[block_hash]

@@ -28,8 +28,9 @@ class LoadOrders:
     report it as failed. The end of each load is handled once. Ends of other connectors' loads are
     ignored.
 
-    If a callback (a method that vLLM calls) raises, its fallback uses the attributes below directly. It
-    calls no method of this class, because the callback may have raised in such a method.
+    If a callback (a method that vLLM calls) raises, its fallback uses the attributes below
+    directly. It calls no method of this class, because the callback may have raised in such a
+    method.
 
     jobs: loads to begin, by request id.
     cancelled: ids of the requests whose load the workers are to cancel.

@@ -15,8 +15,8 @@ from hotkv_client.types import BoolMask
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.answer_time import AnswerTime
-from hotkv_vllm.hints.requests import NOTHING, RequestHints
-from hotkv_vllm.tracing.requests import RequestTrace
+from hotkv_vllm.hints.hint_reader import NOTHING, RequestHints
+from hotkv_vllm.tracing.request_traces import RequestTrace
 
 Masks = tuple[BoolMask, ...]
 """One mask per group: which of the request's blocks are ready, from the group's first block on."""

@@ -26,7 +26,7 @@ from hotkv_vllm.link import logger
 RETRY_S = 1.0
 
 
-class Stores(Protocol):
+class HeldStores(Protocol):
     """The part of `StorePlanner` that a reset uses.
 
     in_flight: the stores in flight. Its truth value is False if there are none.
@@ -46,7 +46,7 @@ class CacheReset:
         (deletion of the key space's blocks) that the reset needs.
     """
 
-    def __init__(self, session: Session, stores: Stores) -> None:
+    def __init__(self, session: Session, stores: HeldStores) -> None:
         self._session = session
         self._stores = stores
         self._answer: Future[Flushed] | None = None
@@ -108,8 +108,8 @@ class CacheReset:
 
     def hold(self, steps_s: float = 0.0) -> None:
         """Stops loads and stores and leaves the flush (deletion of the key space's blocks in the
-        server) to the next steps. Used if the callback `reset_cache` has raised, and if it was called
-        before the session was opened.
+        server) to the next steps. Used if the callback `reset_cache` has raised, and if it was
+        called before the session was opened.
 
         steps_s: for how many seconds `wants_steps` may ask vLLM to take steps although no request
             runs.

@@ -52,7 +52,7 @@ from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.scheduler.stores_in_flight import StoreFence
 from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.tracing.requests import RequestTraces, open_traces
+from hotkv_vllm.tracing.request_traces import RequestTraces, open_traces
 
 # -------------------------------------------------------------------------- sessions of the workers
 
@@ -98,7 +98,7 @@ class WorkerLinks:
         """
         return any(self._news.get(rank, NO_NEWS)[0] != stream for rank in self._absent)
 
-    def told(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
+    def update(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
         """Processes the workers' reports about their sessions.
 
         links: by rank, why the rank has no session; empty if the rank has a session.
@@ -606,7 +606,7 @@ class Sharing:
         """
         if not handshakes:
             if self.cache is None:
-                native.load("hotkv_proto.kernels")
+                native.load("hotkv_proto.table_reading")
                 self.joining = Joining()
             return
         joining, self.joining = self.joining, None
@@ -615,7 +615,7 @@ class Sharing:
             return
         # `stream=0` stands for no connection: the ranks made their handshakes before the scheduler
         # had a connection.
-        self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
+        self.links.update({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
         if self.cache is not None:
             if not self.replaces(handshakes):
                 if any(h.weights_in_doubt for h in handshakes):
@@ -632,7 +632,7 @@ class Sharing:
         self.weights.begin(agreement.space.weights_identity, in_doubt)
         # Loads the kernels before the first request arrives, because numba takes a second to load
         # and some kernels must be compiled.
-        native.load("hotkv_proto.kernels")
+        native.load("hotkv_proto.table_reading")
         try:
             self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
         except (OSError, RuntimeError) as error:
@@ -646,7 +646,7 @@ class Sharing:
         self.joining = joining
         if joining.reading is not None:
             return
-        native.load("hotkv_proto.kernels")
+        native.load("hotkv_proto.table_reading")
         config = self._engine.config
         joining.reading = model_weights.begin_reading(
             self._engine.vllm_config, config.weights_identity

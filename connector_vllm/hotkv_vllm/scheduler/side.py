@@ -19,16 +19,16 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.events import DeviceClears
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StepReport
-from hotkv_vllm.report_ids import HeardReports
+from hotkv_vllm.report_ids import SeenReports
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.events import SharedEvents
@@ -40,7 +40,8 @@ from hotkv_vllm.stats import HotKVStats
 
 class HotKVScheduler:
     """The connector's scheduler side. The engine runs without hotkv until `connect` receives the
-    workers' handshakes. If a callback (a method that vLLM calls) raises, its fallback `*_broke` runs.
+    workers' handshakes. If a callback (a method that vLLM calls) raises, its fallback `*_broke`
+    runs.
 
     edge: records the time and the exceptions of the callbacks.
     is_child: True if the connector is in a MultiConnector.
@@ -83,7 +84,7 @@ class HotKVScheduler:
             is_child,
         )
         self.sharing = Sharing(engine)
-        self._heard = HeardReports()
+        self._seen = SeenReports()
         self.events, self._device_clears = SharedEvents(), DeviceClears()
         self.residents = ResidentSide(pool, self.sharing, edge)
         self.requests = Admission(engine, self.sharing, edge)
@@ -167,13 +168,13 @@ class HotKVScheduler:
             return
         report = StepReport()
         if isinstance(said, HotKVWorkerMetadata):
-            report = said.joined(self._heard)
+            report = said.joined(self._seen)
         if report.timed_step:
             self.steps.prefill.end_step(report.timed_step, now_s)
         self.steps.prefill.last_end_s = now_s
         for name, value in report.counters.items():
             self.stats.add(name, value)
-        sharing.links.told(report.links, now_s, sharing.stream)
+        sharing.links.update(report.links, now_s, sharing.stream)
         if sharing.weights.reported(report.weights, now_s):
             # The weights may have changed. The loads in progress load KV of the old weights, so
             # they are useless.
@@ -195,7 +196,7 @@ class HotKVScheduler:
         if cache is None:
             return
         if report.load_seconds:
-            self.requests.choice.told(self.requests.states, report.load_seconds)
+            self.requests.choice.update(self.requests.states, report.load_seconds)
         for request_id in loads.ended(output.finished_recving or ()):
             self.requests.common.ended(request_id)
             state = self.requests.states.get(request_id)
@@ -260,7 +261,8 @@ class HotKVScheduler:
         cache.finder.hidden.clear_all()
         return cache.reset.begin(self._config.reset_timeout_s)
 
-    # -------------------------------------------------------------------- fallbacks of broken callbacks
+    # -------------------------------------------------------------------- fallbacks of broken
+    # callbacks
 
     def update_broke(self, output: Any) -> None:
         """Handles the results of a step if `update` raised. Loads whose end `update` has not

@@ -14,9 +14,9 @@ Scheduler thread only. Never blocks, except for a moment after the engine's weig
 import time
 from typing import Any
 
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import steps
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.metadata import QUIET, HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing

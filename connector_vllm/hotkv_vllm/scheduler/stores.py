@@ -34,7 +34,7 @@ from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.stores_in_flight import StoreFence, StoresInFlight, settle
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.tracing.requests import RequestTrace
+from hotkv_vllm.tracing.request_traces import RequestTrace
 
 # ----------------------------------------------------------------------- which blocks a hit can use
 

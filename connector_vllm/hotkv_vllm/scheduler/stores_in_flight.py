@@ -16,7 +16,7 @@ from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_vllm.metadata import StepReport, StoreJob
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.tracing.requests import RequestTrace, end_store
+from hotkv_vllm.tracing.request_traces import RequestTrace, end_store
 
 if TYPE_CHECKING:
     from hotkv_proto.traces import Span

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotkv_sparse import Span, SparseConfig, span
+from hotkv_sparse import CandidateSpan, SparseConfig, span
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
 
@@ -104,7 +104,7 @@ class SparseRow:
     request_id: str
     context_tokens: int
     blocks_C: I32
-    where: Span
+    where: CandidateSpan
     always_blocks: I32
     always_tokens: int
     attends_to_all: bool

@@ -78,7 +78,7 @@ class KeyPages:
         out = np.empty(len(query_QD), np.float32)
         run, pair, block_tokens = self._packing.run, self._packing.pair, self._pages.shape[2]
         query = query_QD * np.float32(scale * _LOG2_E)
-        native.require("hotkv_sparse.kernels").page_log_mass(
+        native.require("hotkv_sparse.all_kernels").page_log_mass(
             self._view(), blocks, num_tokens, block_tokens, run, pair, self._kind, query, out
         )
         return out

@@ -20,9 +20,9 @@ from hotkv_client.types import BlockRun, Int32s
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
+from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.metadata import HotKVMetadata, StepReport
 from hotkv_vllm.residency.cuda_worker import CudaWorker
 from hotkv_vllm.residency.step import ResidentStep

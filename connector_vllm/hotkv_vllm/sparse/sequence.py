@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
+from hotkv_sparse import AdaptiveCapacity, CandidateSpan, HotSet, Selection, SparseConfig, span
 from hotkv_sparse.decode import Always, Scorer, decode
 from hotkv_sparse.selection import Source, select_layer
 
@@ -149,7 +149,7 @@ class LayerSequence:
         rows_C: I32,
         always: Always,
         context_tokens: int,
-        where: Span,
+        where: CandidateSpan,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
         """Makes a decode step as `step` does, in one compiled call. Does not support the settings
@@ -195,7 +195,7 @@ class LayerSequence:
         most = config.budget_blocks if is_first else config.selected_blocks
         return most(context_tokens, self._block_tokens)
 
-    def _follow(self, where: Span, context_tokens: int) -> HotSet:
+    def _follow(self, where: CandidateSpan, context_tokens: int) -> HotSet:
         """Returns the hot set (blocks to attend to), after it was extended to the present length of
         the context. Creates it in the first step.
 

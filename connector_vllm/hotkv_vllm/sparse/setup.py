@@ -75,7 +75,7 @@ def install(
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
     # Loads the kernels before the first request, because numba takes a second to load them, and
     # longer if it must compile them.
-    native.require("hotkv_sparse.kernels")
+    native.require("hotkv_sparse.all_kernels")
     turning = _turning(layers, vllm_config)
     worker = SparseWorker(config, layers, recall_steps, turning)
     if config.residency != "off":

@@ -113,9 +113,7 @@ def shared_pool(
                     )
                 )
                 num_bytes += rows.row_bytes
-        kinds.append(
-            Sketch(index, _name(mine), _version(mine, centres), (num_bytes,) * num_shards)
-        )
+        kinds.append(Sketch(index, _name(mine), _version(mine, centres), (num_bytes,) * num_shards))
     if not kinds:
         raise Unsupported("no group that hotkv keeps has sparse layers")
     return SharedPool(tuple(kinds), tuple(tensors), pool.num_bytes, pool.fd)

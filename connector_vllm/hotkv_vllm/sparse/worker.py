@@ -264,9 +264,7 @@ class SparseWorker:
             # Discards the layer's sketches (compact forms of keys), because it is not
             # tracked which blocks are overwritten while the layer's sparse attention is off.
             layer = self.layers[layer_name]
-            self.sketches.forget(
-                np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index]
-            )
+            self.sketches.forget(np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index])
 
     def gave_up(self, layer_name: str) -> None:
         """Handles that the backend could not use the chosen blocks in a layer, so that all rows

@@ -71,7 +71,7 @@ class HostCopies(OffloadingWorker):
         blocks_per_chunk: int,
         is_canonical: bool,
     ) -> None:
-        self._kernels = native.require("hotkv_proto.kernels")
+        self._kernels = native.require("hotkv_proto.table_reading")
         self._region = region
         self._per_chunk = blocks_per_chunk
         self._refs = kv_caches.group_data_refs

@@ -68,7 +68,7 @@ class ActiveLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedLoad:
     """A load whose future is resolved.
 
     num_bytes: number of loaded bytes; None if the load failed.
@@ -190,7 +190,7 @@ class RankLoads:
 
     # -------------------------------------------------------------------------------------- results
 
-    def take(self) -> tuple[set[str], set[str], list[Ended]]:
+    def take(self) -> tuple[set[str], set[str], list[EndedLoad]]:
         """Returns the loads whose end was not returned before, for the report to vLLM: the ids of
         the requests whose load has ended (failed or not), the ids of the requests whose load
         failed, and the ended loads."""
@@ -219,7 +219,7 @@ class RankLoads:
         self._failed = set()
         return failed, over
 
-    def _end_of(self, load: ActiveLoad) -> Ended:
+    def _end_of(self, load: ActiveLoad) -> EndedLoad:
         """Returns the end of a load whose future is resolved. If the result can't be read, the load
         counts as failed."""
         assert load.answer is not None
@@ -235,7 +235,7 @@ class RankLoads:
             logger.exception(
                 "hotkv: the result of a load could not be read; the load counts as failed"
             )
-        return Ended(load, num_bytes)
+        return EndedLoad(load, num_bytes)
 
     def watch(self, now_s: float) -> None:
         """Cancels the loads whose time limit has passed. The time of a load counts from the first

@@ -29,7 +29,7 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.rank_loads import never_begun
-from hotkv_vllm.worker.session import RankSession
+from hotkv_vllm.worker.rank_session import RankSession
 
 logger = link.logger
 

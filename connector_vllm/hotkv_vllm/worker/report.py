@@ -3,7 +3,7 @@
 Always true:
 - Growth of counters, and ends of transfers (loads and stores), are reported once.
 - States (loads that the server does not end, whether there is a session, weights) are reported as
-  they are when `RankReport.take` is called.
+  they are when `RankReporter.take` is called.
 - A part whose collection raises is left out; the rest of the report is sent.
 """
 
@@ -20,11 +20,11 @@ from hotkv_vllm.metadata import (
 from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.rank_loads import ActiveLoad, RankLoads
+from hotkv_vllm.worker.rank_session import RankSession
 from hotkv_vllm.worker.rank_stores import RankStores
-from hotkv_vllm.worker.session import RankSession
 
 
-class RankReport:
+class RankReporter:
     """Collects the rank's next report.
 
     rank: the rank's session, whose state is reported.
@@ -55,7 +55,7 @@ class RankReport:
         self._ids = report_ids(rank_number)
 
     def __repr__(self) -> str:
-        return f"RankReport({'empty' if self._next.is_empty() else 'to send'})"
+        return f"RankReporter({'empty' if self._next.is_empty() else 'to send'})"
 
     @property
     def is_quiet(self) -> bool:

@@ -11,9 +11,9 @@ sleep), and exported again when vLLM has mapped it again.
 The device computes a step after Python has queued its work, so a transfer (load or store) must not
 begin at once. Every transfer has a *mark*, a point in the device's queue (`device_order`): the
 server begins to copy after the device has done all work before the mark. If the server can test
-this, the transfer is sent at once. Otherwise the worker sends the transfer in the first callback (call
-of vLLM) in which it sees that the device has passed the mark. The time limit of a transfer begins
-when the device has passed its mark.
+this, the transfer is sent at once. Otherwise the worker sends the transfer in the first callback
+(call of vLLM) in which it sees that the device has passed the mark. The time limit of a transfer
+begins when the device has passed its mark.
 
 With sparse decode, sketches (compact forms of keys) are stored and loaded with blocks. The
 worker builds a block's sketch before the block's store begins. If the sketch was
@@ -28,22 +28,23 @@ from typing import Any
 
 from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
-from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.device_order import Mark
-from hotkv_vllm.worker.rank_loads import Ended, RankLoads
+from hotkv_vllm.worker.rank_loads import EndedLoad, RankLoads
+from hotkv_vllm.worker.rank_session import RankSession
 from hotkv_vllm.worker.rank_stores import FENCE_GRACE_S, RankStores
-from hotkv_vllm.worker.report import RankReport
-from hotkv_vllm.worker.session import RankSession
+from hotkv_vllm.worker.report import RankReporter
 
 
 class HotKVWorker:
     """The connector's worker side. Does nothing until `register` has exported the KV memory and
-    opened a session. The methods `*_broke` are called if a callback (method that vLLM calls) raised.
+    opened a session. The methods `*_broke` are called if a callback (method that vLLM calls)
+    raised.
 
     centres: the model's mean keys, by which sketches (compact forms of keys) are computed;
         None without them.
@@ -65,7 +66,7 @@ class HotKVWorker:
         )
         self.loads = RankLoads(self.rank.load, self.rank.cancel)
         number = vllm_config.parallel_config.rank
-        self.report = RankReport(self.rank, number, self.sparse, edge)
+        self.report = RankReporter(self.rank, number, self.sparse, edge)
         self.stores = RankStores(self.rank, config, self.report.count)
         self._kv_caches: dict[str, Any] = {}
         self._is_unregistered = False
@@ -115,7 +116,7 @@ class HotKVWorker:
         sleep)."""
         self._is_unregistered = self.rank.has_agreed
         if self.rank.memory is not None:
-            self._let_go()
+            self._withdraw()
             self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
@@ -150,10 +151,10 @@ class HotKVWorker:
         """Exports the engine's present KV memory to the server. If memory was exported before,
         withdraws it first."""
         if self.rank.memory is not None:
-            self._let_go()
+            self._withdraw()
         self.rank.export(self._kv_caches)
 
-    def _let_go(self) -> None:
+    def _withdraw(self) -> None:
         """Ends all transfers, closes the session and withdraws the memory, because the engine is
         about to unmap the memory.
 
@@ -193,7 +194,7 @@ class HotKVWorker:
             meta.is_quiet
             and not self._is_busy
             and session is not None
-            and session.connected == rank.told_link
+            and session.connected == rank.reported_link
             and (rank.weights is None or not rank.weights.held)
             and (not self._watches_adapters or rank.adapters.is_quiet)
         )
@@ -347,7 +348,7 @@ class HotKVWorker:
         self.report.over += over
         return failed
 
-    def _load_ended(self, one: Ended) -> None:
+    def _load_ended(self, one: EndedLoad) -> None:
         load = one.load
         self.rank.marks.done(load.after)
         self.report.timed({load.job.request_id: one.seconds})

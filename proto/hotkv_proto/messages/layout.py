@@ -119,9 +119,7 @@ def read_sketches(
     for index, m in enumerate(messages):
         fields.check_printable(f"sketches[{index}].format", m.format)
         try:
-            kinds.append(
-                Sketch(m.group_index, m.format, m.version, tuple(m.shard_byte_counts))
-            )
+            kinds.append(Sketch(m.group_index, m.format, m.version, tuple(m.shard_byte_counts)))
         except ValueError as error:
             raise invalid(f"sketches[{index}].{error}") from error
     return tuple(kinds)

@@ -113,7 +113,7 @@ class TellResponse(google.protobuf.message.Message):
 
     JSON_FIELD_NUMBER: builtins.int
     json: builtins.str
-    """A JSON object. docs/told.md in the repository has the fields of each topic."""
+    """A JSON object. docs/monitoring_api.md in the repository has the fields of each topic."""
     def __init__(
         self,
         *,

@@ -486,10 +486,7 @@ class CacheCore(CacheBooks):
         reuses = index.table.records[named, table.W_REUSES]
         for start in range(0, len(named), BLOCKS):
             entries = named[start : start + BLOCKS]
-            same = (
-                index.table.records[entries, table.W_REUSES]
-                == reuses[start : start + BLOCKS]
-            )
+            same = index.table.records[entries, table.W_REUSES] == reuses[start : start + BLOCKS]
             yield entries[
                 same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
             ]
@@ -542,7 +539,7 @@ class CacheCore(CacheBooks):
                     yield 0
             for entries in self._ready_blocks(key_space_id):
                 # Flush pinned blocks too. They can still be loaded under the leases that pin them.
-                self.retention_pins.let_go(entries)
+                self.retention_pins.unpin(entries)
                 self.space.removal.flush(entries)
                 self.counters.flushed_blocks += len(entries)
                 yield len(entries)

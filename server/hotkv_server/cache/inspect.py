@@ -83,9 +83,7 @@ def census(core: CacheCore) -> Iterator[Census]:
         counted.sketch_bytes += int(sizes[(states != 0) & ~is_block].sum())
         counted.num_unverified += int(np.count_nonzero(unverified))
         counted.blocks += np.bincount(owners[is_ready & is_block], minlength=KEY_SPACE_ROWS)
-        counted.sketches += np.bincount(
-            owners[is_ready & ~is_block], minlength=KEY_SPACE_ROWS
-        )
+        counted.sketches += np.bincount(owners[is_ready & ~is_block], minlength=KEY_SPACE_ROWS)
         yield counted
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.words import OLDEST_START, LATEST_START, MAX_SESSION_WORD, WORD_COUNT
+from hotkv_proto.words import LATEST_START, MAX_SESSION_WORD, OLDEST_START, WORD_COUNT
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries
 
@@ -128,9 +128,9 @@ class ReaderWords:
 
     def revoke_earlier(self) -> None:
         """Makes all residencies (requests whose KV stays in host memory) of earlier servers
-        invalid. To show this to their clients, raises the word OLDEST_START (the lowest valid server
-        number) to this server's number, and makes the validity words of earlier servers' sessions
-        even (not valid). Then frees these words for new sessions."""
+        invalid. To show this to their clients, raises the word OLDEST_START (the lowest valid
+        server number) to this server's number, and makes the validity words of earlier servers'
+        sessions even (not valid). Then frees these words for new sessions."""
         self._words[OLDEST_START] = self.start_number
         self._words[self._earlier] += np.uint64(1)
         self._free += self._earlier.tolist()

@@ -291,9 +291,7 @@ class Catalog:
             0,
             weight_bytes(record.key_space, (kind,)) - weight_bytes(record.key_space),
         )
-        self._books.sketches.declare(
-            number, group_index, record.key_space.sketch_salt(kind)
-        )
+        self._books.sketches.declare(number, group_index, record.key_space.sketch_salt(kind))
         return group_index
 
     def _check(self, key_space: KeySpace, kinds: tuple[Sketch, ...]) -> None:
@@ -402,8 +400,7 @@ def check_named(
             )
         if only_blocks and group_index >= MAX_GROUPS:
             raise invalid(
-                "groups.group_index names a sketch; those go with their blocks, so "
-                "name these"
+                "groups.group_index names a sketch; those go with their blocks, so name these"
             )
     check_most(most_blocks, num_blocks, "the call names {} blocks")
 

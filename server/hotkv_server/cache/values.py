@@ -300,8 +300,4 @@ class KeySpaceRecord:
         """Returns the group of the blocks that have sketches (compact summaries of attention
         keys) of the kind `group_index`. If `group_index` is the index of a group, returns it
         unchanged."""
-        return (
-            group_index
-            if group_index < MAX_GROUPS
-            else self.sketch(group_index).group_index
-        )
+        return group_index if group_index < MAX_GROUPS else self.sketch(group_index).group_index

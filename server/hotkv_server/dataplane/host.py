@@ -92,7 +92,7 @@ class HostCopyEngine:
     number of transfers."""
 
     def __init__(self, num_threads: int) -> None:
-        self._kernels = native.require("hotkv_proto.kernels")
+        self._kernels = native.require("hotkv_proto.table_reading")
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
         # When each thread began its present piece (part of a job); 0 while it is idle.
         self._begun_s = [0.0] * num_threads

@@ -146,7 +146,9 @@ class BlockCopies:
         if not len(self.block_ids):
             return
         recipe = self.recipe
-        low_id, end, low_slot, slot_end = native.require("hotkv_proto.kernels").extent_of_blocks(
+        low_id, end, low_slot, slot_end = native.require(
+            "hotkv_proto.table_reading"
+        ).extent_of_blocks(
             self.block_ids,
             self.slot_offsets,
             recipe.bases,

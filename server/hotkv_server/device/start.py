@@ -41,7 +41,7 @@ class CudaError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundDevices:
     """The result of `look`: a runtime with its devices, or the reason why there are no devices.
 
     `runtime`: calls CUDA; None without devices.
@@ -66,24 +66,28 @@ def new_runtime() -> DeviceRuntime:
     return CupyRuntime()
 
 
-def look(copy: CopySettings) -> Found:
+def look(copy: CopySettings) -> FoundDevices:
     """Finds the devices. Loads CUDA, which takes seconds, if the setting `copy.cuda` is "on", or if
     it is "auto" and this machine has the device file of a GPU. `copy`: the settings of copies."""
     if copy.cuda == "off":
-        return Found(None, why_none="it is switched off (copy.cuda = off)")
+        return FoundDevices(None, why_none="it is switched off (copy.cuda = off)")
     if copy.cuda == "auto" and not has_device_node():
-        return Found(
+        return FoundDevices(
             None, why_none="it is given no NVIDIA device (no /dev/nvidia0; containers: --gpus all)"
         )
     try:
         runtime = new_runtime()
         infos = tuple(runtime.devices())
     except DeviceError as error:
-        return Found(None, why_none=str(error))
-    return Found(runtime, infos) if infos else Found(None, why_none="CUDA sees no device")
+        return FoundDevices(None, why_none=str(error))
+    return (
+        FoundDevices(runtime, infos)
+        if infos
+        else FoundDevices(None, why_none="CUDA sees no device")
+    )
 
 
-def look_in_background(copy: CopySettings) -> "Future[Found]":
+def look_in_background(copy: CopySettings) -> "Future[FoundDevices]":
     """Runs `look` on a thread, so that the caller can prefault the arena meanwhile. Returns a
     future of its result."""
     thread = ThreadPoolExecutor(1, "hotkv-cuda-start")
@@ -141,7 +145,9 @@ class CudaPart:
                 pinner.close()
 
 
-def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:
+def open_part(
+    settings: Settings, memory: NodeMemory, host: CopyEngine, found: FoundDevices
+) -> CudaPart:
     """Makes the copy engines and the pinner for the devices that `look` has found. The caller must
     then call `CudaPart.start`. Blocks the calling thread. Raises CudaError.
 

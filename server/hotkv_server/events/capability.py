@@ -34,9 +34,9 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import (
-    BlocksRemoved,
-    BlocksStored,
     EventHub,
+    RemovedEvent,
+    StoredEvent,
     edges,
     moved_events,
     removed_events,
@@ -47,8 +47,8 @@ from hotkv_server.events.service import EngineReader, EventService
 from hotkv_server.memory.arena import CONTENTS_FILE
 from hotkv_server.node.capability import Capability, Service, SessionCall
 from hotkv_server.node.health import Health
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import STALLED_WORK_S, Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.settings import Settings
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.startup import StartError
@@ -148,7 +148,7 @@ def _zmq() -> ModuleType:
 
 def _publisher(
     settings: EventSettings,
-    state: Callable[[], Iterator[BlocksStored | None]] | None,
+    state: Callable[[], Iterator[StoredEvent | None]] | None,
     has_blocks: "HasBlocks",
 ) -> "ZmqPublisher | None":
     """Returns the ZMQ publisher; None if the settings name no endpoint. Raises StartError.
@@ -338,7 +338,7 @@ class EventsCapability(Capability):
 
     def _find(
         self, key_space_id: int, group_index: int, hashes: list[bytes]
-    ) -> tuple[list[BlocksStored], list[int]]:
+    ) -> tuple[list[StoredEvent], list[int]]:
         return self._contents.find(self._fingerprints[key_space_id], group_index, hashes)
 
     def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
@@ -361,7 +361,7 @@ class EventsCapability(Capability):
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
 
-    def _has_blocks(self, number: int, removed: BlocksRemoved) -> BoolMask:
+    def _has_blocks(self, number: int, removed: RemovedEvent) -> BoolMask:
         """Looks up the hashes of n blocks that were removed from another key space. Returns a mask
         [n]: True if the key space `number` has a ready block with this hash in the same medium and
         group. Callable on any thread."""
@@ -370,7 +370,7 @@ class EventsCapability(Capability):
             return np.zeros(len(removed.hashes), np.bool_)
         return is_ready(space.index.find(number, removed.group_index, removed.hashes))
 
-    def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored | None]:
+    def state(self, fingerprint: bytes | None = None) -> Iterator[StoredEvent | None]:
         """Yields the present state: events for the blocks in host memory and on the disk whose
         token ids are known. Yields None for a run (consecutive blocks that were stored together) of
         which no block is cached any more: so each step is short, even if there are many such runs.
@@ -419,12 +419,12 @@ class EventsCapability(Capability):
                 listed = [HashList(group_index, words)]
                 wait_s = max(0.0, until_s - time.monotonic())
                 try:
-                    lying = await self._node.tiers.lookups.find(number, listed, wait_s)
+                    locations = await self._node.tiers.lookups.find(number, listed, wait_s)
                 except HotKVError:
                     # The lookup fails if the server has forgotten the key space meanwhile: its
                     # blocks are gone.
                     continue
-                masks += [one.masks[0] for one in lying if one.is_up]
+                masks += [one.masks[0] for one in locations if one.is_up]
             for mask in masks:
                 found |= mask & known
         return found

@@ -47,7 +47,7 @@ import numpy as np
 from hotkv_proto.blocks import ExtraKey, RunContent
 from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask
-from hotkv_server.events.drive import BlocksStored, edges
+from hotkv_server.events.drive import StoredEvent, edges
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class KnownRun:
         """The blocks' hashes, uint32 words [n, 8]."""
         return _hashes(self.packed)
 
-    def run(self) -> BlocksStored:
+    def run(self) -> StoredEvent:
         """Parses the record and returns the run (consecutive blocks of a group). This takes longer
         than reading the other fields."""
         return _unpacked_run(self.packed)
@@ -175,7 +175,7 @@ class Contents:
         self._tail = self._head = self._size = self._moves_from = 0
         # The contents that wait to be written, as (fingerprint of the key space, run, index of the
         # first block of the run that is not written yet).
-        self._queue: deque[tuple[bytes, BlocksStored, int]] = deque()
+        self._queue: deque[tuple[bytes, StoredEvent, int]] = deque()
         self._put_bytes = self._taken_bytes = 0
         self._has_work = threading.Event()
         self._is_closed = False
@@ -206,7 +206,7 @@ class Contents:
 
     # Contents
 
-    def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
+    def keep(self, fingerprint: bytes, run: StoredEvent) -> None:
         """Queues the contents of a run (consecutive blocks) that was stored, so that the thread
         writes them into the ring buffer. Does nothing if the engine sent no token ids."""
         if not len(run.content.token_ids) or self._is_closed:
@@ -225,7 +225,7 @@ class Contents:
 
     def find(
         self, fingerprint: bytes, group_index: int, hashes: list[bytes]
-    ) -> tuple[list[BlocksStored], list[int]]:
+    ) -> tuple[list[StoredEvent], list[int]]:
         """Finds the contents of blocks. Returns two lists. The first has runs (consecutive blocks
         of a sequence) with the blocks whose contents are known; consecutive blocks of a record
         become one run. The second has the positions in `hashes` of the blocks whose contents are
@@ -238,7 +238,7 @@ class Contents:
             places = [index.get(one) for one in hashes]
             unknown = [at for at, place in enumerate(places) if place is None]
             self.unknown_blocks += len(unknown)
-            found: list[BlocksStored] = []
+            found: list[StoredEvent] = []
             known = sorted(place for place in places if place is not None)
             # Parse each record only once, even if it has many of the wanted blocks: a tier may move
             # thousands of blocks at a time.
@@ -599,7 +599,7 @@ def _unpacked_name(packed: bytes) -> tuple[bytes, str]:
     return packed[PREFIX.size : start], packed[start + 4 : start + 4 + length].decode()
 
 
-def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
+def _packed_run(fingerprint: bytes, run: StoredEvent) -> bytes:
     content = run.content
     name = content.lora_name.encode()
     keys = json.dumps([_plain_keys(one) for one in content.extra_keys]).encode()
@@ -617,7 +617,7 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
     return _packed(BLOCKS, b"".join((head, parent, run.hashes.tobytes(), tokens, name, keys)))
 
 
-def _unpacked_run(packed: bytes) -> BlocksStored:
+def _unpacked_run(packed: bytes) -> StoredEvent:
     """Parses the record of a run (consecutive blocks of a group) and returns the run. Its
     `key_space_id` is 0, because a record has only the fingerprint of the key space. `packed`: the
     bytes of the record."""
@@ -633,7 +633,7 @@ def _unpacked_run(packed: bytes) -> BlocksStored:
     name = packed[at : at + name_length].decode()
     at += name_length
     keys = json.loads(packed[at : at + keys_length])
-    return BlocksStored(
+    return StoredEvent(
         0,
         group_index,
         hashes,

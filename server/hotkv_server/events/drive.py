@@ -4,10 +4,10 @@ share.
 
 Always true:
 
-- a `BlocksStored` is sent after its blocks are ready in the medium, a `BlocksRemoved` after its
+- a `StoredEvent` is sent after its blocks are ready in the medium, a `RemovedEvent` after its
   blocks can no longer be found there. The events about a block in a medium are sent in the order in
   which the block was stored and removed;
-- the blocks of a `BlocksStored` follow each other in a sequence without a gap, and its token ids
+- the blocks of a `StoredEvent` follow each other in a sequence without a gap, and its token ids
   are exactly the tokens of these blocks;
 - publishing never waits: a reader that is too slow loses events, and is notified of the loss.
 """
@@ -33,7 +33,7 @@ STORED = bytes((BlockResult.STORED,))
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
+class StoredEvent:
     """An event: consecutive blocks of a sequence have become ready in a medium.
 
     `hashes`: the blocks' hashes, uint32 words [n, 8].
@@ -58,7 +58,7 @@ class BlocksStored:
     def num_bytes(self) -> int:
         return int(self.hashes.nbytes) + self.content.num_bytes
 
-    def part(self, first: int, end: int) -> "BlocksStored":
+    def part(self, first: int, end: int) -> "StoredEvent":
         """Returns an event for the blocks `first` to `end` - 1 of this event. Copies the arrays.
         Views would keep the whole arrays in memory as long as the part lives."""
         whole, block_tokens = self.content, len(self.content.token_ids) // len(self.hashes)
@@ -67,7 +67,7 @@ class BlocksStored:
             whole.lora_name,
             whole.extra_keys[first:end],
         )
-        return BlocksStored(
+        return StoredEvent(
             self.key_space_id,
             self.group_index,
             self.hashes[first:end].copy(),
@@ -80,7 +80,7 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class RemovedEvent:
     """An event: blocks were removed from a medium.
 
     `hashes`: the blocks' hashes, uint32 words [n, 8], in no particular order.
@@ -104,20 +104,20 @@ class KeySpaceCleared:
     media (a *clear*).
 
     `removed`: the blocks in host memory and on the disk that a flush has removed so far, as a
-        `BlocksRemoved` for each group. Later events name the blocks that the flush removes later.
+        `RemovedEvent` for each group. Later events name the blocks that the flush removes later.
         The publisher sends `removed` in place of the clear if the ZMQ topic has blocks of other key
         spaces, because a clear would remove those blocks too.
     """
 
     key_space_id: int
-    removed: tuple[BlocksRemoved, ...] = ()
+    removed: tuple[RemovedEvent, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return sum(event.num_bytes for event in self.removed)
 
 
-Event = BlocksStored | BlocksRemoved | KeySpaceCleared
+Event = StoredEvent | RemovedEvent | KeySpaceCleared
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ def stored_events(
     runs: Sequence[Run],
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
-) -> list[BlocksStored]:
+) -> list[StoredEvent]:
     """Returns the events of a store: an event for each unbroken sequence of blocks that the store
     has made ready. Sketches (compact forms of keys, for sparse attention) have no events.
 
@@ -332,11 +332,11 @@ def stored_events(
     `contents`: for each run, its token ids, adapter and extra keys.
     `results`: for each run, the `BlockResult` of each of its blocks, uint8 [n].
     """
-    events: list[BlocksStored] = []
+    events: list[StoredEvent] = []
     for run, content, values in zip(runs, contents, results, strict=True):
         num_stored = values.tobytes().count(STORED)
         if run.group_index < MAX_GROUPS and num_stored:
-            whole = BlocksStored(
+            whole = StoredEvent(
                 key_space_id, run.group_index, run.hashes, run.parent, run.depth, content
             )
             if num_stored == len(values):
@@ -352,8 +352,8 @@ def moved_events(
     entries: Entries,
     medium: Medium,
     tier: str,
-    find: Callable[[int, int, list[bytes]], tuple[list[BlocksStored], list[int]]],
-) -> list[BlocksStored]:
+    find: Callable[[int, int, list[bytes]], tuple[list[StoredEvent], list[int]]],
+) -> list[StoredEvent]:
     """Returns the events for blocks that a tier has moved. Blocks that were stored together and
     follow each other share an event. A block whose content (token ids) is not known gets its own
     event. Events of earlier blocks in a sequence come first.
@@ -368,7 +368,7 @@ def moved_events(
         content, not from the index, whose links between blocks are only hints
         (`cache.table.index`).
     """
-    events: list[BlocksStored] = []
+    events: list[StoredEvent] = []
     key_spaces, groups, hashes = index.keys(entries)
     depths = index.depths(entries)
     for key_space_id, group in set(zip(key_spaces.tolist(), groups.tolist(), strict=True)):
@@ -378,7 +378,7 @@ def moved_events(
             replace(one, key_space_id=key_space_id, medium=medium, tier=tier) for one in known
         ]
         events += [
-            BlocksStored(
+            StoredEvent(
                 key_space_id, group, hashes[one : one + 1], None, depth, NO_CONTENT, medium, tier
             )
             for one, depth in zip(at[others], depths[at[others]].tolist(), strict=True)
@@ -398,9 +398,9 @@ def removed_events(
     `flushed_key_space_id`: the key space whose flush has begun; 0 if no flush has begun.
     `below`: blocks that were removed from the disk tier.
     """
-    removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]
+    removed = [RemovedEvent(one.key_space_id, one.group_index, one.hashes) for one in notices]
     removed += [
-        BlocksRemoved(one.key_space_id, one.group_index, one.hashes, Medium.DISK, DISK_TIER)
+        RemovedEvent(one.key_space_id, one.group_index, one.hashes, Medium.DISK, DISK_TIER)
         for one in below
     ]
     if not flushed_key_space_id:

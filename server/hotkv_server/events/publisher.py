@@ -36,7 +36,7 @@ import zmq
 
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import BoolMask
-from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
+from hotkv_server.events.drive import Event, KeySpaceCleared, RemovedEvent, StoredEvent
 from hotkv_server.events.wire import RANK, AllBlocksCleared, KVEventBatch, Translator
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ EVENT_BYTES = 64
 """Estimated memory of an event, without its arrays."""
 
 
-HasBlocks = Callable[[int, BlocksRemoved], BoolMask]
+HasBlocks = Callable[[int, RemovedEvent], BoolMask]
 """Takes the number of a key space, and a removal of n blocks of another key space. Returns a mask
 [n] of the hashes for which the key space has a ready block in the same medium and group."""
 
@@ -210,7 +210,7 @@ class ZmqPublisher:
         buffer_bytes: int,
         int_hashes: bool,
         per_endpoint: bool = False,
-        state: Callable[[], Iterator[BlocksStored | None]] | None = None,
+        state: Callable[[], Iterator[StoredEvent | None]] | None = None,
         has_blocks: HasBlocks | None = None,
     ) -> None:
         self.published_events = 0
@@ -393,7 +393,7 @@ class ZmqPublisher:
                     self.queued_bytes,
                 )
             self.lost_events += len(events)
-            topic.must_clear |= any(not isinstance(event, BlocksStored) for event in events)
+            topic.must_clear |= any(not isinstance(event, StoredEvent) for event in events)
             return
         self._put_bytes += num_bytes
         self._queue.put(
@@ -514,7 +514,7 @@ class ZmqPublisher:
         for event in item.events:
             others = [number for number in tuple(numbers) if number != event.key_space_id]
             match event:
-                case BlocksRemoved() if others:
+                case RemovedEvent() if others:
                     yield from self._of_no_other(event, others)
                 case KeySpaceCleared(removed=removed) if others:
                     some = itertools.chain(*(self._of_no_other(one, others) for one in removed))
@@ -522,7 +522,7 @@ class ZmqPublisher:
                 case _:
                     yield event
 
-    def _of_no_other(self, event: BlocksRemoved, others: Sequence[int]) -> Iterator[BlocksRemoved]:
+    def _of_no_other(self, event: RemovedEvent, others: Sequence[int]) -> Iterator[RemovedEvent]:
         """Yields the removal of the blocks in `event`, except blocks with the same hash as a block
         of a key space in `others`. Yields nothing if no blocks are left."""
         left = event.hashes

@@ -11,10 +11,10 @@ from hotkv_proto.v1 import events_pb2, events_pb2_grpc, session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import (
-    BlocksRemoved,
-    BlocksStored,
     EventHub,
     KeySpaceCleared,
+    RemovedEvent,
+    StoredEvent,
     TimedEvent,
 )
 from hotkv_server.node import event_loop
@@ -35,7 +35,7 @@ ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
 STATE_EVENTS = 32
 """Most events of the present state (events for the cached blocks) in an answer to an engine."""
 
-State = Callable[[bytes | None], Iterator[BlocksStored | None]]
+State = Callable[[bytes | None], Iterator[StoredEvent | None]]
 """Yields the present state: events for the cached blocks of the key space with this fingerprint, or
 of all key spaces for None. Yields None for a step that has no event."""
 
@@ -103,7 +103,7 @@ class EngineReader:
     """
 
     def __init__(
-        self, hub: EventHub, key_space_id: int, state: Callable[[], Iterator[BlocksStored | None]]
+        self, hub: EventHub, key_space_id: int, state: Callable[[], Iterator[StoredEvent | None]]
     ) -> None:
         self._hub = hub
         self._key_space_id = key_space_id
@@ -114,8 +114,8 @@ class EngineReader:
     def _begin(self) -> None:
         self._stack.close()
         self._feed = self._stack.enter_context(self._hub.feeds.reader())
-        self._present: Iterator[BlocksStored | None] | None = self._state()
-        self._next: BlocksStored | None = None
+        self._present: Iterator[StoredEvent | None] | None = self._state()
+        self._next: StoredEvent | None = None
         self._begins = True
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class EngineReader:
                 _fill(answer.events.add(), item)
         return whole
 
-    def _of_state(self, present: Iterator[BlocksStored | None], most: int) -> Iterator[TimedEvent]:
+    def _of_state(self, present: Iterator[StoredEvent | None], most: int) -> Iterator[TimedEvent]:
         """Yields the next events of the present state (events for all cached blocks), at most
         `most`. Stops after SLICE_S, even if it has found no event. At the end of the state, sets
         `_present` to None."""
@@ -186,7 +186,7 @@ def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
     message.key_space_id = value.key_space_id
     message.unix_time_ms = int(item.unix_time_s * 1000)
     match value:
-        case BlocksStored(hashes=words, content=content):
+        case StoredEvent(hashes=words, content=content):
             stored = message.stored
             stored.group_index, stored.depth = value.group_index, value.depth
             stored.lora_name = content.lora_name
@@ -198,7 +198,7 @@ def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
             stored.block_token_count = key_space.groups[value.group_index].block_tokens
             stored.medium, stored.tier = MEDIA[value.medium], value.tier
             stored.extra_keys.extend(extra_keys_message(keys) for keys in content.extra_keys)
-        case BlocksRemoved(hashes=words):
+        case RemovedEvent(hashes=words):
             message.removed.group_index, message.removed.block_count = value.group_index, len(words)
             message.removed.hashes = packed_words(words, key_space.hash_bytes)
             message.removed.medium, message.removed.tier = MEDIA[value.medium], value.tier

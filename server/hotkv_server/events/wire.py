@@ -25,7 +25,7 @@ from hotkv_proto import native
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import Medium
-from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
+from hotkv_server.events.drive import Event, KeySpaceCleared, RemovedEvent, StoredEvent
 
 MEDIA = {
     Medium.CPU: ("CPU", None),
@@ -129,7 +129,7 @@ def _array_head(count: int) -> bytes:
     return b"\xdd" + count.to_bytes(4, "big")
 
 
-def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
+def _owner(event: StoredEvent | RemovedEvent) -> str | None:
     return event.tier if event.medium is Medium.REMOTE else None
 
 
@@ -143,7 +143,7 @@ class Translator:
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
         self._as_ints = as_ints
-        self._kernels = native.require("hotkv_server.events.kernels")
+        self._kernels = native.require("hotkv_server.events.event_kernels")
 
     def translate(
         self, events: Iterable[Event], *, is_alone: bool
@@ -156,9 +156,9 @@ class Translator:
         translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
             match event:
-                case BlocksStored():
+                case StoredEvent():
                     translated.append(self._stored(event))
-                case BlocksRemoved():
+                case RemovedEvent():
                     translated.append(self._removed(event))
                 case KeySpaceCleared() if is_alone:
                     translated.append(AllBlocksCleared())
@@ -166,7 +166,7 @@ class Translator:
                     translated.extend(map(self._removed, removed))
         return translated
 
-    def _stored(self, event: BlocksStored) -> BlockStored:
+    def _stored(self, event: StoredEvent) -> BlockStored:
         key_space = self._key_spaces[event.key_space_id]
         group, content = key_space.groups[event.group_index], event.content
         hashes = external_hashes(event.hashes, key_space.hash_bytes, as_ints=self._as_ints)
@@ -203,7 +203,7 @@ class Translator:
         num_bytes = self._kernels.pack_int32s(token_ids, packed[len(head) :])
         return msgspec.Raw(packed[: len(head) + num_bytes].tobytes())
 
-    def _removed(self, event: BlocksRemoved) -> BlockRemoved:
+    def _removed(self, event: RemovedEvent) -> BlockRemoved:
         hash_bytes = self._key_spaces[event.key_space_id].hash_bytes
         hashes = external_hashes(event.hashes, hash_bytes, as_ints=self._as_ints)
         medium, locality = MEDIA[event.medium]

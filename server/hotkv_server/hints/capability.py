@@ -8,14 +8,14 @@ from functools import partial
 from hotkv_proto.reports import LoadEnd
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
-from hotkv_server.hints import told
+from hotkv_server.hints import figures
 from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.hints.service import HintService
 from hotkv_server.hints.work import Origin
 from hotkv_server.node.capability import Capability, Ended, Report, Service, Topic
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.settings import Settings
 from hotkv_server.wire.edge import Edge, full_name
 
@@ -95,7 +95,7 @@ class HintsCapability(Capability):
 
     def topics(self) -> Mapping[str, Topic]:
         filters = ("message_id", "session_id", "tenant", "page_size")
-        return {"hints": Topic(partial(told.hints, self.desk.book), filters)}
+        return {"hints": Topic(partial(figures.hints, self.desk.book), filters)}
 
     def counters(self) -> Mapping[str, float]:
         actions = self.desk.num_actions

@@ -17,7 +17,7 @@ from hotkv_proto.messages.hints import read_envelope
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_server.hints.book.outcomes import HintOutcome
 from hotkv_server.hints.drive import HintDesk
-from hotkv_server.hints.told import DEFAULT_PAGE, MAX_PAGE
+from hotkv_server.hints.figures import DEFAULT_PAGE, MAX_PAGE
 from hotkv_server.hints.work import Origin
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Peer

@@ -42,7 +42,8 @@ def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
 
 
 def strides_of(checks: Sums) -> Int64s:
-    """Returns the stride that each checksum encodes, int64 [n]; 0 for a missing checksum. With the stride s, a checksum covers one line (64 bytes) in each s lines."""
+    """Returns the stride that each checksum encodes, int64 [n]; 0 for a missing checksum. With the
+    stride s, a checksum covers one line (64 bytes) in each s lines."""
     tags = (checks & _TAG).astype(np.int64)
     return np.where(tags > 0, np.left_shift(1, np.maximum(tags - 1, 0)), 0)
 

@@ -66,6 +66,6 @@ def condemn(core: CacheCore, entries: Entries) -> None:
     alone = core.space.sketches.among(entries)
     core.space.sketches.drop(entries[alone])
     core.condemned(entries[~alone])
-    core.retention_pins.let_go(entries[~alone])
+    core.retention_pins.unpin(entries[~alone])
     core.space.removal.flush(entries[~alone], Cause.DAMAGE)
     core.counters.condemned_blocks += int((~alone).sum())

@@ -44,7 +44,7 @@ def add_sums(
         int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes
     ):
         raise ValueError(f"checks leave {memory.name} of {memory.num_bytes} bytes")
-    kernels = native.require("hotkv_server.integrity.kernels")
+    kernels = native.require("hotkv_server.integrity.sum_kernels")
     offsets, strides = (
         np.ascontiguousarray(offsets, np.int64),
         np.ascontiguousarray(strides, np.int64),

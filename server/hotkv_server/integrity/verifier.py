@@ -135,9 +135,7 @@ class Verifier:
             entries = case.evidence.entries
             # Skip an entry whose number belongs to another block by now. Don't skip an entry that
             # was removed while a lease pins it (a detached entry), because it can still be loaded.
-            same = index.can_be_read(entries) & (
-                records[entries, table.W_REUSES] == case.reuses
-            )
+            same = index.can_be_read(entries) & (records[entries, table.W_REUSES] == case.reuses)
             index.unverified[entries[same & good]] = False
             self.verified_blocks += int((same & good).sum())
             disagreeing.append(entries[same & ~good])

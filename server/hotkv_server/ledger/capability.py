@@ -4,12 +4,12 @@ of the cache."""
 from collections.abc import Iterable, Mapping
 
 from hotkv_proto.reports import LoadEnd
-from hotkv_server.ledger import told
+from hotkv_server.ledger import figures
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.ledger.history import LiveHistory
 from hotkv_server.node.capability import Capability, Figures, Filters, Report, Samples, Topic
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.settings import Settings
 
 
@@ -59,12 +59,12 @@ class LedgerCapability(Capability):
         def savings(filters: Filters) -> Figures:
             has_rows = filters.text("rows") != "no"
             found = self.ledger.savings(filters.seconds("since_s"), has_rows=has_rows)
-            return told.savings_figures(found, self._names)
+            return figures.savings_figures(found, self._names)
 
         return {"savings": Topic(savings, ("since_s", "rows"))}
 
     def status(self, *, has_names: bool) -> Figures:
-        return told.status(self.ledger, self.history, self._names, has_names=has_names)
+        return figures.status(self.ledger, self.history, self._names, has_names=has_names)
 
     def counters(self) -> Mapping[str, float]:
         return {
@@ -76,7 +76,7 @@ class LedgerCapability(Capability):
         }
 
     def gauges(self) -> Mapping[str, float]:
-        outlook = self.ledger.outlook(told.RECENT_S)
+        outlook = self.ledger.outlook(figures.RECENT_S)
         return {
             "ledger_rows": float(len(self.ledger.accounts)),
             "ledger_ceiling_ratio": outlook.ceiling_ratio,
@@ -84,4 +84,4 @@ class LedgerCapability(Capability):
         }
 
     def samples(self) -> Iterable[Samples]:
-        return told.tokens(self.ledger)
+        return figures.tokens(self.ledger)

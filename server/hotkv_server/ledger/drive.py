@@ -30,14 +30,14 @@ from hotkv_server.cache.room.policies.protocol import Keys
 from hotkv_server.cache.values import HOST_TIER
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts, Usage, Values
-from hotkv_server.ledger.book.forecast import GIB, Demand, Forecast, Outlook
+from hotkv_server.ledger.book.forecast import GIB, Forecast, Outlook, RequestDemand
 from hotkv_server.ledger.book.outcome import counted_group, note_outcome
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import read_file, replace_file
 from hotkv_server.node.capability import Report
 from hotkv_server.node.event_loop import slices
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.names import digits_of
-from hotkv_server.node.session import LiveSession
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class LiveLedger:
         self.num_lost = 0
         self.taken_back_s = 0.0
         self._grown = np.zeros(len(self._accounts.columns))
-        self._following: deque[tuple[Demand, float]] = deque()
+        self._following: deque[tuple[RequestDemand, float]] = deque()
         self._following_blocks = 0
         self._loads: OrderedDict[tuple[str, int], _OpenLoad] = OrderedDict()
         self._is_changed = False
@@ -249,7 +249,7 @@ class LiveLedger:
         key_space, number = session.key_space, session.record.key_space_id
         group = key_space.groups[counted_group(key_space)]
         step = group.block_tokens // key_space.hash_block_tokens
-        demand = Demand(
+        demand = RequestDemand(
             _keys(report.hashes[step - 1 :: step], key_space.fingerprint),
             report.prompt_tokens,
             group.block_tokens,

@@ -177,10 +177,7 @@ def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
     key_space = KeySpace(**{**fields, **_tuples(fields, "extra"), "groups": groups})
     if key_space.fingerprint.hex() != entry["fingerprint"]:
         raise ValueError("a key space does not have its fingerprint")
-    kinds = tuple(
-        Sketch(**{**kind, **_tuples(kind, "shard_bytes")})
-        for kind in entry["sketches"]
-    )
+    kinds = tuple(Sketch(**{**kind, **_tuples(kind, "shard_bytes")}) for kind in entry["sketches"])
     return KnownKeySpace(int(entry["number"]), key_space, kinds)
 
 

@@ -26,7 +26,7 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.values import BoolMask, Entries, EvictionNotice, HashList, Medium, Run
 from hotkv_server.node.health import Health
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 
 if TYPE_CHECKING:
     from hotkv_proto.traces import Span
@@ -121,7 +121,7 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class TierHolding:
     """The blocks of a lookup that one tier has: the tier's part of the answer of `Lookups.find`.
 
     name: name of the tier.
@@ -136,7 +136,7 @@ class Lying:
     bytes_per_s: float
 
 
-class Generations(Protocol):
+class Flushes(Protocol):
     """Flushes key spaces, in this node and in tiers that nodes share. A flush deletes all blocks of
     a key space (a model in a configuration). Each shared tier has a generation for each key space:
     a number that each flush of the key space raises."""
@@ -151,10 +151,10 @@ class Generations(Protocol):
         a configuration). Returns False if that takes longer, or if the server forgets the key
         space meanwhile."""
 
-    async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the generation (number that each flush raises) of a new session's key
-        space, and waits for the answers for a bounded time. Until a tier has answered, the server
-        treats the blocks that are stored as possibly older than the last flush."""
+    async def confirm_new(self, key_space_id: int) -> None:
+        """Asks shared tiers for the generation (number that each flush raises) of a new session's
+        key space, and waits for the answers for a bounded time. Until a tier has answered, the
+        server treats the blocks that are stored as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space: deletes all blocks of a model in a configuration, in this node
@@ -193,7 +193,7 @@ class Lookups(Protocol):
 
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = ...
-    ) -> list[Lying]:
+    ) -> list[TierHolding]:
         """Asks every tier which of the blocks it has, for operators and routers. Waits for shared
         tiers at most `wait_s` seconds."""
 
@@ -211,7 +211,7 @@ class BlocksBelow(Protocol):
     and host memory."""
 
     @property
-    def generations(self) -> Generations: ...
+    def generations(self) -> Flushes: ...
 
     @property
     def lookups(self) -> Lookups: ...
@@ -268,17 +268,17 @@ class BlocksBelow(Protocol):
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call for a lease on these blocks must first wait for `bring_up`, which
+        """Returns True if a call for a lease on these blocks must first wait for `promote`, which
         promotes blocks from tiers. It must wait if host memory lacks some of the blocks, and a tier
         may have these blocks or they are already being read from a tier."""
 
-    async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
+    async def promote(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks of `groups` from tiers into host memory, and pins the blocks there. Waits
-        for the promotions for a bounded time. The caller must pass the result to `let_go`, which
+        for the promotions for a bounded time. The caller must pass the result to `unpin`, which
         unpins the blocks."""
 
-    def let_go(self, held: Any) -> None:
-        """Unpins the blocks that a call of `bring_up` has pinned. `held`: the result of that
+    def unpin(self, held: Any) -> None:
+        """Unpins the blocks that a call of `promote` has pinned. `held`: the result of that
         call."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
@@ -347,7 +347,7 @@ class Samples:
     name: without the prefix `hotkv_`.
     kind: `counter`, `gauge` or `histogram`.
     samples: a pair for each combination of label values: the label values, in the order of the
-        metric's labels (`told.metric_help`), and the value.
+        metric's labels (`monitoring.metric_help`), and the value.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""Growth of the arena: after the start, the arena's memory is allocated (prefaulted) in the
-background. `Growth` reports the new memory to the core, and lets stores wait for it.
+"""ArenaGrowth of the arena: after the start, the arena's memory is allocated (prefaulted) in the
+background. `ArenaGrowth` reports the new memory to the core, and lets stores wait for it.
 
 Always true: a store waits at most PATIENCE_S, and only while the arena grows. After the wait the
 store may evict blocks, as if the arena were full. Waiting stores continue in the order of their
@@ -20,7 +20,7 @@ PATIENCE_S = 2.0
 every few hundredths of a second."""
 
 
-class Growth:
+class ArenaGrowth:
     """Reports to the core (the cache's records and decisions) how much of the arena has been
     prefaulted in the background, and lets stores wait until there is enough."""
 
@@ -34,7 +34,7 @@ class Growth:
         self._wait_from_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Growth({'growing' if self._is_growing else 'done'})"
+        return f"ArenaGrowth({'growing' if self._is_growing else 'done'})"
 
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
         """Reports to the core, which places blocks in the arena, that the first `filled_bytes` of

@@ -18,7 +18,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import ReadLease
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 
 
 class InPlace:

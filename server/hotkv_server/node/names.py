@@ -38,8 +38,8 @@ class EngineNames:
     """The names of one engine.
 
     told: name that the engine gave itself; empty without a name.
-    shown: name by which people see the engine: `told`, with a number if another engine has that
-        name.
+    shown: name by which people see the engine: `monitoring`, with a number if another engine has
+        that name.
     model: name by which requests to the engine address the model; empty if unknown.
     """
 
@@ -48,7 +48,7 @@ class EngineNames:
     model: str
 
 
-class Names:
+class DisplayNames:
     """Remembers the names of engines by engine id, and of models by key space (a model in a
     configuration).
 
@@ -71,7 +71,7 @@ class Names:
             self._read(self._path)
 
     def __repr__(self) -> str:
-        return f"Names({len(self._engines)} engines, {len(self._models)} models)"
+        return f"DisplayNames({len(self._engines)} engines, {len(self._models)} models)"
 
     def tell(
         self, engine_id: str, name: str, model: str, key_space: KeySpace, beside: Iterable[str]

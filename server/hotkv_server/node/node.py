@@ -29,14 +29,14 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.node.capability import BlocksBelow, Capability, tell_all
 from hotkv_server.node.event_loop import LoopLag, in_slices, slices
-from hotkv_server.node.growth import Growth
+from hotkv_server.node.growth import ArenaGrowth
 from hotkv_server.node.health import Health
 from hotkv_server.node.in_place import InPlace
-from hotkv_server.node.names import Names
+from hotkv_server.node.live_session import Drain, LiveSession
+from hotkv_server.node.names import DisplayNames
 from hotkv_server.node.persistence import Persistence
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.node.reports import Reports
-from hotkv_server.node.session import Drain, LiveSession
 from hotkv_server.node.sessions import Sessions
 from hotkv_server.node.survey import LiveSurvey
 from hotkv_server.node.transfers import Timings, Transfers
@@ -105,10 +105,10 @@ class Node:
         self.effects = Effects(core, self.capabilities, lambda: self.sessions, self.drained)
         self.reports = Reports(core, self.capabilities)
         self.clerk = Clerk("files")
-        self.names = Names(memory.directory, self.clerk.do)
+        self.names = DisplayNames(memory.directory, self.clerk.do)
         self._persistence = Persistence(core, memory, self.clerk)
         self.in_place = InPlace(core, self.verifier, self.effects.run)
-        self.growth = Growth(core)
+        self.growth = ArenaGrowth(core)
         self.transfers = Transfers(
             core,
             self.growth,
@@ -128,7 +128,7 @@ class Node:
             self.removals,
             self.names,
             self._persistence.save_state,
-            self._meet,
+            self._confirm_new,
             self.effects.run,
         )
 
@@ -242,9 +242,9 @@ class Node:
         self.effects.run()
         tell_all(self.capabilities, lambda one: one.blocks_moved(entries, medium, tier))
 
-    async def _meet(self, key_space_id: int) -> None:
+    async def _confirm_new(self, key_space_id: int) -> None:
         if self.tiers is not None:
-            await self.tiers.generations.meet(key_space_id)
+            await self.tiers.generations.confirm_new(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space: deletes all blocks of a model in a configuration, in host memory

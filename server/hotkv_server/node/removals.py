@@ -18,7 +18,7 @@ from hotkv_server.cache.room.space import keep_bounds
 from hotkv_server.cache.values import EvictionNotice, TenantShare
 from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 
 # Effects are the notices that the core's decisions cause, for sessions and capabilities (optional
 # parts of the server). An example: the core evicts a block, so all sessions get an eviction notice.
@@ -230,10 +230,10 @@ class Removals:
         """
         space = self._core.space
         if self._keeping is None:
-            let_go = (space.index.num_unpins, self._core.counters.stored_blocks)
-            if now_s < self._keep_at_s or let_go == self._seen or not space.tenants.over_bound():
+            freed = (space.index.num_unpins, self._core.counters.stored_blocks)
+            if now_s < self._keep_at_s or freed == self._seen or not space.tenants.over_bound():
                 return
-            self._keep_at_s, self._seen = now_s + KEEP_EVERY_S, let_go
+            self._keep_at_s, self._seen = now_s + KEEP_EVERY_S, freed
             self._keeping = keep_bounds(space.books, space.removal)
         keeping, ends_s = self._keeping, time.monotonic() + KEEPING_S
         async for _, has_more in slices(keeping):
@@ -245,9 +245,7 @@ class Removals:
             elif time.monotonic() >= ends_s:
                 return
 
-    async def forget_for(
-        self, key_space: KeySpace, sketches: tuple[Sketch, ...]
-    ) -> None:
+    async def forget_for(self, key_space: KeySpace, sketches: tuple[Sketch, ...]) -> None:
         """Forgets key spaces (each is a model in a configuration) and their blocks, to make
         room for a new key space. Stops when `key_space` can be registered with these kinds of
         sketches (compact forms of blocks' keys, for sparse attention).

@@ -24,7 +24,7 @@ from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
 from hotkv_server.node.capability import Capability, Ended, Report, tell_all
 from hotkv_server.node.event_loop import Breaks, slices
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 
 MAX_PROMPT_TOKENS = 1 << 32
 """Most tokens of a reported prompt; more than any model's context has. With this limit, sums over

@@ -22,9 +22,14 @@ from hotkv_server.device.devices import Devices
 from hotkv_server.logs import Throttle
 from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
-from hotkv_server.node.names import Names
+from hotkv_server.node.live_session import (
+    LiveSession,
+    SessionMemory,
+    check_handles,
+    open_session_memory,
+)
+from hotkv_server.node.names import DisplayNames
 from hotkv_server.node.removals import Removals
-from hotkv_server.node.session import LiveSession, SessionMemory, check_handles, open_session_memory
 
 log = logging.getLogger(__name__)
 log.addFilter(Throttle())
@@ -45,8 +50,7 @@ class Sessions:
         space.
     names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
-    meet: function that asks shared tiers for the generation (number that each flush raises) of a key
-        space.
+    confirm_new: function that asks shared tiers for the generation of a key space.
     run_effects: function that carries out the effects of the core's decisions, for example sends
         notices of evictions.
     unread_ends: bounds the number of streams that stay open after their session has ended because
@@ -59,9 +63,9 @@ class Sessions:
         devices: Devices,
         capabilities: Sequence[Capability],
         removals: Removals,
-        names: Names,
+        names: DisplayNames,
         save_state: Callable[[], Awaitable[None]],
-        meet: Callable[[int], Awaitable[None]],
+        confirm_new: Callable[[int], Awaitable[None]],
         run_effects: Callable[[], None],
     ) -> None:
         self._core = core
@@ -70,7 +74,7 @@ class Sessions:
         self._removals = removals
         self._names = names
         self._save_state = save_state
-        self._meet = meet
+        self._confirm_new = confirm_new
         self._run_effects = run_effects
         self._open: dict[str, LiveSession] = {}
         self.unread_ends = FairBound(MAX_UNREAD_ENDS)
@@ -132,9 +136,7 @@ class Sessions:
         # Other sessions may have opened during the wait.
         self._check_count(key_space.tenant, max_of_tenant)
         is_new = not self._core.catalog.number(key_space.fingerprint)
-        record = self._core.open_session(
-            engine_id, role, key_space, time.monotonic(), sketches
-        )
+        record = self._core.open_session(engine_id, role, key_space, time.monotonic(), sketches)
 
         def named(one: Capability) -> None:
             for name in model_names:
@@ -170,7 +172,7 @@ class Sessions:
         self._open[session.secret_id] = session
         try:
             await self._save_state()
-            await self._meet(record.key_space_id)
+            await self._confirm_new(record.key_space_id)
         except BaseException:
             await self.close(session)
             raise
@@ -201,8 +203,8 @@ class Sessions:
 
     async def declare(self, key_space: KeySpace) -> int:
         """Registers a key space (a model in a configuration) without opening a session, saves
-        it, and asks shared tiers for its generation (number that each flush raises). Returns the number
-        of the key space.
+        it, and asks shared tiers for its generation (number that each flush raises). Returns the
+        number of the key space.
 
         Raises DRAINING, and the errors of `Catalog.register`.
         """
@@ -213,7 +215,7 @@ class Sessions:
         if is_new:
             self._add(number, key_space)
         await self._save_state()
-        await self._meet(number)
+        await self._confirm_new(number)
         return number
 
     def _add(self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()) -> None:
@@ -312,9 +314,7 @@ class Sessions:
         in the engine's memory (`Layout.prepare`). Raises INVALID_LAYOUT."""
         try:
             kinds = self._core.catalog.record(session.record.key_space_id)
-            sketches = {
-                session.named(g): kinds.sketch(g) for g in session.record.sketches
-            }
+            sketches = {session.named(g): kinds.sketch(g) for g in session.record.sketches}
             # Run this in a thread, because it takes long with thousands of tensors.
             await asyncio.to_thread(layout.prepare, session.key_space.groups, sketches)
         except ValueError as error:

@@ -37,10 +37,10 @@ from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.logs import Throttle
 from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import in_slices
-from hotkv_server.node.growth import Growth
+from hotkv_server.node.growth import ArenaGrowth
 from hotkv_server.node.health import Health
+from hotkv_server.node.live_session import LiveSession, SessionMemory
 from hotkv_server.node.order import MarkGate
-from hotkv_server.node.session import LiveSession, SessionMemory
 
 # Timings: histograms of the durations of calls and transfers, and of the sizes of transfers, for
 # metrics.
@@ -453,7 +453,7 @@ class Transfers:
     def __init__(
         self,
         core: CacheCore,
-        growth: Growth,
+        growth: ArenaGrowth,
         arena: Region,
         copy_engine: CopyEngine,
         verifier: Verifier,

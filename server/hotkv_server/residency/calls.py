@@ -11,8 +11,8 @@ from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.v1 import residency_pb2
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.drive import ResidencyDesk
 
 
@@ -74,9 +74,7 @@ async def extend_residency(
     else:
         found = (np.full(len(hashes), -1, np.int64),) * 2
     offsets, sketches = (each.astype("<i8").tobytes() for each in found)
-    return residency_pb2.ExtendResidencyResponse(
-        offsets=offsets, sketch_offsets=sketches
-    )
+    return residency_pb2.ExtendResidencyResponse(offsets=offsets, sketch_offsets=sketches)
 
 
 async def close_residency(

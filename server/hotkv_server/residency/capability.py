@@ -6,9 +6,9 @@ from functools import partial
 
 from hotkv_server.node.capability import Capability, SessionCall, Topic
 from hotkv_server.node.event_loop import begun
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
-from hotkv_server.residency import calls, told
+from hotkv_server.residency import calls, figures
 from hotkv_server.residency.drive import ResidencyDesk
 from hotkv_server.settings import Settings
 
@@ -35,7 +35,7 @@ class ResidencyCapability(Capability):
             self.desk.residencies.book.forget_engine(session.record.engine_id)
 
     def topics(self) -> Mapping[str, Topic]:
-        told_of = partial(told.residencies, self._node, self.desk.residencies)
+        told_of = partial(figures.residencies, self._node, self.desk.residencies)
         return {"residencies": Topic(told_of, ("page_size",))}
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:

@@ -19,7 +19,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.event_loop import slices
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
@@ -107,7 +107,7 @@ class ResidencyDesk:
             if len(await self._verifier.compare(entries)):
                 self._tell()
         finally:
-            self.residencies.resident.let_go(entries)
+            self.residencies.resident.release_held(entries)
             session.num_reads -= 1
             session.settled.set()
 

@@ -25,7 +25,7 @@ class UnsafeError(Exception):
     """A path is not safe, so the server must not use it. The message says what to do."""
 
 
-class Kind(enum.Enum):
+class PathKind(enum.Enum):
     """What the server believes of a path, and so what the path must be. `check_path` describes each
     kind by the function that checks it."""
 
@@ -38,21 +38,21 @@ class Kind(enum.Enum):
     PUBLIC = enum.auto()
 
 
-def check_path(path: Path, kind: Kind) -> None:
+def check_path(path: Path, kind: PathKind) -> None:
     """Raises UnsafeError unless the path is safe. Raises OSError if a directory can't be made, or
     if a secret or public file is missing."""
     match kind:
-        case Kind.SHARED_DIR:
+        case PathKind.SHARED_DIR:
             check_shared_dir(path)
-        case Kind.OWN_DIR | Kind.PRIVATE_DIR:
-            check_own_dir(path, is_private=kind is Kind.PRIVATE_DIR)
-        case Kind.SOCKET:
+        case PathKind.OWN_DIR | PathKind.PRIVATE_DIR:
+            check_own_dir(path, is_private=kind is PathKind.PRIVATE_DIR)
+        case PathKind.SOCKET:
             check_sockets([path])
-        case Kind.FILE:
+        case PathKind.FILE:
             check_files([path])
-        case Kind.SECRET:
+        case PathKind.SECRET:
             check_secret(path)
-        case Kind.PUBLIC:
+        case PathKind.PUBLIC:
             check_public(path)
 
 

@@ -36,9 +36,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
     )
     max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
         0,
-        description=(
-            "Most entries of the index: blocks and sketches. 0: one per 16 KiB of arena."
-        ),
+        description=("Most entries of the index: blocks and sketches. 0: one per 16 KiB of arena."),
     )
     prefault: bool = Field(
         True,

@@ -62,7 +62,7 @@ class TwoTiers:
         entries, below = self.first.find(hashes), self.second.find(hashes)
         prefix = prefix_of(np.where(entries == 0, below, entries))
         if not entries[:prefix].all():
-            self._bring_up(hashes[:prefix], now_s)
+            self._promote(hashes[:prefix], now_s)
             entries = self.first.find(hashes)
             prefix = min(prefix, prefix_of(entries))
         self.first.store(hashes, entries, prefix_of(entries), now_s)
@@ -70,7 +70,7 @@ class TwoTiers:
         self._write(self.first.find(hashes), now_s)
         return prefix
 
-    def _bring_up(self, hashes: Words, now_s: float) -> None:
+    def _promote(self, hashes: Words, now_s: float) -> None:
         here = self.first.find(hashes)
         with self.first.staying(here[here != 0]):
             self.first.make_room(int(np.count_nonzero(here == 0)))
@@ -79,7 +79,7 @@ class TwoTiers:
             self.num_hits += len(move)
             all_of = np.ones(len(move), np.bool_)
             self.lower.up.end(move, all_of, ~all_of, None, now_s)
-            self.arrivals.let_go(move)
+            self.arrivals.release(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
         """Writes to the second tier the blocks of a request that the gate (which limits writes)

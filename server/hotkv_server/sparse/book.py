@@ -28,9 +28,9 @@ from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import bytes_per_block, head_bytes, needs_axes, token_scorer
 from hotkv_sparse.hotset import HotMap, HotSet, SlotMoves, Step
 from hotkv_sparse.selection import (
+    CandidateSpan,
     Selection,
     Source,
-    Span,
     estimated_log_mass,
     select_layer,
     span,
@@ -302,7 +302,7 @@ class KeptHotSet:
         self._has_begun = False
         self._num_complete = 0
 
-    def follow(self, where: Span, num_complete: int) -> I32:
+    def follow(self, where: CandidateSpan, num_complete: int) -> I32:
         """Extends the hot set (the blocks in the client's hot slots) to a longer context. The new
         blocks, including the partial block, get slots. Returns the blocks that lose their slots to
         the new blocks.
@@ -328,7 +328,7 @@ class KeptHotSet:
         return step
 
 
-def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
+def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> CandidateSpan:
     """Checks a request to select blocks. Returns the span of its context, which divides the context
     into sinks (its first blocks) and recent window, which are always kept, and the candidates
     between them.
@@ -390,7 +390,7 @@ def select(
     arena: U8,
     slots_C: NDArray[np.int64],
     request: SelectRequest,
-    where: Span,
+    where: CandidateSpan,
     hot: KeptHotSet | None,
 ) -> Selected:
     """Selects the blocks to which a decode step attends, for a checked request. Updates `hot`, the

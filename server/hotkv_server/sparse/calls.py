@@ -14,7 +14,7 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.sparse.book import (
     MAX_LAYERS,
     PackedCentre,
@@ -23,7 +23,7 @@ from hotkv_server.sparse.book import (
     SelectSpec,
 )
 from hotkv_server.sparse.drive import MAX_SEQUENCES, SparseDecode
-from hotkv_server.sparse.told import LayerGrowth
+from hotkv_server.sparse.figures import LayerGrowth
 from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]

@@ -9,10 +9,10 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.node.capability import Capability, Figures, Samples, Service, SessionCall, Topic
 from hotkv_server.node.event_loop import begun
 from hotkv_server.node.health import Health
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import STALLED_WORK_S, Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.settings import Settings
-from hotkv_server.sparse import calls, told
+from hotkv_server.sparse import calls, figures
 from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.sparse.service import SparseService
 from hotkv_server.wire.edge import Edge, full_name
@@ -47,12 +47,12 @@ class SparseCapability(Capability):
     def topics(self) -> Mapping[str, Topic]:
         return {
             "sparse_layers": Topic(
-                lambda filters: told.engines(self.sparse.figures, self._node.names)
+                lambda filters: figures.engines(self.sparse.figures, self._node.names)
             )
         }
 
     def status(self, *, has_names: bool) -> Figures:
-        return {"sparse_layers": told.layers(self.sparse.figures)}
+        return {"sparse_layers": figures.layers(self.sparse.figures)}
 
     def counters(self) -> Mapping[str, float]:
         counted = asdict(self.sparse.counters).items()
@@ -71,7 +71,7 @@ class SparseCapability(Capability):
     def samples(self) -> Iterable[Samples]:
         latency = self.sparse.selections.latency
         timed = Samples("sparse_select_seconds", "histogram", [((), latency)])
-        return [*told.samples(self.sparse.figures), timed]
+        return [*figures.samples(self.sparse.figures), timed]
 
     def services(self, edge: Edge) -> Iterable[Service]:
         return [

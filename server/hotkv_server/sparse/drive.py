@@ -26,10 +26,10 @@ from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.clerk import full_pool
 from hotkv_server.node.capability import BlocksBelow
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.sparse.book import Selected, SelectRequest, SelectSpec, check_request, select
+from hotkv_server.sparse.figures import LayerFigures, LayerGrowth
 from hotkv_server.sparse.sequences import HASH_BYTES, LiveSequence, SequenceBook
-from hotkv_server.sparse.told import LayerFigures, LayerGrowth
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
@@ -157,8 +157,8 @@ class SparseDecode:
         """Returns False if ready blocks of the session's key space may be older than a flush
         (deletion of all its blocks) on another node, or if the sequence (a context that is decoded
         sparsely) has ended. Waits for a bounded time until the shared tiers have confirmed the key
-        space's generation (number that each flush raises). Raises UNKNOWN_SESSION if the session closes
-        meanwhile."""
+        space's generation (number that each flush raises). Raises UNKNOWN_SESSION if the session
+        closes meanwhile."""
         number, key_space_id = session.record.number, session.record.key_space_id
         serves = self._tiers is None or await self._tiers.generations.wait_to_serve(key_space_id)
         if session.closing:
@@ -329,7 +329,7 @@ class Selections:
     def warm_up(self) -> None:
         """Loads the kernels (functions that numba compiles) on a selection thread, because loading
         them on the event loop would take too long."""
-        self._threads.submit(native.require, "hotkv_sparse.kernels")
+        self._threads.submit(native.require, "hotkv_sparse.all_kernels")
 
     def close(self) -> None:
         """Ends the threads that select blocks, after all sessions have closed."""

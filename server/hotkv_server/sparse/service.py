@@ -18,8 +18,8 @@ from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.cache.room.shares import FairBound
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse import calls
 from hotkv_server.sparse.drive import SparseDecode, spec_of
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS

@@ -24,9 +24,9 @@ of an arena that is worth having."""
 def load_kernels(settings: Settings) -> None:
     """Loads the kernels of copies and checksums. Without this call, the first store would wait for
     seconds."""
-    native.require("hotkv_proto.kernels")
+    native.require("hotkv_proto.table_reading")
     if settings.integrity.stride:
-        native.require("hotkv_server.integrity.kernels")
+        native.require("hotkv_server.integrity.sum_kernels")
 
 
 def open_cache(

@@ -8,6 +8,7 @@ setting to change.
 import contextlib
 from dataclasses import dataclass
 
+from hotkv_server.monitoring.http_endpoint import HttpServer
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Tickets
 from hotkv_server.security.path_checks import UnsafeError
@@ -19,7 +20,6 @@ from hotkv_server.startup.access import (
     make_endpoints,
     make_page_access,
 )
-from hotkv_server.told.http_endpoint import HttpServer
 from hotkv_server.wire.descriptors import DescriptorServer
 from hotkv_server.wire.server import Endpoints, RpcServer
 

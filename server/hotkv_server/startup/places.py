@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from hotkv_server.memory.arena import FILES, LOCK_FILE, BusyError, lock_file
 from hotkv_server.security.path_checks import (
-    Kind,
+    PathKind,
     UnsafeError,
     check_files,
     check_path,
@@ -20,30 +20,30 @@ from hotkv_server.security.path_checks import (
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 
-BELIEVED: Mapping[str, Kind | None] = MappingProxyType(
+BELIEVED: Mapping[str, PathKind | None] = MappingProxyType(
     {
-        "runtime_dir": Kind.SHARED_DIR,
-        "arena.dir": Kind.OWN_DIR,
-        "tiers.disk.path": Kind.OWN_DIR,
-        "security.admin_socket": Kind.SOCKET,
+        "runtime_dir": PathKind.SHARED_DIR,
+        "arena.dir": PathKind.OWN_DIR,
+        "tiers.disk.path": PathKind.OWN_DIR,
+        "security.admin_socket": PathKind.SOCKET,
         "security.audit_file": None,
-        "security.tls.certificate": Kind.PUBLIC,
-        "security.tls.key": Kind.SECRET,
-        "security.tls.client_ca": Kind.PUBLIC,
-        "http.token_file": Kind.SECRET,
-        "tracing.headers_file": Kind.SECRET,
-        "tracing.certificate": Kind.PUBLIC,
-        "tiers.valkey.password_file": Kind.SECRET,
-        "tiers.valkey.ca_file": Kind.PUBLIC,
-        "tiers.valkey.cert_file": Kind.PUBLIC,
-        "tiers.valkey.key_file": Kind.SECRET,
-        "tiers.s3.credentials_file": Kind.SECRET,
-        "tiers.s3.ca_file": Kind.PUBLIC,
+        "security.tls.certificate": PathKind.PUBLIC,
+        "security.tls.key": PathKind.SECRET,
+        "security.tls.client_ca": PathKind.PUBLIC,
+        "http.token_file": PathKind.SECRET,
+        "tracing.headers_file": PathKind.SECRET,
+        "tracing.certificate": PathKind.PUBLIC,
+        "tiers.valkey.password_file": PathKind.SECRET,
+        "tiers.valkey.ca_file": PathKind.PUBLIC,
+        "tiers.valkey.cert_file": PathKind.PUBLIC,
+        "tiers.valkey.key_file": PathKind.SECRET,
+        "tiers.s3.credentials_file": PathKind.SECRET,
+        "tiers.s3.ca_file": PathKind.PUBLIC,
     }
 )
 """What each path of the settings must be. None: the server only writes there, and `preflight`
 checks whether it can."""
-READ = (Kind.SECRET, Kind.PUBLIC)
+READ = (PathKind.SECRET, PathKind.PUBLIC)
 OF_TIERS = "tiers."
 """The tiers check their own paths: the disk's may hang, and a server also starts while a store
 can't be asked, so the files of stores are checked whenever they are read."""
@@ -78,18 +78,18 @@ def check_places(settings: Settings) -> None:
                 raise StartError(f"{name}: {error}") from error
 
 
-def _places(settings: Settings) -> Iterator[tuple[str, Path, Kind]]:
+def _places(settings: Settings) -> Iterator[tuple[str, Path, PathKind]]:
     """Yields each path that the server believes, except those of tiers, with the name of its
     setting."""
     of_admin = "runtime_dir" if settings.security.admin_socket is None else "security.admin_socket"
-    yield of_admin, settings.admin_socket.parent, Kind.SHARED_DIR
+    yield of_admin, settings.admin_socket.parent, PathKind.SHARED_DIR
     for socket in (settings.grpc_socket, settings.descriptor_socket):
-        yield "runtime_dir", socket, Kind.SOCKET
-    yield of_admin, settings.admin_socket, Kind.SOCKET
-    own = Kind.PRIVATE_DIR if settings.security.tenants else Kind.OWN_DIR
+        yield "runtime_dir", socket, PathKind.SOCKET
+    yield of_admin, settings.admin_socket, PathKind.SOCKET
+    own = PathKind.PRIVATE_DIR if settings.security.tenants else PathKind.OWN_DIR
     yield "arena.dir", settings.arena_dir, own
     for file in (*FILES, LOCK_FILE):
-        yield "arena.dir", settings.arena_dir / file, Kind.FILE
+        yield "arena.dir", settings.arena_dir / file, PathKind.FILE
     for name, kind in BELIEVED.items():
         path = None if name.startswith(OF_TIERS) else value_of(settings, name)
         if isinstance(path, Path) and kind in READ:

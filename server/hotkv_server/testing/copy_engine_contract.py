@@ -1,8 +1,9 @@
 """The checks that every copy engine (`dataplane.engines.CopyEngine`) must pass. A copy engine
 copies bytes between the server's arena and the memory of vLLM engines.
 
-Each check calls `make_rig`, which returns a `Rig`: the copy engine under test, an arena, and memory
-that stands for a vLLM engine's memory. The check compares the copied bytes with numpy arrays.
+Each check calls `make_rig`, which returns a `CopyRig`: the copy engine under test, an arena, and
+memory that stands for a vLLM engine's memory. The check compares the copied bytes with numpy
+arrays.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Rig:
+class CopyRig:
     """A copy engine under test, with memory for its copies.
 
     arena: memory on the server's side of copies.
@@ -40,8 +41,8 @@ class Rig:
     break_next: Callable[[], None]
 
 
-MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""A function that returns a context manager. The context manager makes a `Rig`, and at the end
+MakeRig = Callable[[], "contextlib.AbstractContextManager[CopyRig]"]
+"""A function that returns a context manager. The context manager makes a `CopyRig`, and at the end
 closes the rig's copy engine, even if the check has already closed it."""
 
 

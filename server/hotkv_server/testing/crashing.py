@@ -144,12 +144,12 @@ def _preload() -> None:
     from hotkv_proto import native
 
     for name in (
-        "hotkv_proto.kernels",
-        "hotkv_server.cache.table.kernels",
-        "hotkv_server.cache.room.policies.kernels",
-        "hotkv_server.tiers.compression.kernels",
-        "hotkv_server.tiers.disk.kernels",
-        "hotkv_server.integrity.kernels",
+        "hotkv_proto.table_reading",
+        "hotkv_server.cache.table.table_kernels",
+        "hotkv_server.cache.room.policies.queue_kernels",
+        "hotkv_server.tiers.compression.codec_kernels",
+        "hotkv_server.tiers.disk.disk_kernels",
+        "hotkv_server.integrity.sum_kernels",
     ):
         native.load(name)
     importlib.import_module("hotkv_server.daemon")

@@ -35,7 +35,7 @@ from hotkv_server.tiers.disk.tier import DiskTier
 from hotkv_server.tiers.drive import below
 from hotkv_server.tiers.drive import records as lower
 from hotkv_server.tiers.s3 import tier as s3_tier
-from hotkv_server.wire import calls, session
+from hotkv_server.wire import calls, session_stream
 
 LOOK_S = 0.02
 
@@ -177,7 +177,7 @@ def hurry() -> None:
     to the disk; and how long the server waits for a client that reads nothing."""
     s3_tier.LINGER_S = 0.2
     below.NOTE_S = 0.2
-    session.SLOW_READER_S = 1.0
+    session_stream.SLOW_READER_S = 1.0
 
 
 # ---------------------------------------------------------------------------- A server that is slow

@@ -1,10 +1,10 @@
 """The checks of flushes that every tier that nodes share (`SharedTier`) must pass: after the answer
 to a flush, no node finds a block that was stored before the flush.
 
-A check gets a `Store`, which makes nodes that share the store under test. Checks use the key space
-NAME, which must have no generation (number that each flush raises) at first. Flushes during a read are
-not checked here, because a test of them depends on the protocol of the tier's store. The tests of
-each tier check such flushes with `FaultProxy`.
+A check gets a `SharedStore`, which makes nodes that share the store under test. Checks use the key
+space NAME, which must have no generation (number that each flush raises) at first. Flushes during a
+read are not checked here, because a test of them depends on the protocol of the tier's store. The
+tests of each tier check such flushes with `FaultProxy`.
 """
 
 import contextlib
@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hotkv_server.testing.tier_contract import SLOT_BYTES, WAIT_S, Bench, content, hash_of
-from hotkv_server.tiers.protocol import NO_GENERATION, RAISES, Blocks, Generations, Read, Write, begun
+from hotkv_server.tiers.protocol import (
+    NO_GENERATION,
+    RAISES,
+    Blocks,
+    Generations,
+    Read,
+    Write,
+    begun,
+)
 
 T = TypeVar("T")
 NAME, OTHER = "00ff" * 8, "ee" * 16
@@ -28,18 +36,20 @@ READ_AT = 32
 
 Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
 """A function that returns a context manager, which makes a node (a tier over the store). Its
-argument `on_generation` is called with (fingerprint, generation) if a call expects another generation (number that
-each flush raises) than the store has."""
+argument `on_generation` is called with (fingerprint, generation) if a call expects another
+generation (number that each flush raises) than the store has."""
 
 
 @dataclass(frozen=True)
-class Store:
+class SharedStore:
     """A store under test, which several nodes share.
 
     node: makes a node that uses the store: returns a context manager that yields a `Bench`, which
         calls the node's tier. The keyword argument `on_generation` is passed to the tier.
-    lose: deletes the generation (number that each flush raises) of the key space NAME from the store.
-    spoil: replaces the generation of NAME with bytes that are no generation; None if that is impossible.
+    lose: deletes the generation (number that each flush raises) of the key space NAME from the
+        store.
+    spoil: replaces the generation of NAME with bytes that are no generation; None if that is
+        impossible.
     """
 
     node: Node
@@ -81,8 +91,8 @@ def flush(tier: Any, name: str = NAME, floor: int = 0, *, is_retry: bool = False
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
-    """Returns the keys of `count` blocks of the key space NAME in the generation `at` (number that each
-    flush raises)."""
+    """Returns the keys of `count` blocks of the key space NAME in the generation `at` (number that
+    each flush raises)."""
     prefix = b"hotkv/1/%b/%d/0/" % (NAME.encode(), at)
     return [prefix + hash_of(number) for number in range(count)]
 
@@ -91,8 +101,8 @@ def blocks_of(keys: Sequence[bytes], first_slot: int, generations: Generations) 
     """Returns the `Blocks` argument of a tier's call, for blocks with these keys in consecutive
     slots (places in the arena) from `first_slot` on.
 
-    generations: by fingerprint, the generation (number that each flush raises) that the call expects; empty:
-        the generation is not checked.
+    generations: by fingerprint, the generation (number that each flush raises) that the call
+        expects; empty: the generation is not checked.
     """
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
     return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), generations=generations)
@@ -110,7 +120,8 @@ def read(tier: Any, keys: Sequence[bytes], generations: Generations) -> list[int
     """Reads blocks from the tier into the slots (places in the arena) from READ_AT on. Returns the
     result of each block, a value of `Read`.
 
-    generations: by fingerprint, the generation (number that each flush raises) that the read expects.
+    generations: by fingerprint, the generation (number that each flush raises) that the read
+        expects.
     """
     blocks, until_s = blocks_of(keys, READ_AT, generations), time.monotonic() + WAIT_S
     return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
@@ -128,9 +139,10 @@ def probe(tier: Any, keys: Sequence[bytes], generations: Generations) -> list[in
 # ------------------------------------------------------------------------------------------- Checks
 
 
-def check_generations(store: Store) -> None:
-    """Asks two nodes for the generation (number that each flush raises) of a key space that has none
-    yet, then flushes the key space on both. Checks that both nodes get the same first generation, which
+def check_generations(store: SharedStore) -> None:
+    """Asks two nodes for the generation (number that each flush raises) of a key space that has
+    none yet, then flushes the key space on both. Checks that both nodes get the same first
+    generation, which
     is computed from the current time, and that each flush raises the generation: also above a given
     number (`floor`), and after the store has lost the generation."""
     with store.node() as one, store.node() as other:
@@ -143,16 +155,17 @@ def check_generations(store: Store) -> None:
         known = third + (1 << 40)
         above = flush(one.tier, floor=known)
         assert above and above > known and generation(other.tier) == above
-        # If the key space has no generation (number that each flush raises), a flush makes a generation.
+        # If the key space has no generation (number that each flush raises), a flush makes a
+        # generation.
         store.lose()
         raised = flush(one.tier)
         assert raised and raised > third and generation(other.tier) == raised
 
 
-def check_races(store: Store) -> None:
-    """Two nodes ask at the same time for the generation (number that each flush raises) of a key space
-    that has none yet, then both flush it several times at once. Checks that they get the same first
-    generation, and that each flush makes another generation."""
+def check_races(store: SharedStore) -> None:
+    """Two nodes ask at the same time for the generation (number that each flush raises) of a key
+    space that has none yet, then both flush it several times at once. Checks that they get the same
+    first generation, and that each flush makes another generation."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
@@ -167,10 +180,10 @@ def check_races(store: Store) -> None:
         assert generation(one.tier) == generation(other.tier) == max(raised)
 
 
-def check_reads(store: Store) -> None:
+def check_reads(store: SharedStore) -> None:
     """Writes blocks on a node, and flushes them on another node. Checks that the first node finds
-    the blocks before the flush, but not after it, and then reports the new generation (number that each
-    flush raises). Also checks that it finds blocks that it writes in the new generation."""
+    the blocks before the flush, but not after it, and then reports the new generation (number that
+    each flush raises). Also checks that it finds blocks that it writes in the new generation."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -201,10 +214,10 @@ def check_reads(store: Store) -> None:
             assert ask(other.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
 
 
-def check_lost(store: Store) -> None:
-    """Deletes the generation (number that each flush raises) of a key space (a model in a configuration)
-    from the store, or replaces it by bytes that are no number. Checks that no node then finds the
-    key space's blocks, and that other key spaces are not affected."""
+def check_lost(store: SharedStore) -> None:
+    """Deletes the generation (number that each flush raises) of a key space (a model in a
+    configuration) from the store, or replaces it by bytes that are no number. Checks that no node
+    then finds the key space's blocks, and that other key spaces are not affected."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -232,7 +245,7 @@ def check_lost(store: Store) -> None:
         store.lose()
 
 
-def check_closed(store: Store) -> None:
+def check_closed(store: SharedStore) -> None:
     """Closes a tier. Checks that it then answers None to a flush and to a request for a generation
     (number that each flush raises)."""
     with store.node() as one:
@@ -240,7 +253,7 @@ def check_closed(store: Store) -> None:
         assert generation(one.tier) is None and flush(one.tier) is None
 
 
-def check_flushes(store: Store) -> None:
+def check_flushes(store: SharedStore) -> None:
     """Runs all checks of flushes (deletions of all blocks of a key space) on a store. Raises
     AssertionError if a tier breaks a rule."""
     for check in (check_generations, check_races, check_reads, check_lost, check_closed):

@@ -67,8 +67,8 @@ class MemoryStore:
         tier.
     content: bytes and seal (checksum) of each block, by key; by place if `places` is set.
     generations: generation of each key space, by fingerprint.
-    restored_below: if the store has just restarted, generations below this number may be from before a
-        flush; 0: no such restart.
+    restored_below: if the store has just restarted, generations below this number may be from
+        before a flush; 0: no such restart.
     """
 
     places: bool
@@ -288,8 +288,8 @@ class SharedMemoryTier(MemoryTier):
     """A tier for tests that several nodes share, with generations (numbers that flushes raise). Its
     blocks are in a `MemoryStore`. Implements `SharedTier`.
 
-    on_generation: called with (fingerprint, generation) if the store has another generation than a call expected,
-        as `RemoteTier` does.
+    on_generation: called with (fingerprint, generation) if the store has another generation than a
+        call expected, as `RemoteTier` does.
     """
 
     def __init__(
@@ -335,7 +335,9 @@ class SharedMemoryTier(MemoryTier):
         """Implements `Tier`."""
         super().read(blocks, deadline_s, self._checked(blocks.generations, on_done))
 
-    def generations(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations) -> None:
+    def generations(
+        self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations
+    ) -> None:
         """Implements `SharedTier`."""
 
         def do() -> None:
@@ -359,7 +361,9 @@ class SharedMemoryTier(MemoryTier):
             if self.faults.problem:
                 on_done(None)
                 return
-            generation = max(self._store.generations.get(fingerprint, 0) + 1, floor + 1, next(_fresh))
+            generation = max(
+                self._store.generations.get(fingerprint, 0) + 1, floor + 1, next(_fresh)
+            )
             self._store.generations[fingerprint] = generation
             on_done(generation)
 

@@ -1,6 +1,6 @@
 """The checks that every tier below host memory (`tiers.protocol.Tier`) must pass.
 
-Each check calls `make_rig`, which returns a `Rig`: the tier under test, and an arena of SLOTS
+Each check calls `make_rig`, which returns a `TierRig`: the tier under test, and an arena of SLOTS
 slots. The check computes the expected bytes of each block from the block's number.
 """
 
@@ -54,7 +54,7 @@ def content(number: int) -> NDArray[np.uint8]:
 
 
 @dataclass(frozen=True)
-class Rig:
+class TierRig:
     """A tier under test, with an arena.
 
     arena: memory with SLOTS slots of `slot_bytes`.
@@ -90,17 +90,17 @@ def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
     )
 
 
-MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""A function that returns a context manager. The context manager makes a `Rig` whose tier is empty
-and has room for SLOTS blocks. At the end it closes the tier, even if the check has already closed
-it."""
+MakeRig = Callable[[], "contextlib.AbstractContextManager[TierRig]"]
+"""A function that returns a context manager. The context manager makes a `TierRig` whose tier is
+empty and has room for SLOTS blocks. At the end it closes the tier, even if the check has already
+closed it."""
 
 
 @dataclass
 class Bench:
-    """Calls the tier under test (of a `Rig`) as the node does, and waits for the answers. Blocks
-    are named by their number, and slots of the arena by their index. If the tier can't encode a
-    block (result UNFIT), the bench writes the block again without encoding.
+    """Calls the tier under test (of a `TierRig`) as the node does, and waits for the answers.
+    Blocks are named by their number, and slots of the arena by their index. If the tier can't
+    encode a block (result UNFIT), the bench writes the block again without encoding.
 
     seals: by block, the checksum that the tier returned for it. Used only for a tier whose
         storage offsets the cache core chooses.
@@ -108,7 +108,7 @@ class Bench:
     found_bytes: sum of the stored bytes of all blocks that reads found.
     """
 
-    rig: Rig
+    rig: TierRig
     seals: dict[int, int] = field(default_factory=dict)
     stored_bytes: dict[int, int] = field(default_factory=dict)
     found_bytes: int = 0
@@ -353,7 +353,7 @@ def check_deadline(make_rig: MakeRig) -> None:
 
 
 def check_breaks(make_rig: MakeRig) -> None:
-    """Makes the store unusable for a while (`Rig.breaks`). Checks that calls end as FAILED
+    """Makes the store unusable for a while (`TierRig.breaks`). Checks that calls end as FAILED
     meanwhile, and succeed once the store is usable again."""
     with make_rig() as rig:
         if rig.breaks is None:

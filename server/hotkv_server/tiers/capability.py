@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from hotkv_server.node.capability import Capability, Figures, Samples
 from hotkv_server.node.node import Node
 from hotkv_server.settings import Settings
-from hotkv_server.tiers import told
+from hotkv_server.tiers import figures
 from hotkv_server.tiers.drive.tiers import Tiers
 from hotkv_server.tiers.start import check_tiers as check
 from hotkv_server.tiers.start import open_tiers as open_below
@@ -43,17 +43,17 @@ class TiersCapability(Capability):
             {
                 "name": state.name,
                 "capacity_byte_count": state.capacity_bytes,
-                "activity": told.activity(state),
+                "activity": figures.activity(state),
             }
-            for state in told.states(self._tiers)
+            for state in figures.states(self._tiers)
         ]
 
     def counters(self) -> Mapping[str, float]:
-        return told.counters(self._tiers)
+        return figures.counters(self._tiers)
 
     def gauges(self) -> Mapping[str, float]:
-        return told.gauges(self._tiers)
+        return figures.gauges(self._tiers)
 
     def samples(self) -> Iterable[Samples]:
-        times = [((state.name,), state.reads.times_s) for state in told.states(self._tiers)]
+        times = [((state.name,), state.reads.times_s) for state in figures.states(self._tiers)]
         return [Samples("tier_read_seconds", "histogram", times)]

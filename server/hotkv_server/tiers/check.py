@@ -34,7 +34,7 @@ from hotkv_server.settings import Settings, load_settings, print_error
 from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.drive.flushes import GenerationRelay
-from hotkv_server.tiers.kinds import Place, shared_tiers
+from hotkv_server.tiers.kinds import TierResources, shared_tiers
 from hotkv_server.tiers.protocol import NO_GENERATION, Blocks, Read, SharedTier, Tier, Write
 from hotkv_server.tiers.remote.client import MissingError
 
@@ -125,9 +125,9 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
     return checks
 
 
-def _check_at(open_at: Callable[[Place], SharedTier]) -> Checked:
+def _check_at(open_at: Callable[[TierResources], SharedTier]) -> Checked:
     arena, descriptor = _arena()
-    return check_shared(open_at(Place(arena, descriptor, GenerationRelay())), arena)
+    return check_shared(open_at(TierResources(arena, descriptor, GenerationRelay())), arena)
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
@@ -196,9 +196,9 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 
 
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
-    """Removes the blocks and the generation (number that each flush raises) of the check from the store.
-    Returns a message about the keys that the store has not removed after REMOVE_S; empty if it has
-    removed all. Raises StartError if the tier does not answer.
+    """Removes the blocks and the generation (number that each flush raises) of the check from the
+    store. Returns a message about the keys that the store has not removed after REMOVE_S; empty if
+    it has removed all. Raises StartError if the tier does not answer.
 
     `prefix`: the first bytes of the blocks' keys.
     `fingerprint`: name of the check's key space.
@@ -247,8 +247,8 @@ def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) 
 
     `arena`: the memory with which the tier was opened (`_arena`).
     `prefix`: the first bytes of the blocks' keys.
-    `generations`: generation (number that each flush raises) of the check's key space, by fingerprint; empty
-        for the disk.
+    `generations`: generation (number that each flush raises) of the check's key space, by
+        fingerprint; empty for the disk.
     """
     memory, offset = arena.array(), 0
     for size, count in SIZES:
@@ -258,7 +258,8 @@ def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) 
         memory[slots[0] : offset] = content
         keys, sizes = _keys(prefix, size, count), np.full(count, size, np.int64)
         blocks = [
-            Blocks([key], slots[n : n + 1], sizes[:1], generations=generations) for n, key in enumerate(keys)
+            Blocks([key], slots[n : n + 1], sizes[:1], generations=generations)
+            for n, key in enumerate(keys)
         ]
         if tier.facts().places:
             blocks = [replace(one, places=one.slots.copy()) for one in blocks]

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TierResources:
     """The resources that a tier gets when it is opened.
 
     `arena`: host memory with the slots of blocks.
     `fd`: file descriptor of the arena's file, for tiers that map the file in child processes.
-    `relay`: function that the tier calls when the store has another generation of a key space than the
-        tier expected. (A generation is a number that each flush raises, so another server has then
-        flushed the key space.)
+    `relay`: function that the tier calls when the store has another generation of a key space than
+        the tier expected. (A generation is a number that each flush raises, so another server has
+        then flushed the key space.)
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not compress.
     """
 
@@ -36,9 +36,9 @@ class Place:
     staged: Staged | None = None
 
 
-OpenTier: TypeAlias = Callable[[Any, Place], SharedTier]
-"""Opens a tier, given its settings and its resources (`Place`). Does not wait for the tier's
-store."""
+OpenTier: TypeAlias = Callable[[Any, TierResources], SharedTier]
+"""Opens a tier, given its settings and its resources (`TierResources`). Does not wait for the
+tier's store."""
 
 
 TierKind: TypeAlias = Callable[[], OpenTier]
@@ -49,7 +49,7 @@ ImportError or MissingError if a library is not installed."""
 def _mooncake() -> OpenTier:
     from hotkv_server.tiers.mooncake.tier import mooncake_tier
 
-    def open_tier(settings: "MooncakeSettings", at: Place) -> SharedTier:
+    def open_tier(settings: "MooncakeSettings", at: TierResources) -> SharedTier:
         return mooncake_tier(at.arena, at.fd, settings, on_generation=at.relay, staged=at.staged)
 
     return open_tier
@@ -58,7 +58,7 @@ def _mooncake() -> OpenTier:
 def _valkey() -> OpenTier:
     from hotkv_server.tiers.valkey.tier import ValkeyTier
 
-    def open_tier(settings: "ValkeySettings", at: Place) -> SharedTier:
+    def open_tier(settings: "ValkeySettings", at: TierResources) -> SharedTier:
         return ValkeyTier(at.arena, settings, on_generation=at.relay, staged=at.staged)
 
     return open_tier
@@ -70,7 +70,7 @@ def _s3() -> OpenTier:
 
     check_installed()
 
-    def open_tier(settings: "S3Settings", at: Place) -> SharedTier:
+    def open_tier(settings: "S3Settings", at: TierResources) -> SharedTier:
         return S3Tier(at.arena, settings, on_generation=at.relay, staged=at.staged)
 
     return open_tier
@@ -85,7 +85,7 @@ TIERS: dict[str, TierKind] = {
 Lookups ask shared tiers in this order."""
 
 
-def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:
+def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[TierResources], SharedTier]]]:
     """Yields, for each shared tier in the settings, its name and the function that opens it.
 
     The function raises ImportError or MissingError if a library of the tier is not installed. If
@@ -98,15 +98,15 @@ def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], Sh
             yield name, _opener(kind, given)
 
 
-def _opener(kind: TierKind, settings: Any) -> Callable[[Place], SharedTier]:
-    def open_at(place: Place) -> SharedTier:
+def _opener(kind: TierKind, settings: Any) -> Callable[[TierResources], SharedTier]:
+    def open_at(place: TierResources) -> SharedTier:
         open_tier = kind()
         if settings.compress == "off":
             return open_tier(settings, place)
         staged = Staged(place.arena)
         try:
             staged.open()
-            return open_tier(settings, Place(place.arena, place.fd, place.relay, staged))
+            return open_tier(settings, TierResources(place.arena, place.fd, place.relay, staged))
         except BaseException:
             staged.close()
             raise

@@ -26,25 +26,27 @@ Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
 Generations: TypeAlias = Mapping[str, int]
-"""Maps the fingerprint (name) of a key space to its generation (a number that each flush raises)."""
+"""Maps the fingerprint (name) of a key space to its generation (a number that each flush
+raises)."""
 NO_GENERATIONS: Generations = MappingProxyType({})
 
 
-# ------------------------------------------------------------------------------------------- Generations
+# -------------------------------------------------------------------------------------------
+# Generations
 
 # A generation is a number that a shared store keeps for each key space (a model in a
 # configuration). Each flush, which deletes all blocks of the key space, raises it. The number
 # encodes the time at which the generation began.
 #
-# Always true: of two generations of a key space in a store, the later is greater. A node computes an
-# generation from the wall clock, and makes it greater than all generations that the node knows. A store may
-# lose a generation, in a restart or when it returns to an old copy of its data. Because the clock has
-# advanced, no later generation repeats the lost number.
+# Always true: of two generations of a key space in a store, the later is greater. A node computes
+# an generation from the wall clock, and makes it greater than all generations that the node knows.
+# A store may lose a generation, in a restart or when it returns to an old copy of its data. Because
+# the clock has advanced, no later generation repeats the lost number.
 
 RAISES = 1 << 16
-"""Generations (numbers that each flush raises) are computed from the clock. `begun` returns multiples of
-RAISES, one for each tick of the clock. `raised` may return the numbers in between, so that several
-flushes within a tick begin different generations."""
+"""Generations (numbers that each flush raises) are computed from the clock. `begun` returns
+multiples of RAISES, one for each tick of the clock. `raised` may return the numbers in between, so
+that several flushes within a tick begin different generations."""
 TICK_US = 64
 """Length of a tick of the clock that `begun` reads, in microseconds."""
 
@@ -52,18 +54,19 @@ TICK_US = 64
 def begun(now_us: int) -> int:
     """Returns the number for a key space's new generation (a number that each flush raises).
 
-    `now_us`: when the generation begins, in microseconds of the wall clock. A later time gives a number
-        at least as great. The number has at most 19 digits and is less than 2^63.
+    `now_us`: when the generation begins, in microseconds of the wall clock. A later time gives a
+        number at least as great. The number has at most 19 digits and is less than 2^63.
     """
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the number for the generation that a flush (deletion of all blocks of a key space) begins.
+    """Returns the number for the generation that a flush (deletion of all blocks of a key space)
+    begins.
 
     `now_us`: time of the flush, in microseconds of the wall clock.
-    `known`: the generations of the key space that the caller knows. The number is greater than all of
-        them.
+    `known`: the generations of the key space that the caller knows. The number is greater than all
+        of them.
     """
     return max([begun(now_us), *(generation + 1 for generation in known)])
 
@@ -107,8 +110,8 @@ class Write(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The n blocks of a call. Item i of each field belongs to block i, except that `generations` holds
-    for all blocks.
+    """The n blocks of a call. Item i of each field belongs to block i, except that `generations`
+    holds for all blocks.
 
     `keys`: the key of each block, the same on all nodes that share a tier; at most MAX_KEY_BYTES
         long. A key ends with the block's hash, so it may contain any bytes.
@@ -120,8 +123,9 @@ class Blocks:
         blocks returned. Empty for other tiers, because they store each seal with its block.
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
         blocks itself may use the depths, to evict the end of a sequence first. Empty: all 0.
-    `generations`: for a `SharedTier`, the generations in the blocks' keys. After a read the tier compares
-        these generations with the generations that the store has now; if one differs, all blocks are ABSENT.
+    `generations`: for a `SharedTier`, the generations in the blocks' keys. After a read the tier
+        compares these generations with the generations that the store has now; if one differs, all
+        blocks are ABSENT.
         Empty: the tier compares nothing.
     `stored_bytes`: for the disk tier, the bytes that each block may use in the file. If this is
         less than the block's `num_bytes`, the tier encodes (compresses) the block. Empty: the same
@@ -168,15 +172,15 @@ time."""
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer when a tier asks the store for key spaces' generations (numbers that each flush
-    raises).
+    """A store's answer when a tier asks the store for key spaces' generations (numbers that each
+    flush raises).
 
-    `generations`: the generation of each key space; NO_GENERATION if the store has no generation for the key space and
-        can't begin one: it has no room, or forbids hotkv's user to write.
+    `generations`: the generation of each key space; NO_GENERATION if the store has no generation
+        for the key space and can't begin one: it has no room, or forbids hotkv's user to write.
     `restored_below`: nonzero if the store has just restarted, perhaps with an old copy of its data.
-        Generations below this number began before the restart. The caller must not trust them, because
-        the old copy may lack flushes. 0: the store has not just restarted, or does not report its
-        restarts.
+        Generations below this number began before the restart. The caller must not trust them,
+        because the old copy may lack flushes. 0: the store has not just restarted, or does not
+        report its restarts.
     """
 
     generations: Generations
@@ -184,11 +188,11 @@ class Shown:
 
 
 OnGenerations = Callable[[Shown | None], None]
-"""Called with the result of `SharedTier.generations` (the store's answer about generations, numbers that each
-flush raises); None if the store did not answer."""
+"""Called with the result of `SharedTier.generations` (the store's answer about generations, numbers
+that each flush raises); None if the store did not answer."""
 OnGeneration = Callable[[int | None], None]
-"""Called with the result of `SharedTier.raise_generation`: the new generation (a number that each flush
-raises), or NO_GENERATION; None if the store did not answer."""
+"""Called with the result of `SharedTier.raise_generation`: the new generation (a number that each
+flush raises), or NO_GENERATION; None if the store did not answer."""
 
 
 MAX_STALL_S = 1.0
@@ -284,12 +288,13 @@ class Tier(Protocol):
 
 class SharedTier(Tier, Protocol):
     """A tier whose store several nodes share. The store also keeps a number for each key space, its
-    generation. Each flush (deletion of all blocks of the key space) raises the generation. In this way a
-    flush takes effect on all nodes.
+    generation. Each flush (deletion of all blocks of the key space) raises the generation. In this
+    way a flush takes effect on all nodes.
 
-    Always true: once the tier has answered `raise_generation`, the old generation has ended. A read with
-    `Blocks.generations` that begins after this answer, on any node, finds no block of the old generation. The
-    tier executes and answers calls of `generations` and `raise_generation` in the order of the calls.
+    Always true: once the tier has answered `raise_generation`, the old generation has ended. A read
+    with `Blocks.generations` that begins after this answer, on any node, finds no block of the old
+    generation. The tier executes and answers calls of `generations` and `raise_generation` in the
+    order of the calls.
     """
 
     def probe(
@@ -303,18 +308,20 @@ class SharedTier(Tier, Protocol):
 
         `deadline_s`: a time of time.monotonic. The caller ignores a later answer, so the tier may
             then report FAILED without asking its store.
-        `generations`: the generations (numbers that each flush raises) in the blocks' keys. If the store has
-            another generation, all blocks are ABSENT.
+        `generations`: the generations (numbers that each flush raises) in the blocks' keys. If the
+            store has another generation, all blocks are ABSENT.
         """
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Starts to remove blocks from the store, and does not wait for the removal. A tier for
         which removal is expensive may leave some of these blocks in the store."""
 
-    def generations(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations) -> None:
-        """Asks the store for key spaces' generations (numbers that each flush raises). Begins a generation
-        for each key space that has no generation in the store. Does not wait behind queued reads and
-        writes.
+    def generations(
+        self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations
+    ) -> None:
+        """Asks the store for key spaces' generations (numbers that each flush raises). Begins a
+        generation for each key space that has no generation in the store. Does not wait behind
+        queued reads and writes.
 
         `fingerprints`: names of the key spaces.
         `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.
@@ -324,14 +331,14 @@ class SharedTier(Tier, Protocol):
         self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False
     ) -> None:
         """Flushes a key space (a model in a configuration) in the store, which deletes all its
-        blocks there. For this, raises the key space's generation (a number that each flush raises): ends
-        the old generation, and begins and reports a new one, which is greater than the old generation and
-        `floor`. Does not wait behind queued reads and writes.
+        blocks there. For this, raises the key space's generation (a number that each flush raises):
+        ends the old generation, and begins and reports a new one, which is greater than the old
+        generation and `floor`. Does not wait behind queued reads and writes.
 
         `floor`: the highest generation of the key space that the caller knows.
         `is_retry`: True if the last call for the same flushes has failed.
 
-        Reports NO_GENERATION if the store has no room for the new generation; even then the old generation has
-        ended. Reports None if the store did not answer. The caller must then call again, because it
-        does not know whether the generation was raised.
+        Reports NO_GENERATION if the store has no room for the new generation; even then the old
+        generation has ended. Reports None if the store did not answer. The caller must then call
+        again, because it does not know whether the generation was raised.
         """

@@ -34,8 +34,9 @@ def seal(key: bytes, content: "bytes | memoryview") -> int:
 
 
 def secrets(keys: Sequence[bytes]) -> Seals:
-    """Returns, for each block's key, the secret with which XXH3 computes the block's seal (checksum): 24 words that XXH3 mixes with the block's bytes, uint64 [n, 24]. XXH3 derives the secret
-    from a seed, and the seed is the XXH3 hash of the key."""
+    """Returns, for each block's key, the secret with which XXH3 computes the block's seal
+    (checksum): 24 words that XXH3 mixes with the block's bytes, uint64 [n, 24]. XXH3 derives the
+    secret from a seed, and the seed is the XXH3 hash of the key."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
     # XXH3 adds the seed to the 64-bit words 0, 2, 4 … of the default secret, and subtracts it from
     # the words 1, 3, 5 …, modulo 2**64.

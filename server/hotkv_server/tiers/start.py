@@ -28,12 +28,12 @@ from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.drive.below import TierBelow
+from hotkv_server.tiers.drive.flushes import FlushDriver, GenerationRelay
 from hotkv_server.tiers.drive.generation_notes import GENERATIONS_FILE, GenerationNotes, NotesFolder
-from hotkv_server.tiers.drive.flushes import GenerationRelay, Generations
 from hotkv_server.tiers.drive.records import LowerMemory, records_file_bytes
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
-from hotkv_server.tiers.kinds import TIERS, Place, shared_tiers
+from hotkv_server.tiers.kinds import TIERS, TierResources, shared_tiers
 from hotkv_server.tiers.protocol import SharedTier
 from hotkv_server.tiers.remote.client import MissingError
 
@@ -70,8 +70,8 @@ def check_tiers(settings: Settings) -> None:
     """Raises StartError if a server with these settings can't start its tiers.
 
     The possible reasons: the folder of the disk tier is unusable or has no room; the modules of a
-    tier are not installed; the file that records flushes (`GENERATIONS_FILE`) belongs to another user.
-    Does not connect to stores, because a server also starts while a store is down.
+    tier are not installed; the file that records flushes (`GENERATIONS_FILE`) belongs to another
+    user. Does not connect to stores, because a server also starts while a store is down.
     """
     try:
         check_files([settings.arena_dir / GENERATIONS_FILE])
@@ -191,7 +191,7 @@ class OpenedTiers:
         self._settings = settings
         self._arena = arena
         self._lower = lower
-        self._generations: Generations | None = None
+        self._generations: FlushDriver | None = None
         encodes = settings.tiers.disk.compress == "auto"
         self._encoded_bytes: EncodedBytes | None = room_bytes if encodes else None
 
@@ -231,11 +231,11 @@ class OpenedTiers:
         for name, open_at in shared_tiers(self._settings):
             relay = GenerationRelay()
             try:
-                tier = open_at(Place(self._arena, memory.arena.fd, relay))
+                tier = open_at(TierResources(self._arena, memory.arena.fd, relay))
             except (OSError, MissingError) as error:
                 raise StartError(f"tiers.{name}: {error}") from error
             shared.append((tier, relay))
-        self._generations = generations = Generations(core, shared, self._open_notes(core, memory))
+        self._generations = generations = FlushDriver(core, shared, self._open_notes(core, memory))
         most_bytes = moving_bytes(core)
         driven = [TierShared(core, tier, verifier, generations, most_bytes) for tier, _ in shared]
         below = None
@@ -245,9 +245,9 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, generations, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> GenerationNotes:
-        """Returns the `GenerationNotes`, the record of flushes (deletions of all blocks of a key space).
-        Its file has a copy in the arena's folder and, if there is a disk, another copy in the
-        disk's folder. The core must already have restored the blocks in both folders."""
+        """Returns the `GenerationNotes`, the record of flushes (deletions of all blocks of a key
+        space). Its file has a copy in the arena's folder and, if there is a disk, another copy in
+        the disk's folder. The core must already have restored the blocks in both folders."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
@@ -262,8 +262,8 @@ class OpenedTiers:
     def discard(self) -> None:
         """Removes the files with the record of flushes (`GenerationNotes`), unless they are still
         needed. They are needed if there is a disk, because its blocks outlive the server. They are
-        also needed if a flush is not complete: the next server must then still raise the generation (a
-        number that each flush raises) of the key space in a store. Called at the end of a server
+        also needed if a flush is not complete: the next server must then still raise the generation
+        (a number that each flush raises) of the key space in a store. Called at the end of a server
         that leaves no blocks in the arena to the next server. Blocks the calling thread."""
         if self._lower is None and self._generations is not None:
             self._generations.discard()

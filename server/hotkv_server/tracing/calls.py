@@ -12,8 +12,8 @@ import numpy as np
 
 from hotkv_proto.blocks import BlockResult, TransferStatus
 from hotkv_proto.v1 import cache_pb2
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.tracing.drive import Tracing, reason, wall_ns
 from hotkv_server.wire.calls import block_runs

@@ -19,11 +19,11 @@ from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER, Cause
-from hotkv_server.node.capability import Lying, tell
+from hotkv_server.monitoring.topics import all_topics
+from hotkv_server.node.capability import TierHolding, tell
 from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 from hotkv_server.node.reports import WatchedReport
-from hotkv_server.told.kernel import all_topics
 from hotkv_server.wire.edge import of_groups, prompt_hashes
 from hotkv_server.wire.errors import answer, stream
 
@@ -95,7 +95,9 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             )
         lists = of_groups(space, hashes)
         try:
-            lying = await node.tiers.lookups.find(number, lists) if node.tiers is not None else []
+            locations = (
+                await node.tiers.lookups.find(number, lists) if node.tiers is not None else []
+            )
             node.core.key_space(number)
         except HotKVError:
             if request.key_space_id:
@@ -114,7 +116,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             space,
             number,
             found,
-            lying,
+            locations,
             num_tokens,
             # The most tokens of a hit: an engine always computes a prompt's last token itself.
             min(num_tokens, len(token_ids) // 4 - 1) if token_ids else num_tokens,
@@ -157,7 +159,7 @@ def _explain(
     space: KeySpace,
     number: int,
     found: Sequence[inspect.PromptBlocks],
-    lying: Sequence[Lying],
+    locations: Sequence[TierHolding],
     num_tokens: int,
     most_tokens: int,
 ) -> None:
@@ -167,19 +169,19 @@ def _explain(
 
     space, number: the key space and its number.
     found: for each group, the states of the prompt's blocks in host memory.
-    lying: for each tier, masks of the blocks that lie in the tier.
+    locations: for each tier, masks of the blocks that lie in the tier.
     num_tokens: number of the prompt's tokens that lie in whole blocks.
     most_tokens: most tokens that a hit can have.
     """
-    masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
+    masks, tiers = [], [_tiers(group, index, locations) for index, group in enumerate(found)]
     for index, group in enumerate(found):
         is_ready = (group.words != 0) & (group.words < RESERVED_FLAG)
-        is_up = np.array([one.is_up for one in lying] + [True], np.bool_)
+        is_up = np.array([one.is_up for one in locations] + [True], np.bool_)
         masks.append(is_ready | ((tiers[index] >= 0) & is_up[tiers[index]]))
         for depth, word in enumerate(group.words):
             tier = HOST if is_ready[depth] else ""
             if tiers[index][depth] >= 0:
-                one = lying[tiers[index][depth]]
+                one = locations[tiers[index][depth]]
                 tier, verdict = one.name, admin_pb2.BLOCK_VERDICT_BELOW
                 where = "on disk" if tier == DISK_TIER else f"in {tier}"
                 text = "a lease brings it up" if one.is_up else "but that is down"
@@ -213,34 +215,36 @@ def _explain(
     at = depth + sum(len(group.words) for group in found[: max(0, limiting)])
     missing = explanation.blocks[at] if limiting >= 0 else None
     explanation.summary = _summary(missing, hit, num_tokens)
-    explanation.loads.extend(_loads(space, lying, tiers, hit))
+    explanation.loads.extend(_loads(space, locations, tiers, hit))
 
 
-def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
+def _tiers(
+    group: inspect.PromptBlocks, index: int, locations: Sequence[TierHolding]
+) -> NDArray[np.int64]:
     """Returns an array [n] for the blocks of a group: the first tier below host memory that has the
-    block, as an index into `lying`. The value is -1 for a block that is in host memory or in no
+    block, as an index into `locations`. The value is -1 for a block that is in host memory or in no
     tier. Tiers that are up come before tiers that are down, because lookups skip tiers that are
     down. `index`: the number of the group."""
     first = np.full(len(group.words), -1, np.int64)
-    for number, one in sorted(enumerate(lying), key=lambda each: (each[1].is_up, -each[0])):
+    for number, one in sorted(enumerate(locations), key=lambda each: (each[1].is_up, -each[0])):
         first[one.masks[index]] = number
     first[(group.words != 0) & (group.words < RESERVED_FLAG)] = -1
     return first
 
 
 def _loads(
-    space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
+    space: KeySpace, locations: Sequence[TierHolding], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
     """Yields a `TierLoad` message for each tier that must load blocks for a hit of `hit` tokens.
     The message contains the number of these blocks, their bytes, and the seconds that it takes to
     promote them to host memory.
 
-    lying: the tiers, each with masks of the blocks that lie in it.
-    tiers: for each group, an array [n] from `_tiers`: for each block, the index in `lying` of the
-        tier that has it; -1 for none.
+    locations: the tiers, each with masks of the blocks that lie in it.
+    tiers: for each group, an array [n] from `_tiers`: for each block, the index in `locations` of
+        the tier that has it; -1 for none.
     """
     needed = needed_blocks(space.groups, hit)
-    for number, one in enumerate(lying):
+    for number, one in enumerate(locations):
         counts = [
             int((tiers[index][blocks.start : blocks.stop] == number).sum())
             for index, blocks in enumerate(needed)

@@ -10,11 +10,16 @@ from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.layout import read_device_mark
-from hotkv_proto.messages.session import MAX_REPORTS, read_ended, read_load_ends, read_reports
+from hotkv_proto.messages.report_messages import (
+    MAX_REPORTS,
+    read_ended,
+    read_load_ends,
+    read_reports,
+)
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.wire.errors import rights_log
 
@@ -173,12 +178,12 @@ async def _acquire_later(
     node."""
     tiers = node.tiers
     assert tiers is not None
-    held = await tiers.bring_up(session, groups)
+    held = await tiers.promote(session, groups)
     try:
         may_pin = await tiers.generations.wait_to_serve(session.record.key_space_id)
         acquired = _acquire(node, session, request, lease_id, groups, may_pin=may_pin)
     finally:
-        tiers.let_go(held)
+        tiers.unpin(held)
     return await acquired if isinstance(acquired, asyncio.Task) else acquired
 
 

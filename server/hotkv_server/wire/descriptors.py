@@ -32,8 +32,8 @@ from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.words import WORD_COUNT, words_offset_bytes
 from hotkv_server.logs import Throttle
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.security.identity import AccessControl, Peer, Tickets
 from hotkv_server.security.path_checks import check_memory
 from hotkv_server.wire.errors import as_refusal

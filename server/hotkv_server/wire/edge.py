@@ -16,8 +16,8 @@ from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import cache_pb2
 from hotkv_server.cache.values import HashList
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import calls

@@ -48,7 +48,7 @@ from hotkv_server.wire.guard.interceptor import MAX_ANSWERED, EdgeInterceptor, G
 from hotkv_server.wire.guard.limits import Guests, Pace
 from hotkv_server.wire.guard.tls import Certificates, TlsFiles
 from hotkv_server.wire.health import HealthService
-from hotkv_server.wire.session import SessionService
+from hotkv_server.wire.session_stream import SessionService
 
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256

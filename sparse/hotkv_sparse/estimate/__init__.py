@@ -6,12 +6,12 @@ with its formula.
 """
 
 from hotkv_sparse.estimate.memory import Figure, Memory, memory
-from hotkv_sparse.estimate.plan import DEVICES, MODELS, Device, Mode, Model, Plan, read_config
+from hotkv_sparse.estimate.plan import DEVICES, MODELS, DeviceKind, Mode, Model, Plan, read_config
 
 __all__ = [
     "DEVICES",
     "MODELS",
-    "Device",
+    "DeviceKind",
     "Figure",
     "Memory",
     "Mode",

@@ -19,7 +19,7 @@ from hotkv_sparse.estimate.plan import (
     DTYPE_BYTES,
     HERE,
     MODELS,
-    Device,
+    DeviceKind,
     Mode,
     Model,
     Plan,
@@ -144,7 +144,7 @@ def model_of(chosen: argparse.Namespace) -> Model:
     return model_named(chosen.model) if chosen.config is None else read_config(chosen.config)
 
 
-def device_of(chosen: argparse.Namespace) -> Device:
+def device_of(chosen: argparse.Namespace) -> DeviceKind:
     """Returns the device that the flags name. A memory size in the flags replaces the device's own
     size. Raises INVALID_FIELD if the device is unknown or the size is not positive."""
     device = device_named(chosen.device)
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # --------------------------------------------------------------------------------------- the report
 
 
-def as_text(model: Model, device: Device, plan: Plan, modes: Mapping[Mode, Memory]) -> str:
+def as_text(model: Model, device: DeviceKind, plan: Plan, modes: Mapping[Mode, Memory]) -> str:
     """Formats the estimate: a table with a column for each mode (dense, sparse, resident), followed
     by the figures of each mode with their formulas."""
     lines = [
@@ -257,7 +257,7 @@ def _figures(found: dict[str, Figure]) -> Iterator[str]:
 
 
 def as_json(
-    model: Model, device: Device, plan: Plan, modes: Mapping[Mode, Memory]
+    model: Model, device: DeviceKind, plan: Plan, modes: Mapping[Mode, Memory]
 ) -> dict[str, object]:
     """Returns the report as a dict for JSON: numbers, units and formulas."""
     return {

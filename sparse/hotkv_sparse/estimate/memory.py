@@ -10,7 +10,7 @@ keys). The memory that remains for requests limits the batch.
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from hotkv_sparse.estimate.plan import Device, Mode, Model, Plan
+from hotkv_sparse.estimate.plan import DeviceKind, Mode, Model, Plan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -87,7 +87,7 @@ class Memory:
     largest_batch: Figure
 
 
-def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
+def memory(model: Model, device: DeviceKind, plan: Plan, mode: Mode) -> Memory:
     """Computes the memory of a plan (a case to estimate) in one mode: dense, sparse or resident.
     Raises INVALID_FIELD if the plan does not fit the model."""
     plan.check(model)
@@ -113,9 +113,7 @@ def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
     )
     request_kv = _request_kv(model, plan, mode)
     sketches = _sketches(model, plan, mode)
-    request = Figure(
-        request_kv.value + sketches.value, "bytes", "keys and values + sketches"
-    )
+    request = Figure(request_kv.value + sketches.value, "bytes", "keys and values + sketches")
     host_request = _host_request(model, plan, mode)
     return Memory(
         weights=weights,

@@ -61,7 +61,7 @@ def check_number(
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceKind:
     """A kind of device. Raises INVALID_FIELD if its memory is not positive.
 
     source: text that names the source of `memory_bytes`.
@@ -74,35 +74,35 @@ class Device:
     def __post_init__(self) -> None:
         check_count("device.memory_bytes", self.memory_bytes)
 
-    def with_memory(self, memory_bytes: int) -> "Device":
+    def with_memory(self, memory_bytes: int) -> "DeviceKind":
         """Returns a copy of the device with another memory size."""
         source = f"{self.source}; memory as given"
         return dataclasses.replace(self, source=source, memory_bytes=memory_bytes)
 
 
 # `memory_bytes` is the size that nvidia-smi shows, not the decimal gigabytes in the product's name.
-DEVICES: dict[str, Device] = {
+DEVICES: dict[str, DeviceKind] = {
     device.name: device
     for device in (
-        Device("a100-40g", "NVIDIA A100 data sheet, SXM4", 40 * GIB),
-        Device("a100-80g", "NVIDIA A100 data sheet, SXM4", 80 * GIB),
+        DeviceKind("a100-40g", "NVIDIA A100 data sheet, SXM4", 40 * GIB),
+        DeviceKind("a100-80g", "NVIDIA A100 data sheet, SXM4", 80 * GIB),
         # RFC #37263 names this device; NVIDIA has no data sheet for it.
-        Device("a100-96g", "the device of RFC #37263: 96 decimal GB", 96 * 10**9),
-        Device("h100", "NVIDIA H100 data sheet, SXM5", 81559 << 20),
-        Device("h200", "NVIDIA H200 data sheet, SXM5", 143771 << 20),
-        Device("b200", "NVIDIA HGX B200 data sheet", 183359 << 20),
-        Device("l40s", "NVIDIA L40S data sheet", 46068 << 20),
-        Device("gh200", "NVIDIA GH200 data sheet: 96 GB of HBM3", 97871 << 20),
+        DeviceKind("a100-96g", "the device of RFC #37263: 96 decimal GB", 96 * 10**9),
+        DeviceKind("h100", "NVIDIA H100 data sheet, SXM5", 81559 << 20),
+        DeviceKind("h200", "NVIDIA H200 data sheet, SXM5", 143771 << 20),
+        DeviceKind("b200", "NVIDIA HGX B200 data sheet", 183359 << 20),
+        DeviceKind("l40s", "NVIDIA L40S data sheet", 46068 << 20),
+        DeviceKind("gh200", "NVIDIA GH200 data sheet: 96 GB of HBM3", 97871 << 20),
     )
 }
 
 
-def device_named(name: str) -> Device:
+def device_named(name: str) -> DeviceKind:
     """Returns the device with this name. The name HERE stands for this machine. Raises
     INVALID_FIELD if the name is unknown."""
     if name == HERE:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Device(HERE, "this machine's own memory", memory_bytes)
+        return DeviceKind(HERE, "this machine's own memory", memory_bytes)
     if name not in DEVICES:
         raise refuse("device", name, f"use one of {', '.join(DEVICES)}, or {HERE}: this machine")
     return DEVICES[name]

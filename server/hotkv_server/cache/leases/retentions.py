@@ -147,7 +147,7 @@ class RetentionPins:
             yield
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
-    def let_go(self, entries: Entries) -> None:
+    def unpin(self, entries: Entries) -> None:
         """Ends the holds (retention pins) of these entries (records in the block table) at once.
         Skips entries that are not held."""
         if self._num_held:

@@ -826,9 +826,7 @@ class Stores:
         self._uses.retain(entries, lease.retention, now_s)
         self._books.counters.stored_blocks += len(entries)
 
-    def _publish_sketches(
-        self, lease: WriteLease, entries: Entries, checks: Sums
-    ) -> BoolMask:
+    def _publish_sketches(self, lease: WriteLease, entries: Entries, checks: Sums) -> BoolMask:
         """Makes those sketches (compact summaries of attention keys) ready whose blocks are
         ready, and marks the other sketches as aborted. All given sketches are of one
         kind. `checks`: their checksums. Returns a mask of the entries (records in

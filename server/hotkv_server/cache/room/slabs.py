@@ -440,7 +440,7 @@ class SlabPool:
         # becomes free. By it, a number that was computed from the free slabs is recognized as out
         # of date.
         self._revision = 0
-        self._kernels = native.require("hotkv_server.cache.table.kernels")
+        self._kernels = native.require("hotkv_server.cache.table.table_kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
 
     def __repr__(self) -> str:

@@ -54,7 +54,7 @@ class BlockIndex:
         # A page of this array uses no memory until it is written. So the array takes 64 KiB for
         # each group index that any key space uses, however many key spaces come and go.
         self._salts = np.zeros((MAX_GROUPS + MAX_SKETCHES, KEY_SPACE_ROWS), np.uint64)
-        self._kernels = native.require("hotkv_server.cache.table.kernels")
+        self._kernels = native.require("hotkv_server.cache.table.table_kernels")
 
     def back(self, num_entries: int) -> None:
         """Sets how many entries (records in the block table) have memory for their records, and so
@@ -400,7 +400,7 @@ class Chains:
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
         self._records = index.table.records
-        self._kernels = native.require("hotkv_server.cache.table.kernels")
+        self._kernels = native.require("hotkv_server.cache.table.table_kernels")
 
     def __repr__(self) -> str:
         return f"Chains({self._index!r})"
@@ -546,9 +546,7 @@ class Sketches:
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
         """Returns a mask of the entries (records in the block table) that are sketches
         (compact summaries of attention keys) and are linked with a ready block."""
-        are: NDArray[np.bool_] = self.among(entries) & (
-            self._records[entries, table.W_SKETCH] != 0
-        )
+        are: NDArray[np.bool_] = self.among(entries) & (self._records[entries, table.W_SKETCH] != 0)
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:

@@ -124,7 +124,7 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
             entries, num_again = _ready(core, key_space_id, one, start)
             done.num_blocks -= num_again
             done.num_done += len(entries)
-            core.retention_pins.let_go(entries)
+            core.retention_pins.unpin(entries)
             for below in core.below if len(entries) else ():
                 core.space.removal.evict(entries[below.offer_demoted(entries)], Cause.HINT)
                 entries = entries[core.space.index.is_ready(entries)]

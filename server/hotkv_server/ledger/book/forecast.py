@@ -49,7 +49,7 @@ cache that is a step larger."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class RequestDemand:
     """The blocks of one request.
 
     keys: keys of the request's full blocks in the order of the prompt, uint64 [n]. A block has the
@@ -116,7 +116,9 @@ class Forecast:
             f"{self._shadows} of {self.shadow_share:.2g})"
         )
 
-    def observe(self, demand: Demand, capacity_bytes: int, now_s: float, minute: int) -> None:
+    def observe(
+        self, demand: RequestDemand, capacity_bytes: int, now_s: float, minute: int
+    ) -> None:
         """Records a request that arrived while the arena had `capacity_bytes` of memory. A key that
         the engine reports several times counts once."""
         keys, at = np.unique(demand.keys, return_index=True)
@@ -139,7 +141,7 @@ class Forecast:
             minute,
         )
 
-    def _see(self, demand: Demand, low: Keys) -> float:
+    def _see(self, demand: RequestDemand, low: Keys) -> float:
         """Marks the request's blocks as seen. Returns an estimate of the misses of an endless
         cache: the number of blocks that did not hit and were not seen before.
 
@@ -163,7 +165,7 @@ class Forecast:
         return float(missed)
 
     def _serve(
-        self, demand: Demand, low: Keys, capacity_bytes: int, now_s: float
+        self, demand: RequestDemand, low: Keys, capacity_bytes: int, now_s: float
     ) -> tuple[float, float]:
         """Estimates how many of the request's blocks miss in a cache of the arena's size, and in a
         cache that is a step larger. Returns the two estimates.

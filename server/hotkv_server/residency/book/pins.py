@@ -129,14 +129,14 @@ class ResidencyPins:
 
     def hold(self, entries: Entries) -> Entries:
         """Pins each entry once, while the entries are compared with their checksums.
-        Returns `entries`; the caller must later pass this same array to `let_go`, which unpins the
+        Returns `entries`; the caller must later pass this same array to `unpin`, which unpins the
         entries."""
         if len(entries):
             self._space.index.pin(entries, 1)
             self._held.append(entries)
         return entries
 
-    def let_go(self, entries: Entries) -> None:
+    def release_held(self, entries: Entries) -> None:
         """Unpins the entries (records in the block table) that a call of `hold` has pinned.
         entries: the same array that `hold` returned.
         """

@@ -255,7 +255,7 @@ class Residencies:
         """Pins the ready blocks among `hashes` that a restart has restored and that have not been
         compared with their checksums yet. Returns the entries (records in the block
         table) of these blocks. The caller must compare them, and then pass them to
-        `resident.let_go`."""
+        `resident.unpin`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)

@@ -2,7 +2,8 @@
 these blocks, and pins the blocks that have arrived, for the callers that wait for them.
 
 Always true: a block becomes ready in host memory only after the tier has filled its slot with the
-stored bytes. From then on it stays pinned until `let_go`, so that the waiting callers can lease it.
+stored bytes. From then on it stays pinned until `release`, so that the waiting callers can lease
+it.
 """
 
 from collections.abc import Callable
@@ -132,7 +133,7 @@ class Arrivals:
         """Ends a move of n blocks up to host memory, after the tier has stopped writing to its
         slots (places in the arena). Makes the found blocks ready, and frees the other slots.
         Returns the entries (records in the block table) of the ready blocks, which stay pinned
-        until `let_go`. If the move was abandoned (`forsake`), frees all its slots, and makes no
+        until `release`. If the move was abandoned (`forsake`), frees all its slots, and makes no
         block ready.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
@@ -160,7 +161,7 @@ class Arrivals:
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
-    def let_go(self, move: Move) -> None:
+    def release(self, move: Move) -> None:
         """Unpins the blocks that an ended move has brought to host memory. Called when each caller
         that waited for the blocks has leased them or given up."""
         self._moves.remove(move)

@@ -40,7 +40,7 @@ class Codec:
 
     def __init__(self, blocks: Codes, rooms: Codes) -> None:
         self._blocks, self._rooms = blocks, rooms
-        self._kernels = native.require("hotkv_server.tiers.compression.kernels")
+        self._kernels = native.require("hotkv_server.tiers.compression.codec_kernels")
 
     def __repr__(self) -> str:
         return f"Codec({len(self._blocks)} bytes of blocks, {len(self._rooms)} of rooms)"

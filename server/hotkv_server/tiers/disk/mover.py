@@ -86,7 +86,7 @@ class BlockMover:
         self._file = file
         self._io = io
         self._staged = staged
-        self._kernels = native.require("hotkv_server.tiers.disk.kernels")
+        self._kernels = native.require("hotkv_server.tiers.disk.disk_kernels")
 
     def __repr__(self) -> str:
         return f"BlockMover({self._file!r}, {self._staged!r})"

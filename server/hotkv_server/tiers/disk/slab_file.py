@@ -61,7 +61,7 @@ class FileIO:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._kernels = native.require("hotkv_server.tiers.disk.kernels")
+        self._kernels = native.require("hotkv_server.tiers.disk.disk_kernels")
 
     def __repr__(self) -> str:
         return f"FileIO({self._fd})"

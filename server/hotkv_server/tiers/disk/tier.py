@@ -1,6 +1,7 @@
 """The disk tier: moves blocks between slots of the arena and the slab file, on its own threads.
 
-The cache core chooses the place of each block in the file, and keeps the block's seal (checksum). Always true:
+The cache core chooses the place of each block in the file, and keeps the block's seal (checksum).
+Always true:
 
 - a read finds a block only if all its bytes match its seal. So the disk may reorder or lose writes
   without harm;

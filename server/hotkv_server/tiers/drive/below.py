@@ -22,7 +22,7 @@ from hotkv_server.node.persistence import state_of
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
-from hotkv_server.tiers.drive.flushes import Generations
+from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.tasks import TierTasks, agreeing, blocks_of, future, on_loop
@@ -47,8 +47,8 @@ class TierBelow:
 
     `tier`: reads and writes the bytes of blocks.
     `lower`: records which blocks are on the disk, and which moves are under way.
-    `generations`: knows whether blocks on the disk may be older than a flush (deletion of all blocks of
-        a key space).
+    `generations`: knows whether blocks on the disk may be older than a flush (deletion of all
+        blocks of a key space).
     `verifier`: compares blocks with their checksums.
     `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
         effect.
@@ -61,7 +61,7 @@ class TierBelow:
         core: CacheCore,
         tier: Tier,
         verifier: Verifier,
-        generations: Generations,
+        generations: FlushDriver,
         moving_bytes: int,
         memory: LowerMemory | None = None,
     ) -> None:
@@ -92,7 +92,8 @@ class TierBelow:
 
         `tasks`: runs the task.
         `tell`: sends the core's notices and events about removed blocks. Called after blocks may
-            have been evicted or condemned (dropped, because their bytes did not match their checksums).
+            have been evicted or condemned (dropped, because their bytes did not match their
+            checksums).
         `on_ready`: called after blocks were moved down, with their entries in the disk's block
             table, the medium (`Medium.DISK`) and the tier's name.
         """
@@ -214,10 +215,10 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Waits until the shared stores have confirmed the key space's generations (numbers that each
-        flush raises), so that blocks may be loaded from the disk. Waits at most until `until_s`, a
-        time of time.monotonic. Does not access the disk, because `lower` records which blocks the
-        disk has."""
+        """Waits until the shared stores have confirmed the key space's generations (numbers that
+        each flush raises), so that blocks may be loaded from the disk. Waits at most until
+        `until_s`, a time of time.monotonic. Does not access the disk, because `lower` records which
+        blocks the disk has."""
         if self.has_some(key_space_id, groups):
             await self._generations.confirm_all(key_space_id, until_s)
 
@@ -263,7 +264,7 @@ class TierBelow:
             stored_bytes=below.slot_bytes(move.places),
         )
 
-    def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
+    def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move of n blocks up to host memory, after the tier has read the blocks. Returns
         the number of blocks that the disk has lost: they were damaged or absent.
 

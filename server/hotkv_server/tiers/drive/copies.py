@@ -3,9 +3,9 @@ stored on this node are copied soon. *Old* blocks are copied at a limited rate. 
 blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
 
 Always true: a block is written only if its bytes match its checksum. In addition, the
-store must have confirmed its key space's generation (a number that each flush raises) in the last 1.5 s.
-Before old blocks are written, the tier is asked which of them it has already; only the blocks that
-it lacks are written. While the tier has a known problem, copying pauses.
+store must have confirmed its key space's generation (a number that each flush raises) in the last
+1.5 s. Before old blocks are written, the tier is asked which of them it has already; only the
+blocks that it lacks are written. While the tier has a known problem, copying pauses.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """
@@ -27,7 +27,7 @@ from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.copies import OLD, STORED, Copies
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
-from hotkv_server.tiers.drive.flushes import Generations
+from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.tasks import (
     TierTasks,
     agreeing,
@@ -47,8 +47,8 @@ MAX_OUT_BYTES = 64 << 20
 """Most bytes of blocks that are being copied at a time. These blocks can't be evicted from host
 memory."""
 LEARN_S = 1.0
-"""Longest time that a write waits, before it begins, for the store to confirm the generation (number
-that each flush raises) of the blocks' key space."""
+"""Longest time that a write waits, before it begins, for the store to confirm the generation
+(number that each flush raises) of the blocks' key space."""
 PROBE_S = 2.0
 """Longest wait until the tier has answered which of the old blocks it has."""
 OLD_BYTES_PER_S = 64 << 20
@@ -68,8 +68,8 @@ class TierCopies:
     """Copies blocks from host memory to a tier that other nodes share; see the module.
 
     `breaker`: knows whether the tier is broken.
-    `generations`: knows whether the store has confirmed a key space's generation (a number that each flush
-        raises).
+    `generations`: knows whether the store has confirmed a key space's generation (a number that
+        each flush raises).
     `verifier`: compares blocks with their checksums.
     `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
     `num_copied`: number of blocks that were written to the tier, or were in it already.
@@ -84,7 +84,7 @@ class TierCopies:
         core: CacheCore,
         tier: SharedTier,
         breaker: Breaker,
-        generations: Generations,
+        generations: FlushDriver,
         verifier: Verifier,
         moving_bytes: int,
     ) -> None:
@@ -135,8 +135,8 @@ class TierCopies:
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
         """Queues old blocks of host memory (blocks from the disk or from an earlier server) to be
-        copied to the tier. Does nothing unless `Generations.may_offer` allows it: among other things,
-        no flush may be on its way to a store."""
+        copied to the tier. Does nothing unless `FlushDriver.may_offer` allows it: among other
+        things, no flush may be on its way to a store."""
         if self._generations.may_offer(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -191,7 +191,8 @@ class TierCopies:
 
     async def _offer_left(self, tasks: TierTasks) -> None:
         """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
-        the blocks of a key space (a model in a configuration) only once `Generations.may_offer` allows
+        the blocks of a key space (a model in a configuration) only once `FlushDriver.may_offer`
+        allows
         it: among other things, no flush may be on its way to a store."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
@@ -229,8 +230,8 @@ class TierCopies:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
-            # Confirm the generation (number that each flush raises) only after the probe: a flush may
-            # have begun during the probe.
+            # Confirm the generation (number that each flush raises) only after the probe: a flush
+            # may have begun during the probe.
             until_s = time.monotonic() + LEARN_S
             if not await self._generations.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED

@@ -1,8 +1,9 @@
 """Executes flushes in all tiers. A flush deletes all blocks of a key space (a model in a
-configuration). A generation is a number that a shared store keeps for each key space, and that every
-flush raises. `GenerationBook` (`tiers.book.generations`), the record of generations and flushes, decides which
-actions are due. This module executes them: it asks the stores of shared tiers for generations, raises
-generations in stores, flushes key spaces on this node, and saves the `GenerationBook`.
+configuration). A generation is a number that a shared store keeps for each key space, and that
+every flush raises. `GenerationBook` (`tiers.book.generations`), the record of generations and
+flushes, decides which actions are due. This module executes them: it asks the stores of shared
+tiers for generations, raises generations in stores, flushes key spaces on this node, and saves the
+`GenerationBook`.
 
 Always true: a flush continues if the caller that waits for it is cancelled. One task asks the
 `GenerationBook` for due actions. At most one action of each kind is under way: one question and one
@@ -10,10 +11,10 @@ raise for each store, one flush of this node, one write of the `GenerationBook`.
 `GenerationBook` delays only moves to the disk and, for a bounded time, the answers to flushes.
 
 A store counts as *away* in four cases: its tier reports a problem; two questions in a row have
-failed; its answer to a question is overdue; or it has just restarted and shows a generation that may
-come from an old copy of its data. The delay of an answer counts only the time in which this process
-runs. If the process was stopped for GAP_S or longer, all stores stop counting as away, and are
-asked again.
+failed; its answer to a question is overdue; or it has just restarted and shows a generation that
+may come from an old copy of its data. The delay of an answer counts only the time in which this
+process runs. If the process was stopped for GAP_S or longer, all stores stop counting as away, and
+are asked again.
 
 Runs on the event loop; tiers call `on_done` on their own threads.
 """
@@ -41,13 +42,14 @@ TICK_S = 0.05
 IDLE_TURN_S = 1.0
 """Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0
-"""Longest wait for a store's answer to a question for generations (numbers that each flush raises)."""
+"""Longest wait for a store's answer to a question for generations (numbers that each flush
+raises)."""
 SERVE_WAIT_S = 1.0
-"""Longest time that a hit in host memory waits for the stores to confirm the key space's generations
-(numbers that each flush raises)."""
+"""Longest time that a hit in host memory waits for the stores to confirm the key space's
+generations (numbers that each flush raises)."""
 MEET_S = 1.0
-"""Longest time that a new session waits for the stores to confirm its key space's generations (numbers
-that each flush raises)."""
+"""Longest time that a new session waits for the stores to confirm its key space's generations
+(numbers that each flush raises)."""
 LATE_TICKS = 20
 """A store counts as away (calls no longer wait for it) if it has not answered a question for this
 number of ticks (turns of the task, see TICK_S)."""
@@ -67,20 +69,20 @@ files in time."""
 
 class GenerationRelay:
     """An object that a tier calls when the store has another generation (a number that each flush
-    raises) than the tier expected. The relay passes the call on to `Generations`.
+    raises) than the tier expected. The relay passes the call on to `FlushDriver`.
 
-    A tier gets its relay when it is opened, before `Generations` exists. `Generations.start` connects the
-    relay; until then calls of the relay have no effect.
+    A tier gets its relay when it is opened, before `FlushDriver` exists. `FlushDriver.start`
+    connects the relay; until then calls of the relay have no effect.
 
-    `hear`: the function to which calls are passed, with the fingerprint of the key space and the
+    `confirm`: the function to which calls are passed, with the fingerprint of the key space and the
         store's generation.
     """
 
     def __init__(self) -> None:
-        self.hear: Callable[[str, int], None] = lambda fingerprint, generation: None
+        self.confirm: Callable[[str, int], None] = lambda fingerprint, generation: None
 
     def __call__(self, fingerprint: str, generation: int) -> None:
-        self.hear(fingerprint, generation)
+        self.confirm(fingerprint, generation)
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class _Caller:
 
 
 class _Store:
-    """The state of a shared tier's store in `Generations`.
+    """The state of a shared tier's store in `FlushDriver`.
 
     `is_away`: True while the store counts as away, for example because it does not answer; see the
         module.
@@ -117,15 +119,15 @@ class _Store:
         self.num_failed = 0
 
 
-class Generations:
+class FlushDriver:
     """Executes flushes (deletions of all blocks of a key space), and decides which blocks may be
-    served: the stores must have confirmed the blocks' generations (numbers that each flush raises). See
-    the module.
+    served: the stores must have confirmed the blocks' generations (numbers that each flush raises).
+    See the module.
 
-    `stores`: each shared tier, with its `GenerationRelay`, through which it reports that the store has
-        another generation than expected.
-    `notes`: files in which `book` (the record of generations and flushes) outlives the server; None:
-        `book` is lost when the process ends.
+    `stores`: each shared tier, with its `GenerationRelay`, through which it reports that the store
+        has another generation than expected.
+    `notes`: files in which `book` (the record of generations and flushes) outlives the server;
+        None: `book` is lost when the process ends.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Generations:
         self._turned: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Generations({self.book!r}, {len(self._callers)} flushes asked for)"
+        return f"FlushDriver({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(
         self,
@@ -159,8 +161,8 @@ class Generations:
     ) -> None:
         """Starts the task that executes the due actions (see the module). From now on, this node
         notices flushes (deletions of all blocks of a key space) that other nodes run. If an earlier
-        server could not raise a store's generation (a number that each flush raises), the task raises it
-        now.
+        server could not raise a store's generation (a number that each flush raises), the task
+        raises it now.
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.
@@ -170,7 +172,7 @@ class Generations:
         self._tasks, self._flush, self._on_flushed = tasks, flush, on_flushed
         loop = asyncio.get_running_loop()
 
-        def hear(fingerprint: str, generation: int) -> None:
+        def confirm(fingerprint: str, generation: int) -> None:
             try:
                 loop.call_soon_threadsafe(self._look_at, fingerprint)
             except RuntimeError:
@@ -178,9 +180,9 @@ class Generations:
                 return
 
         for store in self._stores.values():
-            store.relay.hear = hear
+            store.relay.confirm = confirm
         for fingerprint, record in self.book.records.items():
-            for name in [name for name in self._stores if record.stores[name].is_untold]:
+            for name in [name for name in self._stores if record.stores[name].is_unraised]:
                 log.warning(
                     "tier=%s is told now of a flush of fingerprint=%s before the last start",
                     name,
@@ -190,10 +192,10 @@ class Generations:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files with the `GenerationBook` (record of generations and flushes). Leaves them if a
-        store must still raise a generation (a number that each flush raises), because the next server
-        must do that. Called at the end of a server that leaves no blocks to the next server. Blocks
-        the calling thread."""
+        """Removes the files with the `GenerationBook` (record of generations and flushes). Leaves
+        them if a store must still raise a generation (a number that each flush raises), because the
+        next server must do that. Called at the end of a server that leaves no blocks to the next
+        server. Blocks the calling thread."""
         self._notes.discard(self.book)
 
     # Flushes
@@ -242,29 +244,30 @@ class Generations:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the generation (a number that each flush raises) under which the key space's blocks in
-        the store may be read and written. Returns NO_GENERATION if they may not be read or written
-        now."""
+        """Returns the generation (a number that each flush raises) under which the key space's
+        blocks in the store may be read and written. Returns NO_GENERATION if they may not be read
+        or written now."""
         return self.book.generation(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
         """Returns True if blocks of the key space (a model in a configuration) may be copied to
         the store, even blocks that may come from another store. This needs two conditions: the
-        store has a generation for the key space; and no flush (deletion of all blocks of the key space)
-        has reached one store but not yet another (`GenerationBook.is_calm`)."""
+        store has a generation for the key space; and no flush (deletion of all blocks of the key
+        space) has reached one store but not yet another (`GenerationBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_GENERATION
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
         """Returns the prefix of the keys of the key space's blocks in the store. The prefix
-        contains the generation, a number that each flush raises, so blocks from before a flush are not
-        found."""
+        contains the generation, a number that each flush raises, so blocks from before a flush are
+        not found."""
         fingerprint = self.fingerprint(key_space_id).encode()
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> GenerationsOf:
         """Returns the key space's generation (a number that each flush raises) in the form of
-        `Blocks.generations`. After a read, the tier compares this generation with the store's generation."""
+        `Blocks.generations`. After a read, the tier compares this generation with the store's
+        generation."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
@@ -279,8 +282,8 @@ class Generations:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved `GenerationBook` has all seal numbers (`Record.local`), which are part of
-        the checksums of blocks on the disk. Then the next server can read these blocks."""
+        """True if the saved `GenerationBook` has all seal numbers (`Record.local`), which are part
+        of the checksums of blocks on the disk. Then the next server can read these blocks."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
@@ -292,17 +295,18 @@ class Generations:
         return has_generation and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns True if all stores have confirmed the key space's generations (numbers that each flush
-        raises) in the last CONFIRMED_S. Then the key space's blocks on this node's disk are newer
-        than all flushes (deletions of all blocks of the key space), so they may be loaded."""
+        """Returns True if all stores have confirmed the key space's generations (numbers that each
+        flush raises) in the last CONFIRMED_S. Then the key space's blocks on this node's disk are
+        newer than all flushes (deletions of all blocks of the key space), so they may be loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in host memory may be served now. There are two
         conditions. All stores that are not away (see the module) have confirmed the key space's
-        generations (numbers that each flush raises) in the last CONFIRMED_S. No store has shown a new
-        generation for which this node must still flush the key space (delete all its blocks)."""
+        generations (numbers that each flush raises) in the last CONFIRMED_S. No store has shown a
+        new generation for which this node must still flush the key space (delete all its
+        blocks)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -314,8 +318,8 @@ class Generations:
 
     def must_ask(self, key_space_id: int) -> bool:
         """Returns True if a lookup must first wait for a confirmation: a store that is not away
-        (see the module) has not confirmed the key space's generation (a number that each flush raises)
-        in the last CONFIRMED_S."""
+        (see the module) has not confirmed the key space's generation (a number that each flush
+        raises) in the last CONFIRMED_S."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -332,18 +336,19 @@ class Generations:
                 return False
         return True
 
-    async def meet(self, key_space_id: int) -> None:
-        """Waits, at most MEET_S, until the stores have confirmed their generations (numbers that each
-        flush raises) of a new session's key space. The reason: blocks that the engine stores before
-        the stores have answered count as possibly older than a flush, so this node would delete
-        them when a store answers."""
+    async def confirm_new(self, key_space_id: int) -> None:
+        """Waits, at most MEET_S, until the stores have confirmed their generations (numbers that
+        each flush raises) of a new session's key space. The reason: blocks that the engine stores
+        before the stores have answered count as possibly older than a flush, so this node would
+        delete them when a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. If the last confirmation is too
-        old, asks the store for the key space's generation (a number that each flush raises). Returns
-        False if the store is away (for example, does not answer; see the module), has no generation,
-        refuses to raise it, or has not answered by `until_s`, a time of time.monotonic."""
+        old, asks the store for the key space's generation (a number that each flush raises).
+        Returns False if the store is away (for example, does not answer; see the module), has no
+        generation, refuses to raise it, or has not answered by `until_s`, a time of
+        time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             fingerprint = self.fingerprint(key_space_id)
@@ -355,9 +360,9 @@ class Generations:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's generations (numbers that each flush raises). Waits until
-        all stores have confirmed them, but at most until `until_s`, a time of time.monotonic. Does
-        not wait for stores that are away (that do not answer, for example; see the module)."""
+        """Asks the stores for the key space's generations (numbers that each flush raises). Waits
+        until all stores have confirmed them, but at most until `until_s`, a time of time.monotonic.
+        Does not wait for stores that are away (that do not answer, for example; see the module)."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -365,8 +370,8 @@ class Generations:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's generations (numbers that each flush raises). Waits until
-        all stores have confirmed them, but at most until `until_s`, a time of time.monotonic.
+        """Asks the stores for the key space's generations (numbers that each flush raises). Waits
+        until all stores have confirmed them, but at most until `until_s`, a time of time.monotonic.
 
         Unlike `confirm_all`, also waits for stores that are away (that do not answer, for example),
         unless their tier reports a problem. If a store has just started, this may take some
@@ -411,9 +416,9 @@ class Generations:
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Asks the `GenerationBook` which actions are due, and begins them: it asks stores for generations
-        (numbers that each flush raises) or raises generations, flushes a key space on this node, or
-        writes the `GenerationBook` to its file."""
+        """Asks the `GenerationBook` which actions are due, and begins them: it asks stores for
+        generations (numbers that each flush raises) or raises generations, flushes a key space on
+        this node, or writes the `GenerationBook` to its file."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -428,7 +433,7 @@ class Generations:
             for name, missed in self.book.missed(at_s):
                 log.warning(
                     "another node's flush of fingerprint=%s has not reached tier=%s, which may "
-                    "have blocks of before, or another tier has lost its generations: give all nodes "
+                    "have blocks of before, or another tier lost its generations: give all nodes "
                     "the same tiers, then flush again",
                     name,
                     missed,
@@ -478,20 +483,31 @@ class Generations:
         store.asked_tick = None
         store.num_failed = store.num_failed + 1 if shown is None else 0
         if shown is not None:
-            # A store counts as away if it has just restarted and shows a generation (number that each
-            # flush raises) that may come from an old copy of its data.
-            store.is_away = any(0 < one < shown.restored_below for one in shown.generations.values())
-            has_blocks = {name for name in shown.generations if self._has_blocks(self._number(name))}
+            # A store counts as away if it has just restarted and shows a generation (number that
+            # each flush raises) that may come from an old copy of its data.
+            store.is_away = any(
+                0 < one < shown.restored_below for one in shown.generations.values()
+            )
+            has_blocks = {
+                name for name in shown.generations if self._has_blocks(self._number(name))
+            }
             before = {name: self.book.generation(name, store.name) for name in shown.generations}
             self.book.shown(store.name, shown.generations, shown.restored_below, sent_s, has_blocks)
             for name, generation in before.items():
-                if NO_GENERATION != generation != self.book.generation(name, store.name) != NO_GENERATION:
+                if (
+                    NO_GENERATION
+                    != generation
+                    != self.book.generation(name, store.name)
+                    != NO_GENERATION
+                ):
                     self._on_flushed(self._number(name))
         self._wake()
 
     async def _raise(self, store: _Store, wanted: Raise) -> None:
         ended: asyncio.Future[tuple[int | None]] = future()
-        store.tier.raise_generation(wanted.fingerprint, wanted.floor, on_loop(ended), wanted.is_retry)
+        store.tier.raise_generation(
+            wanted.fingerprint, wanted.floor, on_loop(ended), wanted.is_retry
+        )
         (generation,) = await ended
         store.is_raising = False
         if generation is not None:
@@ -506,9 +522,9 @@ class Generations:
 
     async def _flush_here(self, fingerprint: str) -> None:
         """Flushes a key space (a model in a configuration) on this node, and reports the end of
-        the flush to the `GenerationBook`. Removes no blocks if this node does not know the key space. If
-        the key space has no blocks on this node and no caller has requested the flush, only calls
-        `on_flushed`."""
+        the flush to the `GenerationBook`. Removes no blocks if this node does not know the key
+        space. If the key space has no blocks on this node and no caller has requested the flush,
+        only calls `on_flushed`."""
         is_done = False
         try:
             number = self._number(fingerprint)
@@ -536,7 +552,9 @@ class Generations:
             self.book.saved = revision
         except OSError as error:
             self._save_at_s = now_s() + AGAIN_S
-            log.error("generations not written down, so the next server may know of no flush: %s", error)
+            log.error(
+                "generations not written down, so the next server may know of no flush: %s", error
+            )
         finally:
             self._is_saving = False
         self._wake()

@@ -1,11 +1,11 @@
-"""Saves the book of generations (`GenerationBook`, the record of flushes) in a small file for the next
-server. Each folder with blocks that outlive the server (the arena's, the disk's) has a copy of the
-file.
+"""Saves the book of generations (`GenerationBook`, the record of flushes) in a small file for the
+next server. Each folder with blocks that outlive the server (the arena's, the disk's) has a copy of
+the file.
 
 Always true: the file is replaced as a whole, and is on its disk when `write` returns. Removing the
-blocks of a folder does not remove the folder's copy. If the copies disagree on the generation (number
-that each flush raises) of a key space in a store, the key space's blocks on this node may be older
-than a flush. So this node then flushes the key space as soon as the store answers.
+blocks of a folder does not remove the folder's copy. If the copies disagree on the generation
+(number that each flush raises) of a key space in a store, the key space's blocks on this node may
+be older than a flush. So this node then flushes the key space as soon as the store answers.
 """
 
 import json
@@ -26,8 +26,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class NotesFolder:
-    """A folder for a copy of the file GENERATIONS_FILE (the saved `GenerationBook`). `has_blocks`: True if an
-    earlier server left blocks in the folder."""
+    """A folder for a copy of the file GENERATIONS_FILE (the saved `GenerationBook`). `has_blocks`:
+    True if an earlier server left blocks in the folder."""
 
     path: Path
     has_blocks: bool = False
@@ -43,8 +43,9 @@ class _Content:
 
 
 class GenerationNotes:
-    """Reads and writes the copies of the file GENERATIONS_FILE (the saved `GenerationBook`); see the module.
-    Without folders, writes no file, so the `GenerationBook` is lost when the process ends."""
+    """Reads and writes the copies of the file GENERATIONS_FILE (the saved `GenerationBook`); see
+    the module. Without folders, writes no file, so the `GenerationBook` is lost when the process
+    ends."""
 
     def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
         self._folders = tuple(folders)
@@ -53,9 +54,9 @@ class GenerationNotes:
         return f"GenerationNotes({[str(one.path) for one in self._folders]})"
 
     def read(self, stores: Sequence[str]) -> GenerationBook:
-        """Returns the `GenerationBook` that an earlier server saved; an empty `GenerationBook` if there is no
-        file. Blocks the calling thread. `stores`: names of the shared stores in the present
-        settings."""
+        """Returns the `GenerationBook` that an earlier server saved; an empty `GenerationBook` if
+        there is no file. Blocks the calling thread. `stores`: names of the shared stores in the
+        present settings."""
         read = [(one, _read(one.path / GENERATIONS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # Incomplete: a folder has blocks but no usable file, so their flushes are unknown.
@@ -71,9 +72,9 @@ class GenerationNotes:
         return GenerationBook(stores, records, base, last, is_saved=is_saved)
 
     def write(self, text: str) -> None:
-        """Replaces the file GENERATIONS_FILE in each folder. `text`: the new content (`text_of`). Blocks
-        the calling thread. Callable from any thread, but only one call at a time. If a folder
-        fails, tries the others, then raises the first OSError."""
+        """Replaces the file GENERATIONS_FILE in each folder. `text`: the new content (`text_of`).
+        Blocks the calling thread. Callable from any thread, but only one call at a time. If a
+        folder fails, tries the others, then raises the first OSError."""
         failed: OSError | None = None
         for one in self._folders:
             try:
@@ -84,10 +85,10 @@ class GenerationNotes:
             raise failed
 
     def discard(self, book: GenerationBook) -> None:
-        """Removes all copies of the file GENERATIONS_FILE, unless a store must still raise a generation (a
-        number that each flush raises) for a flush that `book` records. Called at the end of a
-        server that leaves no blocks to the next server. Blocks the calling thread."""
-        if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
+        """Removes all copies of the file GENERATIONS_FILE, unless a store must still raise a
+        generation (a number that each flush raises) for a flush that `book` records. Called at the
+        end of a server that leaves no blocks to the next server. Blocks the calling thread."""
+        if not any(s.is_unraised for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / GENERATIONS_FILE).unlink(missing_ok=True)
 
@@ -99,7 +100,7 @@ def text_of(book: GenerationBook) -> str:
         name: {
             "local": record.local,
             "stores": {
-                store: [standing.generation, standing.is_vouched, standing.is_untold]
+                store: [standing.generation, standing.is_verified, standing.is_unraised]
                 for store, standing in record.stores.items()
             },
         }
@@ -123,9 +124,9 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
     for store in {store for one in found for store in one.stores}:
         standings = [one.stores.get(store, GenerationStanding()) for one in found]
         generations = {one.generation for one in standings}
-        is_agreed = len(generations) == 1 and all(one.is_vouched for one in standings)
+        is_agreed = len(generations) == 1 and all(one.is_verified for one in standings)
         record.stores[store] = GenerationStanding(
-            max(generations), is_complete and is_agreed, any(one.is_untold for one in standings)
+            max(generations), is_complete and is_agreed, any(one.is_unraised for one in standings)
         )
     return record
 
@@ -165,7 +166,7 @@ def _read(path: Path) -> _Content | None:
 
 def _record(said: Mapping[str, Any]) -> Record:
     stores = {
-        str(store): GenerationStanding(int(generation), bool(is_vouched), bool(is_untold))
-        for store, (generation, is_vouched, is_untold) in said["stores"].items()
+        str(store): GenerationStanding(int(generation), bool(is_verified), bool(is_unraised))
+        for store, (generation, is_verified, is_unraised) in said["stores"].items()
     }
     return Record(int(said["local"]), stores)

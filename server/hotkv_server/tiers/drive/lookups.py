@@ -14,11 +14,11 @@ import numpy as np
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList
-from hotkv_server.node.capability import Lying
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.capability import TierHolding
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.flushes import Generations
+from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.reads import Listed, both, count, either, needed, worth
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tasks import TierTasks
@@ -75,8 +75,8 @@ class TierLookups:
     `sources`: all tiers. If several tiers have a block, the first of them is preferred.
     `shared`: the shared tiers among the sources. This node has no record of their blocks, so it
         must ask these tiers which blocks they have.
-    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers have
-        confirmed.
+    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers
+        have confirmed.
     `waiting`: counts the calls that wait for tiers.
     `tasks`: knows whether the node is closing; then no lookup waits for tiers any more.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
@@ -89,7 +89,7 @@ class TierLookups:
         core: CacheCore,
         sources: Sequence[TierSource],
         shared: Sequence[TierShared],
-        generations: Generations,
+        generations: FlushDriver,
         waiting: WaitingCalls,
         tasks: TierTasks,
         lookup_wait_s: float,
@@ -191,8 +191,8 @@ class TierLookups:
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Returns True if a lookup must call `ask` before it is answered. There are two reasons: a
         shared tier may have a block that host memory lacks; or the stores must first confirm the
-        key space's generation (a number that each flush raises), so that blocks may be loaded from the
-        disk or a shared tier.
+        key space's generation (a number that each flush raises), so that blocks may be loaded from
+        the disk or a shared tier.
 
         Returns False without a session, if the session's client does not support tiers
         (`Feature.TIERS`), if MAX_WAITING calls of the session are waiting, and while the tiers
@@ -221,19 +221,19 @@ class TierLookups:
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Calls `look` of all tiers at the same time: asks the shared tiers which of these blocks
-        they have, and asks the stores to confirm the key space's generations (numbers that each flush
-        raises). Waits for the answers at most until `until_s`, a time of time.monotonic."""
+        they have, and asks the stores to confirm the key space's generations (numbers that each
+        flush raises). Waits for the answers at most until `until_s`, a time of time.monotonic."""
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = EXPLAIN_WAIT_S
-    ) -> list[Lying]:
+    ) -> list[TierHolding]:
         """Returns, for each tier, which of these blocks the tier has, for operators and routers.
         Asks the shared tiers, and waits for their answers at most for `wait_s` seconds."""
         until_s = time.monotonic() + wait_s
         await self.look(key_space_id, groups, until_s)
         return [
-            Lying(
+            TierHolding(
                 one.name,
                 one.lies_here(key_space_id, groups),
                 one.breaker.lets_pass,

@@ -2,8 +2,8 @@
 asks the tier for blocks that this node lacks.
 
 Always true: blocks are read and written only if the store has confirmed the generation of their key
-space in the last 1.5 s. (A generation is a number that each flush raises; see `drive.generations`.) Written
-blocks match their checksums. Runs on the event loop; the tier calls `on_done` on its
+space in the last 1.5 s. (A generation is a number that each flush raises; see `drive.generations`.)
+Written blocks match their checksums. Runs on the event loop; the tier calls `on_done` on its
 own threads.
 """
 
@@ -24,7 +24,7 @@ from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.copies import TierCopies
-from hotkv_server.tiers.drive.flushes import Generations
+from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.tasks import blocks_of, future, on_loop
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, SharedTier
@@ -119,8 +119,8 @@ class TierShared:
     see the module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
     `verifier`: compares blocks with their checksums.
-    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers have
-        confirmed.
+    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers
+        have confirmed.
     `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).
     `out`: copies blocks to the tier.
     `below`: the breaker of the disk tier, which knows whether lookups skip the disk; None without a
@@ -133,7 +133,7 @@ class TierShared:
         core: CacheCore,
         tier: SharedTier,
         verifier: Verifier,
-        generations: Generations,
+        generations: FlushDriver,
         moving_bytes: int,
     ) -> None:
         self.tier = tier
@@ -235,7 +235,7 @@ class TierShared:
         expected = self._generations.expected(self.name, number)
         return blocks_of(self._core, move.entries, prefix, expected)
 
-    def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
+    def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move of n blocks up to host memory, after the tier has read the blocks. Returns
         the number of damaged blocks; blocks that the tier has evicted don't count.
 

@@ -180,8 +180,8 @@ def blocks_of(
     """Returns a `Blocks`, the argument of a tier's calls, for these entries of host memory.
 
     `prefix`: the part of the blocks' keys before the group and the hash (see `tier_keys`).
-    `generations`: the generation (number that each flush raises) in the keys, by the key space's fingerprint.
-        A read compares it with the store's generation; empty: no comparison.
+    `generations`: the generation (number that each flush raises) in the keys, by the key space's
+        fingerprint. A read compares it with the store's generation; empty: no comparison.
     """
     index = core.space.index
     _, groups, hashes = index.keys(entries)

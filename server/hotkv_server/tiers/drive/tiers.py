@@ -22,11 +22,11 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.node.capability import FlushHere, OnReady, Tracer, nobody
 from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.health import Health
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.flushes import Generations
+from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.lookups import TierLookups, TierSource, WaitingCalls
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tasks import (
@@ -91,13 +91,13 @@ class Coming:
 
 @dataclass(slots=True)
 class Held:
-    """The result of `Tiers.bring_up`: the moves of blocks up to host memory for which the caller
-    waited. The blocks stay pinned until the caller passes this object to `let_go`."""
+    """The result of `Tiers.promote`: the moves of blocks up to host memory for which the caller
+    waited. The blocks stay pinned until the caller passes this object to `unpin`."""
 
     waits: list[Coming] = field(default_factory=list)
 
     def add(self, coming: Coming) -> None:
-        """Adds a move of blocks up to host memory. The blocks then stay pinned until `Tiers.let_go`
+        """Adds a move of blocks up to host memory. The blocks then stay pinned until `Tiers.unpin`
         is called with this object."""
         if coming not in self.waits:
             coming.num_waiting += 1
@@ -110,8 +110,8 @@ class Tiers:
     group.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
-    `generations`: executes flushes (deletions of all blocks of a key space), and knows which blocks of
-        tiers may be older than a flush.
+    `generations`: executes flushes (deletions of all blocks of a key space), and knows which blocks
+        of tiers may be older than a flush.
     `below`: the driver of the disk tier; None without a disk. Lookups ask the disk first.
     `shared`: the drivers of the shared tiers, in the order in which lookups ask them.
     `lookups`: finds out which blocks are in tiers.
@@ -122,7 +122,7 @@ class Tiers:
         core: CacheCore,
         arena: Region,
         lookup_wait_s: float,
-        generations: Generations,
+        generations: FlushDriver,
         below: TierBelow | None = None,
         shared: Sequence[TierShared] = (),
     ) -> None:
@@ -143,9 +143,15 @@ class Tiers:
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
         self.lookups = TierLookups(
-            core, self._sources, self.shared, generations, self._waiting, self._tasks, lookup_wait_s,
+            core,
+            self._sources,
+            self.shared,
+            generations,
+            self._waiting,
+            self._tasks,
+            lookup_wait_s,
             self._are_moves_well,
-        )  # fmt: skip
+        )
         self._tell: Callable[[], None] = lambda: None
         self._on_ready: OnReady = nobody
         self._tracing: Tracer | None = None
@@ -316,7 +322,7 @@ class Tiers:
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Returns True if a call that acquires a lease on these blocks should first call
-        `bring_up`, because a block that host memory lacks may be in a tier, or is being loaded.
+        `promote`, because a block that host memory lacks may be in a tier, or is being loaded.
         Returns False if MAX_WAITING calls of the session wait for tiers already."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
@@ -325,10 +331,10 @@ class Tiers:
             one.breaker.lets_pass and one.has_some(key_space_id, groups) for one in self._sources
         ) or bool(self._under_way(key_space_id, groups))
 
-    async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
+    async def promote(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Loads blocks from tiers, and waits until they are in host memory, at most for
         `lookup_wait_s`. The loaded blocks stay pinned until the caller passes the result to
-        `let_go`. If this call raises, or its caller is cancelled, they are unpinned at once."""
+        `unpin`. If this call raises, or its caller is cancelled, they are unpinned at once."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
@@ -343,18 +349,18 @@ class Tiers:
                 if waits := [one.done for one in held.waits if one.source.breaker.lets_pass]:
                     await asyncio.wait(waits, timeout=max(0.0, until_s - time.monotonic()))
             except BaseException:
-                self.let_go(held)
+                self.unpin(held)
                 raise
         return held
 
-    def let_go(self, held: Held) -> None:
-        """Unpins the blocks that `bring_up` has loaded. The caller of `bring_up` calls this method
+    def unpin(self, held: Held) -> None:
+        """Unpins the blocks that `promote` has loaded. The caller of `promote` calls this method
         once it has acquired its lease or has given up. The blocks of a move stay pinned until all
         callers that wait for the move have called this method."""
         for one in held.waits:
             one.num_waiting -= 1
             if not one.num_waiting and one.done.done():
-                self._end_up(one)
+                self._end_promotion(one)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
         """Returns the running moves, from tiers up to host memory, that contain a block of these
@@ -461,7 +467,7 @@ class Tiers:
             log.exception("tier=%s blocks=%d can't be checked", source.name, len(codes))
             codes, checks = np.full_like(codes, Read.FAILED), np.zeros(len(codes), np.uint64)
         source.reads.queued_bytes -= blocks.total_bytes
-        num_lost = source.end_up(move, codes, checks, time.monotonic())
+        num_lost = source.end_promotion(move, codes, checks, time.monotonic())
         self._count(coming, int(self._core.space.index.slot_bytes(move.kept).sum()))
         self._core.space.origins[move.kept] = 1 + self._sources.index(source)
         try:
@@ -474,12 +480,12 @@ class Tiers:
         finally:
             coming.done.set_result(None)
             if not coming.num_waiting:
-                self._end_up(coming)
+                self._end_promotion(coming)
 
-    def _end_up(self, coming: Coming) -> None:
+    def _end_promotion(self, coming: Coming) -> None:
         del self._coming[coming.move.number]
         self._count(coming, 0)
-        self._arrivals.let_go(coming.move)
+        self._arrivals.release(coming.move)
 
     def _forsaken_bytes(self, source: TierSource) -> int:
         """Returns the bytes of the slots (places in the arena) that abandoned moves from `source`

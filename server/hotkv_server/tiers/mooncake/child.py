@@ -55,9 +55,9 @@ class SpoiledError(MasterLostError):
 
 
 class AwayError(Exception):
-    """A key space's generation (number that each flush raises) can't be read, because the process in
-    whose memory Mooncake stored the generation has ended. (For some seconds after the end of that
-    process, the master still lists the values in its memory.)"""
+    """A key space's generation (number that each flush raises) can't be read, because the process
+    in whose memory Mooncake stored the generation has ended. (For some seconds after the end of
+    that process, the master still lists the values in its memory.)"""
 
 
 class Child:
@@ -153,8 +153,8 @@ class Child:
     def _begun_generations(self, asked: dict[str, Any]) -> dict[str, Any]:
         generations: dict[str, int] = {}
         for name in asked["fingerprints"]:
-            # Leave out a key space whose value for the generation (number that each flush raises) is not
-            # a number, so that the other key spaces stay usable.
+            # Leave out a key space whose value for the generation (number that each flush raises)
+            # is not a number, so that the other key spaces stay usable.
             with contextlib.suppress(SpoiledError):
                 generations[name] = self._begun(generation_key(name))
         return {"generations": generations}
@@ -164,27 +164,27 @@ class Child:
         try:
             before = self._number(name)
         except (MasterLostError, AwayError):
-            # The old generation (number that each flush raises) can't be read, but the flush must still
-            # remove it.
+            # The old generation (number that each flush raises) can't be read, but the flush must
+            # still remove it.
             before = NO_GENERATION
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
             raise MasterLostError(f"keeps an old generation: {code}")
         generation = self._begun(name, asked["floor"], before)
         if generation == before == NO_GENERATION:
-            # Fail: the key space had no generation (number that each flush raises), and still has none.
-            # So other nodes would not notice the flush.
+            # Fail: the key space had no generation (number that each flush raises), and still has
+            # none. So other nodes would not notice the flush.
             raise MasterLostError("has no room for a generation")
         if NO_GENERATION < generation <= max(asked["floor"], before):
-            # Another node was first to store a new generation (number that each flush raises). It did
-            # not know `floor` or `before`, so its generation is too low.
+            # Another node was first to store a new generation (number that each flush raises). It
+            # did not know `floor` or `before`, so its generation is too low.
             raise MasterLostError("was given an old generation meanwhile")
         return {"generation": generation}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the key space's generation (a number that each flush raises) that is stored under the
-        key `name`. If the key is absent, first begins a generation above all `known` generations. Returns
-        NO_GENERATION if the store has no room for the new generation.
+        """Returns the key space's generation (a number that each flush raises) that is stored under
+        the key `name`. If the key is absent, first begins a generation above all `known`
+        generations. Returns NO_GENERATION if the store has no room for the new generation.
 
         A put under an existing key changes nothing. So if two nodes begin a generation at the same
         time, both return the generation that was put first.
@@ -199,10 +199,11 @@ class Child:
         return {name: self._number(generation_key(name)) for name in asked["generations"]}
 
     def _number(self, name: str) -> int:
-        """Returns the key space's generation (a number that each flush raises) that is stored under the
-        key `name`; NO_GENERATION if the key is absent. Raises SpoiledError if the value is not a number,
-        and AwayError if the value can't be read. Returning NO_GENERATION in these two cases would be
-        wrong, because it could hide a flush (deletion of all blocks of the key space)."""
+        """Returns the key space's generation (a number that each flush raises) that is stored under
+        the key `name`; NO_GENERATION if the key is absent. Raises SpoiledError if the value is not
+        a number, and AwayError if the value can't be read. Returning NO_GENERATION in these two
+        cases would be wrong, because it could hide a flush (deletion of all blocks of the key
+        space)."""
         found = bytes(self._store.get(name))
         if not found:
             # An empty value may also mean that the master did not answer.

@@ -20,7 +20,14 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.protocol import NO_GENERATION, Codes, Generations, Shown, TierFacts, TierMemory
+from hotkv_server.tiers.protocol import (
+    NO_GENERATION,
+    Codes,
+    Generations,
+    Shown,
+    TierFacts,
+    TierMemory,
+)
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import encoding
@@ -105,7 +112,9 @@ class MooncakeClient:
         until_s: float,
     ) -> Generations:
         """Reads blocks into their slots; see `Client.read`."""
-        reply = self._ask({"do": "read", **self._rows(keys, slots), "generations": [*expected]}, until_s)
+        reply = self._ask(
+            {"do": "read", **self._rows(keys, slots), "generations": [*expected]}, until_s
+        )
         return _settle(reply, expected, codes)
 
     def write(
@@ -126,9 +135,12 @@ class MooncakeClient:
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' generations (numbers that each flush raises); see `Client.generations`."""
+        """Returns the key spaces' generations (numbers that each flush raises); see
+        `Client.generations`."""
         return Shown(
-            self._ask({"do": "generations", "fingerprints": [*fingerprints]}, until_s)["generations"]
+            self._ask({"do": "generations", "fingerprints": [*fingerprints]}, until_s)[
+                "generations"
+            ]
         )
 
     def raise_generation(
@@ -217,8 +229,8 @@ def mooncake_tier(
     """Opens a tier in Mooncake Store.
 
     `arena_fd`: descriptor of the arena's file.
-    `on_generation`: called with a key space's fingerprint and its generation in the store (a number that each
-        flush raises), if a call has expected another generation.
+    `on_generation`: called with a key space's fingerprint and its generation in the store (a number
+        that each flush raises), if a call has expected another generation.
     `staged`: staging memory for encoded (compressed) blocks, which the child processes map too;
         None if the tier does not encode blocks.
     """

@@ -43,8 +43,8 @@ class RemoteCall:
     `num_blocks`: number of blocks in the call; 0 for calls that report no result per block.
     `on_end`: called once with this object, by the thread that ends the call's last part.
     `codes`: uint8 [num_blocks], the result of each block, a value of `Read` or `Write`.
-    `generation`: the result of `raise_generation`, the new generation (a number that each flush raises); None if
-        the store did not answer.
+    `generation`: the result of `raise_generation`, the new generation (a number that each flush
+        raises); None if the store did not answer.
     `shown`: the result of `generations`; None if the store did not answer.
     """
 
@@ -67,16 +67,16 @@ class RemoteCall:
         self._parts_left = num_parts
 
     def refuse(self, changed: Generations) -> None:
-        """Records that the store has other generations (numbers that each flush raises) than the call
-        expected, so the call will end with all its blocks ABSENT. `changed`: the store's generations; if
-        empty, this method does nothing."""
+        """Records that the store has other generations (numbers that each flush raises) than the
+        call expected, so the call will end with all its blocks ABSENT. `changed`: the store's
+        generations; if empty, this method does nothing."""
         with self._lock:
             self._changed.update(changed)
 
     @property
     def changed(self) -> Generations:
-        """The generations (numbers that each flush raises) that the store has in place of the expected
-        generations, by fingerprint of the key space (a model in a configuration)."""
+        """The generations (numbers that each flush raises) that the store has in place of the
+        expected generations, by fingerprint of the key space (a model in a configuration)."""
         return self._changed
 
     def part_ended(self) -> None:

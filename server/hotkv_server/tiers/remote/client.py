@@ -2,8 +2,9 @@
 
 Always true: a method sets the code (a value of `Read` or `Write`, the result) of each block whose
 result it knows; other blocks keep their codes. If a method raises StoreError, the client must be
-closed. Only `read` writes to slots (places in the arena). In a read, a client asks for the generations
-(numbers that flushes raise) after it has read the blocks. This order guarantees that no flushed
+closed. Only `read` writes to slots (places in the arena). In a read, a client asks for the
+generations (numbers that flushes raise) after it has read the blocks. This order guarantees that no
+flushed
 block is served: `valkey.generations` has the proof.
 """
 
@@ -75,9 +76,10 @@ class Client(Protocol):
 
     `keys`: keys of blocks; they may contain any bytes.
     `slots`: for each key, the memory of the block's slot (place in the arena).
-    `expected`: the generations that the keys contain (numbers that each flush raises), by fingerprint.
-        NO_GENERATION never matches: it counts as different from every generation of the store, and also from
-        a missing generation.
+    `expected`: the generations that the keys contain (numbers that each flush raises), by
+        fingerprint.
+        NO_GENERATION never matches: it counts as different from every generation of the store, and
+        also from a missing generation.
     `codes`: gets the result of each block, a value of `Read` or `Write`, uint8 [number of keys].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
@@ -97,8 +99,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
         """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
-        the store's generations (numbers that each flush raises) that differ from `expected`, by the key
-        space's fingerprint. If a generation differs, sets no code."""
+        the store's generations (numbers that each flush raises) that differ from `expected`, by the
+        key space's fingerprint. If a generation differs, sets no code."""
 
     def read(
         self,
@@ -109,9 +111,9 @@ class Client(Protocol):
         until_s: float,
     ) -> Generations:
         """Reads the values of the keys into the slots (places in the arena), and writes the result
-        code of each key to `codes`. Deletes damaged values. Returns the store's generations (numbers
-        that each flush raises) that differ from `expected`, by the key space's fingerprint. If an
-        generation differs, the caller must not use the blocks."""
+        code of each key to `codes`. Deletes damaged values. Returns the store's generations
+        (numbers that each flush raises) that differ from `expected`, by the key space's
+        fingerprint. If an generation differs, the caller must not use the blocks."""
 
     def write(
         self,
@@ -134,23 +136,24 @@ class Client(Protocol):
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         """Returns the key spaces' generations (numbers that each flush raises). Begins a generation
-        (`tiers.protocol.begun`) for each key space that has no generation in the store. Leaves out a key
-        space whose generation in the store is not a number."""
+        (`tiers.protocol.begun`) for each key space that has no generation in the store. Leaves out
+        a key space whose generation in the store is not a number."""
 
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
         """Flushes a key space (a model in a configuration) in the store, which deletes all its
-        blocks there. For this, raises the key space's generation (a number that each flush raises): ends
-        the old generation, and begins and returns a new one, which is greater than the old generation and
-        `floor`.
+        blocks there. For this, raises the key space's generation (a number that each flush raises):
+        ends the old generation, and begins and returns a new one, which is greater than the old
+        generation and `floor`.
 
         `floor`: the highest generation of the key space that the caller knows.
         `is_retry`: True if the last call for the same flushes has failed.
 
-        If the store is full and can't take the new generation, this method removes the old generation and
-        returns NO_GENERATION. Then reads find no blocks until `generations` begins a new generation. If there was
-        no old generation to remove, raises LostError, because other nodes would not notice the flush.
+        If the store is full and can't take the new generation, this method removes the old
+        generation and returns NO_GENERATION. Then reads find no blocks until `generations` begins a
+        new generation. If there was no old generation to remove, raises LostError, because other
+        nodes would not notice the flush.
         """
 
     def close(self) -> None:

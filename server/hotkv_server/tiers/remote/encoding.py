@@ -91,8 +91,8 @@ class EncodingClient:
     ) -> Generations:
         """Reads blocks into their slots (places in the arena); see `Client.read`. A block whose
         value can't be decoded is CORRUPT, and its value is deleted. Each request to the inner
-        client also checks the generations (numbers that each flush raises) after it has read. So the
-        check in the last request is valid for all blocks."""
+        client also checks the generations (numbers that each flush raises) after it has read. So
+        the check in the last request is valid for all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
                 asked = keys[rows], slots[rows], expected, codes[rows], until_s
@@ -131,7 +131,8 @@ class EncodingClient:
         self._inner.forget([*map(encoded_key, keys), *keys], until_s)
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' generations (numbers that each flush raises); see `Client.generations`."""
+        """Returns the key spaces' generations (numbers that each flush raises); see
+        `Client.generations`."""
         return self._inner.generations(fingerprints, until_s)
 
     def raise_generation(
@@ -172,7 +173,9 @@ class EncodingClient:
         finally:
             self._staged.give(place, num_bytes, is_write=is_write)
 
-    def _read(self, part: "_Part", expected: Generations, codes: Codes, until_s: float) -> Generations:
+    def _read(
+        self, part: "_Part", expected: Generations, codes: Codes, until_s: float
+    ) -> Generations:
         """Reads the blocks of a part, in one or two requests. The first request asks for the
         encoded form of the blocks that may be encoded, and for the plain form of the other blocks.
         The second asks for the plain form of the blocks whose encoded form is absent. The arguments

@@ -56,9 +56,9 @@ class RemoteTier:
 
     `workers`: the threads that execute calls.
     `cut_reads`, `cut_writes`: split reads and writes into parts.
-    `on_generation`: called with a key space's fingerprint and its generation in the store (a number that each
-        flush raises; NO_GENERATION if there is none), if a call has expected another generation. It is called
-        before that call ends, from any thread, and must not block.
+    `on_generation`: called with a key space's fingerprint and its generation in the store (a number
+        that each flush raises; NO_GENERATION if there is none), if a call has expected another
+        generation. It is called before that call ends, from any thread, and must not block.
     `staged`: staging memory for encoded (compressed) blocks; the tier closes it. None if the tier
         does not encode blocks.
     """
@@ -134,8 +134,8 @@ class RemoteTier:
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """Writes blocks from their slots (places in the arena); see `Tier.write`. Ignores
-        `blocks.generations`: the keys contain the generation (number that each flush raises), and no read
-        finds a block under the key of an old generation."""
+        `blocks.generations`: the keys contain the generation (number that each flush raises), and
+        no read finds a block under the key of an old generation."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -171,7 +171,9 @@ class RemoteTier:
         parts = [part(rows) for rows in cut_keys(len(keys))]
         self._workers.submit(call, parts)
 
-    def generations(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations) -> None:
+    def generations(
+        self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations
+    ) -> None:
         """Asks the store for key spaces' generations (numbers that each flush raises); see
         `SharedTier.generations`."""
         call = self._call(lambda call: on_done(call.shown))
@@ -251,7 +253,7 @@ class RemoteTier:
         thread of control calls (calls about generations)."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
-                "tier=%s has no generation of fingerprint=%s that can be used, so it serves no block of "
+                "tier=%s has no usable generation of fingerprint=%s, so it serves no block of "
                 "this key space. If it lasts, let hotkv read and write it, make room, or remove it",
                 self._facts.name,
                 fingerprint,

@@ -12,7 +12,8 @@ from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.seals import seal
 
 _HEAD = struct.Struct("<4sIqQ")
-"""The head of a value: magic number, version of the format, size of the block in bytes, seal (checksum). Little endian."""
+"""The head of a value: magic number, version of the format, size of the block in bytes, seal
+(checksum). Little endian."""
 MAGIC = b"hkvb"
 VERSION = 1
 HEAD_BYTES = _HEAD.size

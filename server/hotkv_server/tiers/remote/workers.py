@@ -3,8 +3,8 @@
 
 Always true: if a part fails, its connection is closed before the part ends. While the store has a
 known problem, parts end at once without a request to the store, and one thread at a time tries to
-connect. Control calls (calls about generations) have a thread and a connection for themselves. So they
-don't wait behind blocks, and they end in the order in which they were made.
+connect. Control calls (calls about generations) have a thread and a connection for themselves. So
+they don't wait behind blocks, and they end in the order in which they were made.
 """
 
 import logging
@@ -226,8 +226,8 @@ class Workers:
                 part.call.part_ended()
 
     def submit_control(self, call: RemoteCall, part: Part) -> None:
-        """Queues the only part of a control call (a call about generations) for the thread of control
-        calls. Ends the call at once if that thread's queue is full, or after `close`."""
+        """Queues the only part of a control call (a call about generations) for the thread of
+        control calls. Ends the call at once if that thread's queue is full, or after `close`."""
         call.expect(1)
         if not self._control.put([part]):
             part.call.part_ended()

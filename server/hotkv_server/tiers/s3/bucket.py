@@ -34,7 +34,8 @@ from hotkv_server.tiers.remote.client import LostError
 
 T = TypeVar("T")
 CHECK = "check"
-"""Path of an object that each node writes and reads when it connects (`generations.check_conditions`).
+"""Path of an object that each node writes and reads when it connects
+(`generations.check_conditions`).
 """
 REQUESTS_AT_ONCE = 8
 """Most requests that a call of `objects` or `ranges` has in flight at a time."""

@@ -15,11 +15,19 @@ import time
 from collections.abc import Sequence
 
 from hotkv_server.settings.tiers import S3Settings
-from hotkv_server.tiers.protocol import NO_GENERATION, NO_GENERATIONS, Codes, Generations, Read, Shown, Write
+from hotkv_server.tiers.protocol import (
+    NO_GENERATION,
+    NO_GENERATIONS,
+    Codes,
+    Generations,
+    Read,
+    Shown,
+    Write,
+)
 from hotkv_server.tiers.remote.client import StoreError, UnusableError
 from hotkv_server.tiers.s3 import generation_objects
 from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError, Loop
-from hotkv_server.tiers.s3.index import PackIndex, Place
+from hotkv_server.tiers.s3.index import PackIndex, PackRow
 from hotkv_server.tiers.s3.lister import Lister
 from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of
 from hotkv_server.tiers.seals import seal
@@ -184,22 +192,26 @@ class S3Client:
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Removes the blocks from the index of this node; see `Client.forget`. The packs (objects
         with blocks) stay in the bucket until the bucket's lifecycle rule removes them. No such rule
-        removes generations (numbers that each flush raises). So if `keys` has the key of a generation, this
-        method removes the generation from the bucket."""
+        removes generations (numbers that each flush raises). So if `keys` has the key of a
+        generation, this method removes the generation from the bucket."""
         self._index.forget(keys)
         generation_objects.remove_generations(self._bucket, keys, until_s)
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' generations (numbers that each flush raises); see `Client.generations`.
-        `restored_below` is 0, because a bucket does not report restarts."""
-        return Shown(generation_objects.begin_generations(self._bucket, fingerprints, _now_us(), until_s))
+        """Returns the key spaces' generations (numbers that each flush raises); see
+        `Client.generations`. `restored_below` is 0, because a bucket does not report restarts."""
+        return Shown(
+            generation_objects.begin_generations(self._bucket, fingerprints, _now_us(), until_s)
+        )
 
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
         """Raises the generation (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
-        raised = generation_objects.raise_generation(self._bucket, fingerprint, floor, _now_us(), until_s)
+        raised = generation_objects.raise_generation(
+            self._bucket, fingerprint, floor, _now_us(), until_s
+        )
         self._forget_others(fingerprint, raised)
         return raised
 
@@ -207,7 +219,7 @@ class S3Client:
         """Does nothing, because connections end with the last reference to the bucket; see
         `Client.close`."""
 
-    def _places(self, keys: Sequence[bytes], until_s: float) -> list[Place | None]:
+    def _places(self, keys: Sequence[bytes], until_s: float) -> list[PackRow | None]:
         self.moved_s = math.inf
         try:
             for space in dict.fromkeys(map(space_of, keys)):
@@ -282,10 +294,15 @@ class S3Client:
         return True
 
     def _changed(self, expected: Generations, until_s: float) -> Generations:
-        now = {name: generation_objects.read_generation(self._bucket, name, until_s) for name in expected}
-        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as changed
-        # even if it was expected: without a generation no block may be used.
-        changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION}
+        now = {
+            name: generation_objects.read_generation(self._bucket, name, until_s)
+            for name in expected
+        }
+        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as
+        # changed even if it was expected: without a generation no block may be used.
+        changed = {
+            name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION
+        }
         for name, at in changed.items():
             self._forget_others(name, at)
         return changed

@@ -25,7 +25,7 @@ _ROW_BITS = 24
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
-class Place(NamedTuple):
+class PackRow(NamedTuple):
     """The place of a block in the bucket: a pack (object with blocks), and the number of the
     block's row in the pack's list."""
 
@@ -91,14 +91,14 @@ class PackIndex:
         """Returns True if the pack (object with blocks) with this path is in the index."""
         return path in self._numbers
 
-    def find(self, keys: Sequence[bytes]) -> list[Place | None]:
+    def find(self, keys: Sequence[bytes]) -> list[PackRow | None]:
         """Returns, for each key, the place of its block: a pack (object with blocks) and a row in
         it; None if the block is not in the index."""
         tags = [tag(key) for key in keys]
         with self._lock:
             found = [self._where.get(key_tag) for key_tag in tags]
             return [
-                None if at is None else Place(self._packs[at >> _ROW_BITS], at & _ROW_MASK)
+                None if at is None else PackRow(self._packs[at >> _ROW_BITS], at & _ROW_MASK)
                 for at in found
             ]
 
@@ -116,8 +116,8 @@ class PackIndex:
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
         """Removes the packs (objects with blocks) of a key space from the index, except the packs
-        of one generation (number that each flush raises). Called when the key space has a new generation,
-        because blocks of other generations may not be used.
+        of one generation (number that each flush raises). Called when the key space has a new
+        generation, because blocks of other generations may not be used.
 
         `fingerprint`: name of the key space.
         `space`: names the generation whose packs stay (`packs.Space`); None: removes all packs.

@@ -71,8 +71,8 @@ answered."""
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space (a model in a configuration) in one generation (a number that each flush
-    raises), whose packs (objects with blocks) are in one folder of the bucket.
+    """The state of a key space (a model in a configuration) in one generation (a number that each
+    flush raises), whose packs (objects with blocks) are in one folder of the bucket.
 
     `is_known`: True once the newest packs are in the index.
     `is_queued`: True while a listing is queued or under way.
@@ -162,8 +162,8 @@ class Lister:
         that each flush raises) but one.
 
         `fingerprint`: name of the key space.
-        `space`: names the generation whose state stays (`packs.Space`); None: forgets the state in all
-            generations.
+        `space`: names the generation whose state stays (`packs.Space`); None: forgets the state in
+            all generations.
         """
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:

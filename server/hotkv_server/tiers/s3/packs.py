@@ -29,8 +29,8 @@ from hotkv_server.tiers.protocol import Int64s
 from hotkv_server.tiers.seals import seal
 
 Space = NewType("Space", str)
-"""A key space in one generation (a number that each flush raises), as `{fingerprint}/{generation}`. Its packs
-are in a folder of this name."""
+"""A key space in one generation (a number that each flush raises), as `{fingerprint}/{generation}`.
+Its packs are in a folder of this name."""
 Tags = NDArray[np.uint64]
 """Tags of keys: results of `tag`."""
 
@@ -45,7 +45,8 @@ _LAST_US = 10**16 - 1
 """A pack's name begins with this number minus the pack's time in microseconds, so newer packs sort
 first."""
 _HEAD = struct.Struct("<4sIQ")
-"""The first bytes of a pack's list of blocks, before the rows: magic number, zero, seal (checksum) of the rows. Little endian."""
+"""The first bytes of a pack's list of blocks, before the rows: magic number, zero, seal (checksum)
+of the rows. Little endian."""
 _MAGIC = b"hkvp"
 _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 

@@ -23,7 +23,12 @@ import numpy as np
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
 from hotkv_server.tiers.valkey.connection import CHECK_KEY, ValkeyConnection
-from hotkv_server.tiers.valkey.errors import INCOMPLETE, INCOMPLETE_CODES, STANDALONE, unusable
+from hotkv_server.tiers.valkey.reply_errors import (
+    INCOMPLETE,
+    INCOMPLETE_CODES,
+    STANDALONE,
+    unusable,
+)
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Place, Reply, command
 
 NUM_SLOTS = 1 << 14

@@ -12,7 +12,7 @@ from typing import Protocol
 from hotkv_server.security.path_checks import UnsafeError, check_secret
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LostError, UnusableError, quoted
-from hotkv_server.tiers.valkey.errors import STANDALONE, unusable
+from hotkv_server.tiers.valkey.reply_errors import STANDALONE, unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Place, Replies, Reply, command
 from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
 

@@ -1,6 +1,6 @@
-"""Generations in Valkey. The generation of a key space (a model in a configuration) is an integer under
-the key `hotkv/1/{fingerprint}/generation`. Each flush, which deletes all blocks of the key space, raises
-it.
+"""Generations in Valkey. The generation of a key space (a model in a configuration) is an integer
+under the key `hotkv/1/{fingerprint}/generation`. Each flush, which deletes all blocks of the key
+space, raises it.
 
 Always true: a raise gives a greater generation than all generations that the raising node knows.
 
@@ -9,26 +9,28 @@ blocks of an old generation. The order of the commands in a read prevents this n
 blocks: **the node reads the generation after the blocks**.
 
 Proof. The server executes commands one at a time, and the commands of a connection in their order.
-Suppose a node sends GETs for blocks whose keys contain the generation E, then a GET for the generation, and
-the reply to the last GET is still E. A generation that has ended does not return. So a flush that ends
-E is executed after the GET of the generation, hence after the GET of each block, and is answered later
-still. Conversely, if a flush was answered before a block is read, the node sees another generation than
-E, and refuses the block. If the generation were read first, a flush could be executed and answered
-between the two reads, and the old block would be served. Each part of a call reads the generation; if
-any part sees another generation, the whole call is refused.
+Suppose a node sends GETs for blocks whose keys contain the generation E, then a GET for the
+generation, and the reply to the last GET is still E. A generation that has ended does not return.
+So a flush that ends E is executed after the GET of the generation, hence after the GET of each
+block, and is answered later still. Conversely, if a flush was answered before a block is read, the
+node sees another generation than E, and refuses the block. If the generation were read first, a
+flush could be executed and answered between the two reads, and the old block would be served. Each
+part of a call reads the generation; if any part sees another generation, the whole call is refused.
 
-The proof assumes a single server. In a cluster, blocks and generation are on different servers. There
-the client sends the GET of the generation only after it has the replies to all GETs of blocks, so the
-order is the same.
+The proof assumes a single server. In a cluster, blocks and generation are on different servers.
+There the client sends the GET of the generation only after it has the replies to all GETs of
+blocks, so the order is the same.
 
 A server that restarts with an old copy of its data (a snapshot, or a replica without the last
-commands) shows an earlier generation. Nodes that know a later generation raise the server's generation above it;
-other nodes can't see the error. So in the first GRACE_S after a restart (`StoreClock`), generations that
-began before the restart are not trusted. In this time the nodes that know later generations reconnect.
+commands) shows an earlier generation. Nodes that know a later generation raise the server's
+generation above it; other nodes can't see the error. So in the first GRACE_S after a restart
+(`StoreClock`), generations that began before the restart are not trusted. In this time the nodes
+that know later generations reconnect.
 
-If the generation's key is absent, every block is refused. A new generation is computed from the server's
-clock (`protocol.begun`), and not counted from 0. So if a server has lost a generation (by a restart,
-FLUSHALL, or eviction under an allkeys policy), no later generation has the number of the lost generation.
+If the generation's key is absent, every block is refused. A new generation is computed from the
+server's clock (`protocol.begun`), and not counted from 0. So if a server has lost a generation (by
+a restart, FLUSHALL, or eviction under an allkeys policy), no later generation has the number of the
+lost generation.
 """
 
 import threading
@@ -37,20 +39,21 @@ import time
 from hotkv_server.tiers import protocol
 from hotkv_server.tiers.protocol import NO_GENERATION
 from hotkv_server.tiers.remote.client import LostError
-from hotkv_server.tiers.valkey.errors import unusable
+from hotkv_server.tiers.valkey.reply_errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
 """A server that has just restarted may have an old copy of its data, which lacks flushes. So for
-this time after its first connection to such a server, this node does not trust generations (numbers that
-each flush raises) from before the server's start. Meanwhile nodes that know later generations connect
-again and raise the server's generations. They need at most 2.5 s to connect (`remote.workers`)."""
+this time after its first connection to such a server, this node does not trust generations (numbers
+that each flush raises) from before the server's start. Meanwhile nodes that know later generations
+connect again and raise the server's generations. They need at most 2.5 s to connect
+(`remote.workers`)."""
 YOUNG_S = 600.0
 """A server that has run for longer than this counts as not restarted, even if this node connects to
 it for the first time."""
 RAISE_TRIES = 8
-"""Most tries to raise a generation (a number that each flush raises). A try fails if the server loses
-the generation between the commands of the try."""
+"""Most tries to raise a generation (a number that each flush raises). A try fails if the server
+loses the generation between the commands of the try."""
 
 
 class StoreClock:
@@ -67,17 +70,17 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float, highest: int = 0) -> int:
-        """Returns the value for `Shown.restored_below`: generations below this value are not trusted. If
-        the server has just restarted, the value is the least generation that can have begun after the
-        server's start. Otherwise, or if the reply does not show when the server started, the value
-        is 0.
+        """Returns the value for `Shown.restored_below`: generations below this value are not
+        trusted. If the server has just restarted, the value is the least generation that can have
+        begun after the server's start. Otherwise, or if the reply does not show when the server
+        started, the value is 0.
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
-        `highest`: the highest generation that the server shows. Usually a generation is a time of the
-            server's clock. But several raises at the same moment can make a generation greater than the
-            clock. Such a generation may have begun before the server's start, so then no generation is
-            trusted.
+        `highest`: the highest generation that the server shows. Usually a generation is a time of
+            the server's clock. But several raises at the same moment can make a generation greater
+            than the clock. Such a generation may have begun before the server's start, so then no
+            generation is trusted.
         """
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
@@ -135,16 +138,17 @@ def get(fingerprint: str) -> Command:
 
 
 def begin(fingerprint: str, now_us: int) -> Command:
-    """Returns the command that begins a generation (a number that each flush raises) for a key space
-    (a model in a configuration). The command changes nothing if the server already has a generation
-    for it. `now_us`: the time of the wall clock in microseconds."""
+    """Returns the command that begins a generation (a number that each flush raises) for a key
+    space (a model in a configuration). The command changes nothing if the server already has a
+    generation for it. `now_us`: the time of the wall clock in microseconds."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(generation_key(fingerprint), b"SET", begun, b"NX")
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that adds `by` to the generation of a key space (a model in a configuration):
-    a number in the keys of its blocks. This flushes the key space (deletes all its blocks)."""
+    """Returns the command that adds `by` to the generation of a key space (a model in a
+    configuration): a number in the keys of its blocks. This flushes the key space (deletes all its
+    blocks)."""
     return Command.of(generation_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
@@ -156,9 +160,9 @@ def remove(fingerprint: str) -> Command:
 
 
 def parsed_or_none(reply: Reply) -> int | None:
-    """Returns the generation (a number that each flush raises) in a reply to GET; NO_GENERATION if the key is
-    absent; None if the reply is not a generation. Raises UnusableError if the reply means that the
-    whole server is unusable."""
+    """Returns the generation (a number that each flush raises) in a reply to GET; NO_GENERATION if
+    the key is absent; None if the reply is not a generation. Raises UnusableError if the reply
+    means that the whole server is unusable."""
     try:
         return parsed(reply)
     except LostError:
@@ -166,9 +170,9 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 
 def parsed(reply: Reply) -> int:
-    """Returns the generation (a number that each flush raises) in a reply to GET or INCRBY; NO_GENERATION if
-    the key is absent. Raises UnusableError if the reply means that the whole server is unusable,
-    and LostError for any other reply that is not a generation."""
+    """Returns the generation (a number that each flush raises) in a reply to GET or INCRBY;
+    NO_GENERATION if the key is absent. Raises UnusableError if the reply means that the whole
+    server is unusable, and LostError for any other reply that is not a generation."""
     if reply is None:
         return NO_GENERATION
     if isinstance(reply, ErrorReply):

@@ -7,12 +7,20 @@ replies to its commands. So the next method reads only replies to its own comman
 import time
 from collections.abc import Sequence
 
-from hotkv_server.tiers.protocol import NO_GENERATION, Codes, Generations, Read, Shown, Write, raised
+from hotkv_server.tiers.protocol import (
+    NO_GENERATION,
+    Codes,
+    Generations,
+    Read,
+    Shown,
+    Write,
+    raised,
+)
 from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey import generation_keys
 from hotkv_server.tiers.valkey.connection import Pipe
-from hotkv_server.tiers.valkey.errors import FULL_CODES, NO_WRITE_CODES, Errors, unusable
+from hotkv_server.tiers.valkey.reply_errors import FULL_CODES, NO_WRITE_CODES, Errors, unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 
 # ------------------------------------------------------------------------------------- Time to live
@@ -60,8 +68,8 @@ class RespClient:
 
         `ttl_s`: time to live of the first block of a sequence, in seconds.
         `clock`: detects restarts of the server; shared by all clients of the tier.
-        `unsafe`: the key spaces whose raised generation (number that each flush raises) no replica had
-            received; shared by all clients of the tier.
+        `unsafe`: the key spaces whose raised generation (number that each flush raises) no replica
+            had received; shared by all clients of the tier.
         """
         self._pipe = pipe
         self._clock = clock
@@ -86,7 +94,9 @@ class RespClient:
         self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
         """Asks the store which keys exist; see `Client.probe`."""
-        self._send_before_generations([Command.of(key, b"EXISTS") for key in keys], expected, until_s)
+        self._send_before_generations(
+            [Command.of(key, b"EXISTS") for key in keys], expected, until_s
+        )
         errors = Errors()
         settled = codes.copy()
         for at in range(len(keys)):
@@ -113,8 +123,8 @@ class RespClient:
         """Reads blocks into their slots; see `Client.read`."""
         self._send_before_generations([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Collect the codes in a copy. The caller's codes are set only after the generations (numbers
-        # that each flush raises) were checked.
+        # Collect the codes in a copy. The caller's codes are set only after the generations
+        # (numbers that each flush raises) were checked.
         settled = codes.copy()
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
@@ -174,8 +184,8 @@ class RespClient:
         """Returns the generations of key spaces; see `Client.generations`."""
         info = self._info(until_s)
         replies = self._ask([generation_keys.get(name) for name in fingerprints], until_s)
-        # Leave out a key space whose value for the generation (number that each flush raises) is not a
-        # number, so that the other key spaces stay usable.
+        # Leave out a key space whose value for the generation (number that each flush raises) is
+        # not a number, so that the other key spaces stay usable.
         found = dict(zip(fingerprints, map(generation_keys.parsed_or_none, replies), strict=True))
         missing = [name for name, generation in found.items() if generation == NO_GENERATION]
         begins = [generation_keys.begin(name, generation_keys.now_us(info)) for name in missing]
@@ -197,17 +207,21 @@ class RespClient:
         """Raises the generation (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
         if is_retry and fingerprint in self._unsafe:
-            # Each raise of the generation (the number that each flush raises) makes all nodes flush the
-            # key space. So do not raise it again before a replica has received the last raise.
+            # Each raise of the generation (the number that each flush raises) makes all nodes flush
+            # the key space. So do not raise it again before a replica has received the last raise.
             # Adding 0 is a write for which WAIT can wait.
             now_us = generation_keys.now_us(self._info(until_s))
-            commands = [generation_keys.begin(fingerprint, now_us), generation_keys.raise_(fingerprint, 0)]
+            commands = [
+                generation_keys.begin(fingerprint, now_us),
+                generation_keys.raise_(fingerprint, 0),
+            ]
             self._ask(commands, until_s)
             self._check_replica(fingerprint, until_s)
         for _ in range(generation_keys.RAISE_TRIES):
             now_us = generation_keys.now_us(self._info(until_s))
             _, reply = self._ask(
-                [generation_keys.begin(fingerprint, now_us), generation_keys.get(fingerprint)], until_s
+                [generation_keys.begin(fingerprint, now_us), generation_keys.get(fingerprint)],
+                until_s,
             )
             before = generation_keys.parsed(reply)
             wanted = raised(now_us, before, floor)
@@ -231,8 +245,9 @@ class RespClient:
         raise LostError("loses a generation again and again")
 
     def _check_replica(self, fingerprint: str, until_s: float) -> None:
-        """Raises LostError unless a replica has received the key space's new generation (a number that
-        each flush raises). Otherwise a failover to the replica could bring back the old generation."""
+        """Raises LostError unless a replica has received the key space's new generation (a number
+        that each flush raises). Otherwise a failover to the replica could bring back the old
+        generation."""
         self._unsafe.add(fingerprint)
         if not self._pipe.outlives_failover(generation_keys.generation_key(fingerprint), until_s):
             raise LostError("has no replica that has the generation of a key space")
@@ -254,9 +269,9 @@ class RespClient:
     def _send_before_generations(
         self, commands: Sequence[Command], expected: Generations, until_s: float
     ) -> None:
-        """Sends commands for blocks, and after them a GET for each expected generation (number that each
-        flush raises). `_changed` reads the replies to these GETs. The module `valkey.generations`
-        explains the order.
+        """Sends commands for blocks, and after them a GET for each expected generation (number that
+        each flush raises). `_changed` reads the replies to these GETs. The module
+        `valkey.generations` explains the order.
 
         In a cluster, sends only the commands for blocks; `_changed` then sends the GETs.
         """
@@ -291,8 +306,8 @@ class RespClient:
         replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
         now = {name: generation_keys.parsed(reply) for name, reply in replies.items()}
-        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as changed
-        # even if it was expected: without a generation no block may be used.
+        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as
+        # changed even if it was expected: without a generation no block may be used.
         return {name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION}
 
 

@@ -19,8 +19,8 @@ from hotkv_server.tiers.valkey.resp_client import RespClient
 class ValkeyTier(RemoteTier):
     """A tier in a Valkey or Redis server or cluster; see `RemoteTier`.
 
-    `on_generation`: called with a key space's fingerprint and its generation in the store (a number that each
-        flush raises), if a call has expected another generation.
+    `on_generation`: called with a key space's fingerprint and its generation in the store (a number
+        that each flush raises), if a call has expected another generation.
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not encode
         blocks.
     """

@@ -162,7 +162,7 @@ class Duel:
         self._hits = np.zeros(len(contenders), np.int64)
         self._scores = np.zeros(len(contenders))
         self._round_ends_s = -np.inf
-        self._kernels = native.require("hotkv_server.cache.room.policies.kernels")
+        self._kernels = native.require("hotkv_server.cache.room.policies.queue_kernels")
 
     def __repr__(self) -> str:
         return (
@@ -368,7 +368,7 @@ class Hotness:
         self._may_keep = True
         self._demoted = DemotedEntries(self._state)
         self.duel = Duel(capacity)
-        self._kernels = native.require("hotkv_server.cache.room.policies.kernels")
+        self._kernels = native.require("hotkv_server.cache.room.policies.queue_kernels")
 
     def __repr__(self) -> str:
         return f"Hotness({self._num_known} entries, {self._ghosts!r}, {self.duel!r})"

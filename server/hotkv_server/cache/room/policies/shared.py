@@ -63,7 +63,7 @@ class GhostTable:
         self.values = np.zeros((buckets, WAYS), np.uint64)
         self._ages = np.zeros((buckets, WAYS), np.uint32)
         self._next_age = 1
-        self._kernels = native.require("hotkv_server.cache.room.policies.kernels")
+        self._kernels = native.require("hotkv_server.cache.room.policies.queue_kernels")
 
     def __len__(self) -> int:
         return int((self.tags != 0).sum())

@@ -62,9 +62,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
         "lease_seconds": "Time of read leases, with reads from tiers.",
         "acquired_sketches_total": "Sketches that read leases pinned.",
-        "missed_sketches_total": (
-            "Sketches that read leases asked for and did not get."
-        ),
+        "missed_sketches_total": ("Sketches that read leases asked for and did not get."),
         "expired_leases_total": (
             "Leases that expired before their release, because an engine hung or died."
         ),

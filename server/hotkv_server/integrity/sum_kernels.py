@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hotkv_proto.kernels import copy_bytes, prefetch_address
+from hotkv_proto.table_reading import copy_bytes, prefetch_address
 
 LINE_BYTES, LINE_WORDS = 64, 16
 LOW_HALF = 0xFFFF_FFFF

@@ -24,7 +24,7 @@ from hotkv_proto.messages.layout import (
     read_layout,
     read_sketches,
 )
-from hotkv_proto.messages.session import memory_registered_message
+from hotkv_proto.messages.report_messages import memory_registered_message
 from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
 from hotkv_proto.versions import (
     MAX_BATCH_BYTES,
@@ -39,9 +39,9 @@ from hotkv_server.cache.values import EvictionNotice
 from hotkv_server.logs import Throttle
 from hotkv_server.node.capability import SessionCall
 from hotkv_server.node.event_loop import Breaks
+from hotkv_server.node.live_session import OUTBOX_MESSAGES, LiveSession, Notice, unread
 from hotkv_server.node.node import Node
 from hotkv_server.node.removals import NOTICE_BLOCKS
-from hotkv_server.node.session import OUTBOX_MESSAGES, LiveSession, Notice, unread
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.security.identity import Peer
 from hotkv_server.wire import calls

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 from hotkv_server.node.capability import Figures, Samples
-from hotkv_server.node.names import Names
+from hotkv_server.node.names import DisplayNames
 from hotkv_server.sparse.book import MAX_LAYERS
 
 F64 = NDArray[np.float64]
@@ -83,7 +83,7 @@ def _rows(table: F64) -> Iterator[LayerGrowth]:
 # ----------------------------------------------------------------------------------- how it is told
 
 
-def engines(figures: LayerFigures, names: Names) -> Figures:
+def engines(figures: LayerFigures, names: DisplayNames) -> Figures:
     """Returns the counters of sparse decode: a row for each layer of each engine that has a
     session."""
     rows = [

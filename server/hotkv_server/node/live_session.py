@@ -20,7 +20,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import Allocation, Devices
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory.mapping import PIECE_BYTES, FileMapping, has_holes
-from hotkv_server.node.names import Names
+from hotkv_server.node.names import DisplayNames
 from hotkv_server.node.order import SessionOrder, check_order, open_order
 from hotkv_server.security.identity import Peer
 
@@ -70,9 +70,7 @@ class SessionMemory:
         """Returns False if a mapped file has been truncated since it was mapped."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
-    def check_use(
-        self, block_ids: Sequence[NDArray[np.int64]], sketches: Iterable[int]
-    ) -> None:
+    def check_use(self, block_ids: Sequence[NDArray[np.int64]], sketches: Iterable[int]) -> None:
         """Raises HotKVError if the layout does not have these blocks or sketches, or if a
         mapped file was truncated or is sparse.
 
@@ -300,7 +298,7 @@ class LiveSession:
     key_space: KeySpace
     client_name: str
     """Name of the client's program, which is shown to operators."""
-    names: Names
+    names: DisplayNames
     peer: Peer | None = None
     """The proven identity of the client, which decides for which tenant the session may act; None
     if access is open to all."""

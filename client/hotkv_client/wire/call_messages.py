@@ -32,7 +32,7 @@ from hotkv_proto.messages.layout import (
     layout_message,
     sketch_message,
 )
-from hotkv_proto.messages.session import (
+from hotkv_proto.messages.report_messages import (
     MAX_REPORTS,
     ended_message,
     load_end_message,

@@ -24,11 +24,11 @@ from hotkv_server.cache import inspect
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.device.devices import Devices
+from hotkv_server.monitoring.counts import RecentCensus, counters, gauges
+from hotkv_server.monitoring.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.node.capability import Samples
 from hotkv_server.node.node import Node
 from hotkv_server.node.transfers import LOAD, STORE, Timings
-from hotkv_server.told.counts import RecentCensus, counters, gauges
-from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
 
 REFUSED = "refused_total"
 """Counter of refused calls. It is exported only with the label `reason`. If the metric also

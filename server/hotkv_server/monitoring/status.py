@@ -15,11 +15,8 @@ import numpy as np
 from hotkv_server.cache import inspect
 from hotkv_server.cache.inspect import ArenaMap, Census
 from hotkv_server.cache.values import KEY_SPACE_ROWS
-from hotkv_server.node.capability import Figures
-from hotkv_server.node.node import Node
-from hotkv_server.node.survey import Survey
-from hotkv_server.told.counts import counters
-from hotkv_server.told.kernel import (
+from hotkv_server.monitoring.counts import counters
+from hotkv_server.monitoring.topics import (
     MAX_ROWS,
     busiest,
     key_space_row,
@@ -27,7 +24,10 @@ from hotkv_server.told.kernel import (
     session_rows,
     tier_rows,
 )
-from hotkv_server.told.verdicts import MISSES, checks, verdicts
+from hotkv_server.monitoring.verdicts import MISSES, checks, verdicts
+from hotkv_server.node.capability import Figures
+from hotkv_server.node.node import Node
+from hotkv_server.node.survey import Survey
 
 OF_CENSUS = {
     "pinned_byte_count",

@@ -99,7 +99,7 @@ class Promotions:
         self.failed.update(set(keys).difference(loaded))
 
 
-class Room:
+class PromotionRoom:
     """Counts the rows of vLLM's primary tier (its CPU memory) that promotions (copies from the
     server into rows) use, so that they leave rows to vLLM. Counts the rows of the promotions in
     progress, and one row for each *offer* of this step. An offer is a chunk for which vLLM was
@@ -114,7 +114,10 @@ class Room:
         self._under_way: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"Room({self.num_taken} of {self.num_rows} rows, {len(self._requests)} requests)"
+        return (
+            f"PromotionRoom({self.num_taken} of {self.num_rows} rows, "
+            f"{len(self._requests)} requests)"
+        )
 
     @property
     def _requests(self) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from hotkv_proto.kernels import prefetch
+from hotkv_proto.table_reading import prefetch
 
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 WAYS = 8

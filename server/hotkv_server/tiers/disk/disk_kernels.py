@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that move blocks between memory and a file, and compute the blocks' seals (checksums), without the GIL. Load them with `hotkv_proto.native.require`.
+"""Numba kernels that move blocks between memory and a file, and compute the blocks' seals
+(checksums), without the GIL. Load them with `hotkv_proto.native.require`.
 
 Always true: if a block can't be moved, the blocks after it are moved all the same.
 

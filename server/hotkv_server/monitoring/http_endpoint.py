@@ -25,9 +25,9 @@ import time
 import h11
 
 from hotkv_server.logs import Throttle
+from hotkv_server.monitoring.pages.routes import CHECK_PATH, SAVINGS_PATH, Reply, Request, Routes
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
-from hotkv_server.told.pages.routes import CHECK_PATH, SAVINGS_PATH, Reply, Request, Routes
 
 log = logging.getLogger(__name__)
 log.addFilter(Throttle())
@@ -49,7 +49,7 @@ MAX_REQUEST_BYTES = 8192
 MAX_BODY_BYTES = 4 << 20
 
 
-class Kind(enum.Enum):
+class QueueKind(enum.Enum):
     """The kind of a request, by which it gets a place while it waits for its answer."""
 
     PROBE = enum.auto()
@@ -59,14 +59,14 @@ class Kind(enum.Enum):
 
 
 KINDS = {
-    "/livez": Kind.PROBE,
-    "/readyz": Kind.PROBE,
-    "/metrics": Kind.PROBE,
-    SAVINGS_PATH: Kind.SAVINGS,
-    CHECK_PATH: Kind.QUESTION,
+    "/livez": QueueKind.PROBE,
+    "/readyz": QueueKind.PROBE,
+    "/metrics": QueueKind.PROBE,
+    SAVINGS_PATH: QueueKind.SAVINGS,
+    CHECK_PATH: QueueKind.QUESTION,
 }
-"""Kind of the requests for a path. All other paths are of the kind PAGE."""
-PLACES = {Kind.PROBE: 64, Kind.SAVINGS: 32, Kind.QUESTION: 64, Kind.PAGE: 64}
+"""QueueKind of the requests for a path. All other paths are of the kind PAGE."""
+PLACES = {QueueKind.PROBE: 64, QueueKind.SAVINGS: 32, QueueKind.QUESTION: 64, QueueKind.PAGE: 64}
 """Most requests of each kind that wait for their answers. A question has its place while its body
 still comes."""
 YIELDED = Reply.text(503, "too many requests of this kind wait; ask again", {"Retry-After": "1"})
@@ -151,7 +151,7 @@ class _Connection(asyncio.Protocol):
                 sight = self._server.routes.sight(request)
                 self._refusal = sight if isinstance(sight, Reply) else None
                 self._question = request
-                self._server.waits(self, Kind.QUESTION)
+                self._server.waits(self, QueueKind.QUESTION)
             elif event.method in (b"GET", b"HEAD") and request.path != CHECK_PATH:
                 self._begin(request)
             else:
@@ -167,7 +167,7 @@ class _Connection(asyncio.Protocol):
             self._begin(dataclasses.replace(self._question, body=bytes(self._body)))
 
     def _begin(self, request: Request) -> None:
-        self._server.waits(self, KINDS.get(request.path, Kind.PAGE))
+        self._server.waits(self, KINDS.get(request.path, QueueKind.PAGE))
         self._answering = asyncio.get_running_loop().create_task(self._answer(request))
 
     def _refuse(self, status: int, why: str) -> None:
@@ -246,7 +246,7 @@ class HttpServer:
         """
         # The connections that send or read, and those whose requests wait, the oldest first.
         self._connections: dict[_Connection, None] = {}
-        self._waiting: dict[Kind, dict[_Connection, None]] = {kind: {} for kind in Kind}
+        self._waiting: dict[QueueKind, dict[_Connection, None]] = {kind: {} for kind in QueueKind}
         self._last_turn_s = time.monotonic()
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -298,7 +298,7 @@ class HttpServer:
             del self._connections[going]
             going.drop()
 
-    def waits(self, connection: _Connection, kind: Kind) -> None:
+    def waits(self, connection: _Connection, kind: QueueKind) -> None:
         """Gives a connection whose request has come whole a place until `answered` is called. If
         the kind then has too many, the oldest of them yields its place."""
         self._connections.pop(connection, None)

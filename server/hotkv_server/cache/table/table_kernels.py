@@ -16,7 +16,7 @@ import numba
 import numpy as np
 from numba.types import UniTuple, int64, uint32, uint64
 
-from hotkv_proto.kernels import (
+from hotkv_proto.table_reading import (
     ENTRIES,
     MAX_PROBE_BUCKETS,
     OVERFLOW,

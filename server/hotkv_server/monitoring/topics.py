@@ -25,12 +25,12 @@ from hotkv_server.cache.values import DISK_TIER, HOST_TIER
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
 from hotkv_server.device.devices import Devices, uuid_text
 from hotkv_server.device.runtime import DeviceInfo
+from hotkv_server.monitoring.counts import census, counters, gauges
+from hotkv_server.monitoring.verdicts import verdicts
 from hotkv_server.node.capability import MAX_KEY_SPACE_ID, Figures, Filters, Topic
 from hotkv_server.node.event_loop import Breaks
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
-from hotkv_server.told.counts import census, counters, gauges
-from hotkv_server.told.verdicts import verdicts
 
 # ------------------------------------------------------------------------------------------- Topics
 

@@ -32,13 +32,13 @@ from prometheus_client import (
 )
 
 from hotkv_server.cache.values import MAX_BLOCKS_PER_CALL, BoolMask
+from hotkv_server.monitoring.metrics import NodeCollector
+from hotkv_server.monitoring.status import NodeStatus, as_json_values, read_status
+from hotkv_server.monitoring.topics import all_topics
 from hotkv_server.node.capability import Figures, tell
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
 from hotkv_server.security.path_checks import UnsafeError
-from hotkv_server.told.kernel import all_topics
-from hotkv_server.told.metrics import NodeCollector
-from hotkv_server.told.status import NodeStatus, as_json_values, read_status
 
 # ----------------------------------------------------------------------------- Requests and answers
 # Requests and answers of HTTP, as values.

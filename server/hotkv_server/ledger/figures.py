@@ -9,7 +9,7 @@ from hotkv_server.ledger.book.accounts import HIT, Usage
 from hotkv_server.ledger.drive import LiveLedger, Savings
 from hotkv_server.ledger.history import EVICTED, LAG, STEP_S, LiveHistory
 from hotkv_server.node.capability import Figures, Samples
-from hotkv_server.node.names import Names
+from hotkv_server.node.names import DisplayNames
 
 RECENT_S = 3600.0
 """Window, in seconds, of the figures on the status page and of the forecast of a larger cache in
@@ -18,7 +18,7 @@ DEVICE = "device"
 """Name of an engine's device memory in metrics and figures that list tiers by name."""
 
 
-def savings_figures(found: Savings, names: Names) -> Figures:
+def savings_figures(found: Savings, names: DisplayNames) -> Figures:
     """Returns the counted usage, in total and in a row for each account (tenant, model, key space
     and engine), and the outlook for a larger cache."""
     outlook = found.outlook
@@ -64,7 +64,9 @@ def _usage(usage: Usage) -> Figures:
     }
 
 
-def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names: bool) -> Figures:
+def status(
+    ledger: LiveLedger, history: LiveHistory, names: DisplayNames, *, has_names: bool
+) -> Figures:
     """Returns the figures for the status page: savings of the last hour and of all time, and the
     growth of the ledger's sums per 5 seconds and per minute. Some values are callables, which the
     caller may call later, on any thread.

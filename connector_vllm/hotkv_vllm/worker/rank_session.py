@@ -57,7 +57,7 @@ class RankSession:
     shared: the sparse worker whose sketches (compact forms of keys, for sparse attention)
         are stored and loaded with blocks; None if blocks are stored without sketches.
     session: the session with the server; None if no session was opened or the session is closed.
-    told_link: True if the scheduler was last told that the session is connected.
+    reported_link: True if the scheduler was last told that the session is connected.
     has_agreed: True once all ranks may have agreed on a key space. From then on each rank takes
         part in every later agreement, even if it has turned off, because the other ranks wait for
         it.
@@ -75,7 +75,7 @@ class RankSession:
         self._groups: tuple[kv_groups.CacheGroup, ...] = ()
         self._session_config: SessionConfig | None = None
         self._state_log: link.StateLog | None = None
-        self.told_link = True
+        self.reported_link = True
         self._logged_order: tuple[OrderKind, str] | None = None
         self.place = checks.RankPlace(0, 1, 0, True)
         self.memory: ExportedMemory | None = None
@@ -275,9 +275,7 @@ class RankSession:
             try:
                 kinds = self._share(sparse, centres)
             except (Unsupported, OSError, ValueError) as error:
-                logger.warning(
-                    "hotkv: sketches are built in this engine and not shared: %s", error
-                )
+                logger.warning("hotkv: sketches are built in this engine and not shared: %s", error)
         try:
             self._open(self._space, kinds)
         except (OSError, ValueError) as error:
@@ -295,7 +293,7 @@ class RankSession:
         # Waits for the server, because until the server has mapped the memory, stores of the first
         # steps would fail.
         if self.session is None or not link.await_server(self.session, wait_s, opening_s):
-            self.told_link = False
+            self.reported_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
 
     def _open(self, space: KeySpace, kinds: tuple[Sketch, ...]) -> None:
@@ -488,10 +486,12 @@ class RankSession:
 
         is_asked: True if the scheduler asks whether the rank is connected.
         """
-        if self._session_config is None or (self.is_connected == self.told_link and not is_asked):
+        if self._session_config is None or (
+            self.is_connected == self.reported_link and not is_asked
+        ):
             return {}
-        self.told_link = self.is_connected
-        return {self.place.rank: "" if self.told_link else self._why_absent()}
+        self.reported_link = self.is_connected
+        return {self.place.rank: "" if self.reported_link else self._why_absent()}
 
     def _why_absent(self) -> str:
         return (self._state_log is not None and self._state_log.why) or STILL_CONNECTING
