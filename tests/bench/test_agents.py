@@ -9,7 +9,7 @@ from tests.simulate.traces import regular_turns
 BENEFIT_S = 60.0
 
 
-def test_the_best_time_to_live_covers_the_gaps_that_pay() -> None:
+def test_best_time_to_live_covers_paying_gaps() -> None:
     gaps_s = [1.0] * (NEW_GAPS - 1) + [100.0]
     assert best_ttl_s(gaps_s, 10.0) == 1.0
     assert best_ttl_s(gaps_s, 5000.0) == 100.0

@@ -17,7 +17,7 @@ pytestmark = needs_compiler
 
 
 @pytest.mark.long
-def test_tokens_are_those_of_dense_attention_where_the_budget_covers() -> None:
+def test_tokens_are_dense_where_the_budget_covers() -> None:
     """Decodes over a context in host memory. If the budget (number of tokens to attend to) covers
     the context, all tokens must equal those of dense attention. With a small budget, some must
     differ."""

@@ -76,7 +76,7 @@ def test_the_deepest_processs_traceback_is_shown() -> None:
     assert root_lines(CLIENT) == CLIENT.splitlines()
 
 
-def test_a_traceback_keeps_the_exceptions_that_led_to_it() -> None:
+def test_traceback_keeps_the_exceptions_behind_it() -> None:
     link = "The above exception was the direct cause of the following exception:"
     chain = [*ROOT, "", link, "", *ROOT[:2], "RuntimeError: wrapped"]
     assert root_lines(lines(CORE, HARMLESS) + lines(CORE, ["then", *chain]) + CLIENT) == chain

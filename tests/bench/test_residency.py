@@ -122,7 +122,7 @@ def test_the_decode_rate_is_that_of_full_steps() -> None:
     assert full.decode_rate(1) == pytest.approx(20.0)
 
 
-def test_logprobs_are_compared_up_to_the_first_token_that_differs() -> None:
+def test_logprobs_are_compared_up_to_differing_token() -> None:
     mine = batch([[1, 2, 3], [4, 5]], [[-1.0, -2.0, -9.0], [-1.0, -1.0]])
     other = batch([[1, 7, 3], [4, 5]], [[-1.0, -2.5, -1.0], [-1.0, -1.25]])
     assert largest_difference(mine, other) == pytest.approx(0.5)

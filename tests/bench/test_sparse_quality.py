@@ -105,7 +105,7 @@ def test_budgets_that_cover_the_context_change_nothing(
 
 
 @torch.inference_mode()
-def test_smaller_budgets_attend_to_less_and_better_scorers_lose_less(
+def test_smaller_budgets_attend_less_better_scorers_lose_less(
     model_folder: Path, tokens: torch.Tensor
 ) -> None:
     model = Llama(model_folder)

@@ -36,7 +36,7 @@ def test_figures_come_with_their_bounds() -> None:
     assert [one.is_hit for one in found.values()] == [False, True, True, False]
 
 
-def test_the_page_shows_each_record_and_which_are_of_a_busy_machine() -> None:
+def test_page_shows_each_record_and_busy_machines() -> None:
     shown = page({"cost": RECORD, "core": replace(RECORD, command="core", load=9.0)})
     assert "(`store_cpu_ms`) | 0.5 | <= 0.45, missed |" in shown
     assert "(`served_ratio`) | 1 | >= 0.999, met |" in shown
@@ -44,7 +44,7 @@ def test_the_page_shows_each_record_and_which_are_of_a_busy_machine() -> None:
     assert "(`store_cpu_ms`) | 0.5 | <= 0.45, busy |" in shown
 
 
-def test_the_page_shows_what_was_measured_alone_on_a_gpu() -> None:
+def test_page_shows_what_was_measured_on_a_gpu() -> None:
     records = json.loads(GPU_RECORDS.read_text())
     lines = gpu_part()
     for record in records:
@@ -69,7 +69,7 @@ def test_every_benchmark_with_a_target_is_run() -> None:
     assert names - {"report", "compression"} == RUNS.keys()
 
 
-def test_every_figure_with_a_target_has_its_meaning_on_the_page() -> None:
+def test_every_figure_with_target_is_explained() -> None:
     sources = [path.read_text() for path in (ROOT / "bench").glob("*.py")]
     keys = {key for source in sources for key in re.findall(r'"(\w+)": at_(?:most|least)', source)}
     assert len(keys) > 40 and keys <= MEANINGS.keys()

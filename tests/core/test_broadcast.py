@@ -31,9 +31,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=30)
 
 
 @given(steps=STEPS, bound=st.integers(1, 12))
-def test_a_reader_sees_everything_or_is_told_what_it_missed(
-    steps: list[tuple[int, int]], bound: int
-) -> None:
+def test_reader_sees_all_or_hears_what_it_missed(steps: list[tuple[int, int]], bound: int) -> None:
     """Puts items into a feed of bounded size and reads some of them, in random steps. Items are
     read in order, and each item is either read or counted as lost."""
 
@@ -66,7 +64,7 @@ def test_a_reader_sees_everything_or_is_told_what_it_missed(
         asyncio.run(run())
 
 
-def test_large_items_fill_a_feed_and_one_alone_always_fits() -> None:
+def test_one_large_item_alone_always_fits() -> None:
     feeds: Feeds[Item] = Feeds()
     huge, half = Item(1, feed_module.FEED_BYTES * 2), Item(3, feed_module.FEED_BYTES // 2)
     with feeds.reader() as feed:

@@ -31,7 +31,7 @@ from tests.core.support import (
 )
 
 
-def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
+def test_block_reserved_and_stored_twice_copies_once() -> None:
     """Stores a block that the call lists twice. Only the first listing may be copied; the second
     gets the result IN_FLIGHT. Two copies into one slot could mix their bytes."""
     world = World()
@@ -52,7 +52,7 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
-def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
+def test_store_of_many_runs_takes_linear_time(num_slabs: int) -> None:
     """Stores 50 and then 200 runs (lists of blocks) from two ranks, and counts the calls of Python
     functions. The count must grow linearly, also if most blocks find no room, because stores run on
     the event loop, and would delay other calls."""
@@ -74,7 +74,7 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
     assert counts[1] < 6 * counts[0]
 
 
-def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
+def test_leases_do_not_cross_key_spaces() -> None:
     """Opens two sessions of one engine in different key spaces (each is a model in a
     configuration). One session refers to leases of the other, or loads blocks that a lease of its
     own does not pin. The core must refuse each call: a load would read the slots in the layout of
@@ -114,7 +114,7 @@ def of_two_ranks(**config: object) -> tuple[World, int]:
     return world, world.open(num_shards=2, kinds=kinds).number
 
 
-def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() -> None:
+def test_joining_ranks_name_at_most_the_first_call() -> None:
     world, session = of_two_ranks()
     core = world.core
     first = [Run(0, words_of([0, 1, 2])), Run(1, words_of([0]))]
@@ -199,7 +199,7 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
     core.check_invariants()
 
 
-def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
+def test_each_tenant_may_pin_a_certain_share() -> None:
     """Leases eight blocks for each of two tenants, to each of which half of the arena (16 slots) is
     guaranteed. With `unadmitted_share` 0.25, leases whose load has not begun may pin a quarter of a
     tenant's guarantee. So each lease must pin only four blocks."""
@@ -236,7 +236,7 @@ def test_stores_never_whole_take_share_and_promise(num_promised: int) -> None:
     assert world.found([0], kind.key_space_id) == [0], "it was evicted"
 
 
-def test_who_may_reserve_no_more_teaches_the_policy_nothing() -> None:
+def test_refused_reservations_teach_the_policy_nothing() -> None:
     world = World(6, unwritten_share=0.25)
     core, session = world.core, world.open().number
     reserve(core, session, "a", [Run(0, words_of(range(24)))], 0.0, 0.0)
@@ -249,7 +249,7 @@ def test_who_may_reserve_no_more_teaches_the_policy_nothing() -> None:
     core.check_invariants()
 
 
-def test_a_lease_ends_with_its_time_and_is_never_shortened() -> None:
+def test_lease_ends_in_time_and_never_earlier() -> None:
     world = World()
     session, blocks = world.open(), [HashList(0, words_of([1]))]
     world.store(session, [1])

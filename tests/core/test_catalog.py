@@ -197,7 +197,7 @@ def resident_bytes(array: np.ndarray) -> int:
     return sum(one & 1 for one in found) * page
 
 
-def test_key_spaces_that_come_and_go_leave_no_memory_and_keep_their_rows() -> None:
+def test_passing_key_spaces_leave_no_memory() -> None:
     """The block index has a table of hash salts (numbers that differ between key spaces) with a row
     for each key space. Opens and forgets twice as many key spaces as the table has rows, while one
     key space stays in use. Its blocks must still be found. At most half of the table may be in

@@ -81,7 +81,7 @@ def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
 
 
 @given(data=st.data())
-def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None:
+def test_chain_goes_back_as_far_as_links(data: st.DataObject) -> None:
     """Follows the links from each block to the block before it, in a table of which some records
     are damaged. `ancestors` must stop at the first link that leads to a removed block or to a block
     of another chain."""

@@ -112,7 +112,7 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
         cache.check_invariants()
 
 
-def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
+def test_only_the_oldest_ghosts_make_way() -> None:
     """Uses many keys, some of them repeatedly, while the shadow caches (simulated caches) may hold
     two. The duel's table also remembers keys that a shadow cache has evicted, called ghosts. When
     the table is full, it may drop only the oldest ghosts: the shadow caches must hold the same keys
@@ -155,7 +155,7 @@ def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -
 
 
 @given(seed=st.integers(0, 1 << 32))
-def test_only_a_clear_win_at_the_end_of_a_round_counts(seed: int) -> None:
+def test_only_a_clear_win_of_a_round_counts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cache = Duel(64)
     now_s, ended_s = 0.0, -np.inf
@@ -179,7 +179,7 @@ def test_only_a_clear_win_at_the_end_of_a_round_counts(seed: int) -> None:
         assert not changed or worth[cache.current] == max(worth)
 
 
-def test_what_holds_is_out_of_the_race_while_it_may_not() -> None:
+def test_holding_policy_leaves_the_race_while_barred() -> None:
     cache = Duel(64)
     cache.observe(keys_of([1]), 0.0, 40)
     assert not cache.observe(keys_of([]), 90.0, 40), "nobody had a hit"

@@ -80,7 +80,7 @@ def nothing(filled_bytes: int, coming_bytes: int) -> None:
     """Ignores the progress report of `Filling`."""
 
 
-def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
+def test_pieces_come_in_order_and_are_filled(
     filling: Filling, arena: FileMapping, place: Path
 ) -> None:
     told: list[tuple[int, int]] = []
@@ -104,7 +104,7 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
     assert not arena.look()[1]
 
 
-def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
+def test_piece_filled_before_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that waits for the whole arena helps to fill it. It has begun with the first piece
@@ -179,7 +179,7 @@ def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
 
 
 @pytest.mark.parametrize("end", PIECES[:2])
-def test_memory_that_runs_short_ends_it_where_it_is(
+def test_short_memory_ends_filling_where_it_is(
     filling: Filling, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
     """Makes memory run short while `Filling` allocates the arena, or while it allocates the table's
@@ -267,7 +267,7 @@ def test_only_what_has_memory_is_pinned(
     pinner.close()
 
 
-def test_pinning_ends_with_the_memory_and_with_the_server(
+def test_pinning_ends_with_memory_and_server(
     filling: Filling,
     arena: FileMapping,
     place: Path,
@@ -297,7 +297,7 @@ def test_pinning_ends_with_the_memory_and_with_the_server(
     assert pinner.pinned_bytes == 0 and not runtime.held().get("registered", 0)
 
 
-def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) -> None:
+def test_waiters_for_memory_learn_of_a_stop(filling: Filling) -> None:
     go_on = threading.Event()
 
     def first() -> Iterator[None]:
@@ -319,7 +319,7 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
     assert not filling.filled_bytes and filling.is_alive()
 
 
-def test_slabs_in_which_blocks_came_back_are_brought_in(
+def test_slabs_of_restored_blocks_are_filled_first(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart, restores two blocks that lie beyond the part of the arena that has memory so
@@ -373,7 +373,7 @@ def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # Records of the table
 
 
-def test_records_come_in_pieces_and_all_buckets_at_once(
+def test_records_come_in_pieces_buckets_at_once(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena_module, "FIRST_ENTRIES", 1000)
@@ -425,7 +425,7 @@ PAGE, ADDRESS = 4096, 1 << 40
     stops_after=st.integers(0, 60),
 )
 @settings(max_examples=40, deadline=None)
-def test_pieces_cover_the_arena_in_order_and_go_with_it(
+def test_pieces_cover_the_arena_in_order(
     num_bytes: int, piece_pages: int, stops_after: int
 ) -> None:
     runtime, piece_bytes = FakeRuntime(threaded=False), piece_pages * PAGE

@@ -374,7 +374,7 @@ class Shown(GenerationBook):
         return self.generation(FP, "store"), is_fresh, self.is_outdated(FP)
 
 
-def test_a_flush_is_answered_when_others_have_asked_since() -> None:
+def test_flush_waits_until_others_have_asked() -> None:
     book = Shown()
     revision = book.revision
     ticket = book.flush(FP, 10.0)
@@ -396,7 +396,7 @@ def test_a_flush_is_answered_when_others_have_asked_since() -> None:
     assert book.is_saved(ticket) and book.are_seals_saved
 
 
-def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
+def test_flush_lost_again_by_the_store_pends() -> None:
     book = Shown()
     ticket = book.flush(FP, 10.0)
     assert book.raises(10.0)
@@ -416,7 +416,7 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert not book.raises(11.6) and book.revision == revision
 
 
-def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
+def test_silent_store_is_pending_and_notified_once() -> None:
     book = Shown()
     tickets = [book.flush(FP, 10.0) for _ in range(5)]
     assert book.raises(10.0)
@@ -440,7 +440,7 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     assert book.begin_flush(13.0) == FP
 
 
-def test_later_requests_do_not_hold_up_a_flush_while_the_store_hangs() -> None:
+def test_later_requests_delay_no_flush_of_hung_store() -> None:
     book = Shown()
     book.flush(FP, 10.0)
     assert book.raises(10.0)
@@ -471,7 +471,7 @@ def test_raises_that_fail_slowly_starve_no_key_space() -> None:
     assert book.begin_raise("store", now_s + RETRY_S) == Raise("aa", NO_GENERATION, False)
 
 
-def test_a_flush_that_always_fails_starves_no_key_space() -> None:
+def test_failing_flush_starves_no_key_space() -> None:
     book = GenerationBook()
     for name in ("aa", "bb"):
         book.flush(name, 0.0)
@@ -480,7 +480,7 @@ def test_a_flush_that_always_fails_starves_no_key_space() -> None:
         book.broke(name)
 
 
-def test_only_key_spaces_in_use_are_asked_for_often() -> None:
+def test_only_key_spaces_in_use_are_asked_often() -> None:
     book = GenerationBook(("store",))
     idle = [f"{number:04x}" for number in range(200)]
     book.use(FP, 100.0)
@@ -525,7 +525,7 @@ def test_seals_change_whenever_a_generation_is_settled_on(has_blocks: bool) -> N
     assert book.local(FP) > before and not book.are_seals_saved
 
 
-def test_records_are_bounded_and_their_seals_do_not_come_back(
+def test_records_are_bounded_and_seals_never_return(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generation_book, "MAX_RECORDS", 30)
@@ -546,7 +546,7 @@ def test_records_are_bounded_and_their_seals_do_not_come_back(
     assert book.local("new") >= highest
 
 
-def test_a_store_that_is_full_confirms_that_it_has_no_generation() -> None:
+def test_full_store_confirms_it_has_no_generation() -> None:
     book = Shown()
     book.shows(NO_GENERATION, 5.0, blocks=(FP,))
     book.flushes(5.0)
@@ -558,7 +558,7 @@ def test_a_store_that_is_full_confirms_that_it_has_no_generation() -> None:
     assert book.is_outdated(FP)
 
 
-def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
+def test_answers_in_between_wait_for_their_turn() -> None:
     book = Shown()
     assert book.due("store", (), 9.9) == [FP]
     book.flush(FP, 10.0)
@@ -611,7 +611,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     assert not two.begin_raise("store", 43.0) and not two.begin_raise("other", 43.0)
 
 
-def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
+def test_restored_old_copy_confirms_nothing() -> None:
     book = Shown()
     assert book.is_fresh(FP, "store", 0.1)
     book.shows(7, 5.0, below=8, blocks=(FP,))
@@ -625,7 +625,7 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
 
 
-def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
+def test_no_copies_between_stores_during_refused_raise() -> None:
     """Flushes a key space (a model in a configuration) while one of two stores refuses to raise its
     generation (a number that each flush raises). That store may still serve flushed blocks, so the
     book must forbid copies between the stores (`is_calm` is False)."""
@@ -654,7 +654,7 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
     assert book.is_fresh(FP, "store", now_s) and not book.is_calm(FP)
 
 
-def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
+def test_no_copies_between_stores_after_a_restart() -> None:
     """Restarts a node with two stores of different generations (numbers that each flush raises).
     The earlier server may have loaded flushed blocks from one store, so copies between stores are
     forbidden (`is_calm` is False) for `CALM_S` seconds."""
@@ -679,7 +679,7 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
         ((9, 9), range(15, 41), False),
     ],
 )
-def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
+def test_store_missed_by_a_flush_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
     """Another node, which does not use the second of this node's two stores, flushes a key space (a
@@ -746,7 +746,7 @@ def test_a_store_may_confirm_after_a_long_flush() -> None:
     assert book.pending(ticket, ended_s + SPARE_S / 2) == []
 
 
-def test_a_second_flush_waits_as_long_for_a_store() -> None:
+def test_second_flush_waits_as_long_for_stores() -> None:
     book = Shown()
     book.flush(FP, 10.0)
     second_s = 10.0 + TELL_S - 0.1
@@ -768,7 +768,7 @@ def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
         assert book.standing(FP, "other").is_unraised == (late_s == 0.0)
 
 
-def test_a_flush_that_runs_is_awaited_by_a_later_generation() -> None:
+def test_running_flush_is_awaited_by_later_generation() -> None:
     book = Shown()
     book.flush(FP, 10.0)
     book.raises(10.0)

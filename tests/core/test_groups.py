@@ -98,7 +98,7 @@ def longest_hit_reference(
     multiple=st.integers(0, 3),
     drafts=st.just(set[int]()) | st.sets(st.integers(0, 5)),
 )
-def test_hits_and_the_blocks_that_they_read_are_those_of_the_reference(
+def test_hits_and_read_blocks_equal_the_reference(
     prompt: tuple[list[GroupSpec], list[BoolMask], int], multiple: int, drafts: set[int]
 ) -> None:
     groups, ready, limit_tokens = prompt
@@ -133,7 +133,7 @@ def test_groups_that_contradict_themselves_are_refused(
         GroupSpec(kind, block_tokens, shard_bytes, window_tokens)
 
 
-def test_an_alignment_that_blocks_do_not_divide_is_refused() -> None:
+def test_alignment_not_divided_by_blocks_is_refused() -> None:
     groups = [GroupSpec(GroupKind.FULL_ATTENTION, 16, (1,)), GroupSpec(GroupKind.MAMBA, 24, (1,))]
     with pytest.raises(ValueError, match="alignment is 64 tokens; it must be a multiple of 48"):
         longest_hit(groups, [np.ones(9, np.bool_), np.ones(6, np.bool_)], 144, 64)
@@ -161,9 +161,7 @@ def leading(ready: BoolMask) -> int:
 
 @settings(max_examples=300)
 @given(num_blocks=st.integers(0, 10_000), data=st.data())
-def test_a_closed_prefix_is_found_exactly_by_few_probes(
-    num_blocks: int, data: st.DataObject
-) -> None:
+def test_closed_prefix_takes_few_exact_probes(num_blocks: int, data: st.DataObject) -> None:
     residency = Residency(np.arange(num_blocks) < data.draw(st.integers(0, num_blocks)))
     assert longest_prefix(residency, num_blocks) == leading(residency.ready)
     rounds = math.ceil(math.log(max(2, num_blocks), PROBES_PER_ROUND - 1)) + 1
@@ -178,9 +176,7 @@ def test_a_closed_prefix_is_found_exactly_by_few_probes(
     holes=st.sets(st.integers(0, 599), max_size=4),
     tail=st.booleans(),
 )
-def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
-    num_blocks: int, holes: set[int], tail: bool
-) -> None:
+def test_prefix_with_holes_is_found_right(num_blocks: int, holes: set[int], tail: bool) -> None:
     ready = np.ones(num_blocks, np.bool_)
     ready[[hole for hole in holes if hole < num_blocks]] = False
     ready[num_blocks // 2 :] &= tail
@@ -193,7 +189,7 @@ def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
         assert found == leading(ready)
 
 
-def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -> None:
+def test_contradicting_answers_lead_to_looking_everywhere() -> None:
     """Searches ready blocks that have a narrow hole (missing blocks) and, behind it, a wide one.
     The first round of the search looks at only some blocks, and sees only the wide hole. The search
     must still return just the blocks before the narrow hole. So it must look at every block in the

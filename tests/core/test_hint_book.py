@@ -242,7 +242,7 @@ TestTenantMachine = TenantMachine.TestCase
 TestTenantMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
-def test_actions_beyond_the_rate_wait_for_the_next_second() -> None:
+def test_actions_beyond_the_rate_wait_a_second() -> None:
     tenant = HintBook(LIMITS).tenant("t", 10.0)
     assert [tenant.may_act(10.0) for _ in range(7)] == [True] * 5 + [False] * 2
     assert [tenant.may_act(11.0) for _ in range(3)] == [True, True, False]
@@ -273,7 +273,7 @@ def test_a_cursor_misses_nothing_of_the_next_server() -> None:
         cursor = tenant.last_sequence
 
 
-def test_operators_see_the_latest_actions_of_all_tenants_in_order() -> None:
+def test_operators_see_latest_actions_in_order() -> None:
     book = HintBook()
     for name, came_s in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
         book.tenant(name, 0.0).begin(HintOutcome("m", f"{came_s}", "pin", "", came_s))
@@ -282,7 +282,7 @@ def test_operators_see_the_latest_actions_of_all_tenants_in_order() -> None:
         assert [row["action_id"] for row in rows] == ["1.0", "2.0", "3.0"][-size:]
 
 
-def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
+def test_tenant_seen_longest_ago_is_forgotten() -> None:
     book = HintBook(LIMITS)
     first = book.tenant("a", 0.0)
     book.tenant("b", 1.0)
@@ -316,7 +316,7 @@ def test_sessions_of_all_tenants_are_bounded_together() -> None:
     assert names(book) == ["a", "b"]
 
 
-def test_prompts_without_a_session_have_one_bound_over_all_key_spaces_and_an_end() -> None:
+def test_prompts_without_session_share_one_bound() -> None:
     book = HintBook()
     sessions = book.tenant("t", 0.0).sessions
     sessions.use("s", 1, words([0]), 0.0)
@@ -349,7 +349,7 @@ TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1
 @example([(0, at % 2 == 0, 0.5 + at % 7) for at in range(3 * SHARED_GAPS)])
 @example([(0, False, 0.0), (0, True, MAX_HOLD_S / HELD_GAPS), (0, False, 0.0)])
 @example([(0, at % 2 == 0, 4.0 if at < 40 else 1.0) for at in range(80)])
-def test_a_session_is_expected_as_the_others_and_then_as_itself(
+def test_session_is_expected_as_others_then_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
     """Records pauses between the requests of three sessions. Compares the predicted pause before a

@@ -84,7 +84,7 @@ def test_what_is_too_much_is_clipped(given_action: dict[str, Any], field: str, m
         (7, "action_type is ''"),
     ],
 )
-def test_a_bad_action_is_rejected_alone_and_its_field_named(given_action: Any, field: str) -> None:
+def test_bad_action_alone_is_rejected_by_field(given_action: Any, field: str) -> None:
     good = action("demote", "good")
     result = read(envelope(good, given_action))
     assert [one.action_id for one in result.actions] == ["good"]
@@ -113,20 +113,20 @@ def test_what_has_no_field_asks_nothing(nothing: Any) -> None:
     assert not read(nothing)
 
 
-def test_an_id_counts_once_and_missing_ones_are_numbered() -> None:
+def test_id_counts_once_and_gaps_are_numbered() -> None:
     result = read(envelope(action("demote"), action("demote"), action("demote", None)))
     assert [one.action_id for one in result.actions] == ["a", "#2"]
     assert [(one.action_id, one.kind) for one in result.rejected] == [("#1", "demote")]
 
 
-def test_an_index_that_an_action_has_as_its_id_names_no_other_action() -> None:
+def test_index_as_id_names_no_other_action() -> None:
     """Parses an action with the id `#1` before an action without an id, whose default id would be
     `#1`. The second action must get another id, so that their outcomes can be distinguished."""
     result = read(envelope(action("demote", action_id="#1"), action("release", action_id=None)))
     assert [one.action_id for one in result.actions] == ["#1", "#1'"] and not result.rejected
 
 
-def test_what_a_client_says_of_hints_is_printable_for_operators() -> None:
+def test_client_text_about_hints_is_printable() -> None:
     odd = "\x1b[2J" + "\n" * 300
     sent = hints_pb2.RequestHints(
         message_id="m",
@@ -144,7 +144,7 @@ def test_what_a_client_says_of_hints_is_printable_for_operators() -> None:
     assert good_one == Rejection("", "explode", "there are pin, demote…")
 
 
-def test_a_million_actions_cost_no_more_than_the_bound() -> None:
+def test_million_actions_cost_at_most_the_bound() -> None:
     result = read(envelope(*[{"action_type": "demote"}] * 1_000_000))
     assert len(result.actions) == hints.MAX_ACTIONS
     assert result.rejected[0].reason.startswith("actions has 1000000")
@@ -181,9 +181,7 @@ def test_what_waits_for_the_end_of_a_request() -> None:
         ([action("pin", ttl_s=5, token_range=[0, 5])], NO_RETENTION),
     ],
 )
-def test_stores_of_the_request_carry_what_is_asked_for_all_its_blocks(
-    actions: list[Any], expected: Retention
-) -> None:
+def test_stores_carry_the_requests_wish_for_blocks(actions: list[Any], expected: Retention) -> None:
     assert read(envelope(*actions)).retention() == expected
 
 

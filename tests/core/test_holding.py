@@ -64,7 +64,7 @@ class Place(World):
         return named[:count]
 
 
-def test_what_was_just_used_stays_and_the_rest_is_refused() -> None:
+def test_just_used_stays_the_rest_is_refused() -> None:
     place = Place()
     old, live, fresh = list(range(10)), list(range(10, 24)), list(range(100, 120))
     assert place.stored(old, 0.0) == old
@@ -84,7 +84,7 @@ def test_what_was_just_used_stays_and_the_rest_is_refused() -> None:
     assert place.found(fresh) == fresh
 
 
-def test_blocks_are_held_too_where_entries_run_out_before_slots() -> None:
+def test_held_blocks_survive_a_lack_of_entries() -> None:
     place = Place(capacity=20)
     live = list(range(20))
     assert place.stored(live, 0.0) == live
@@ -92,7 +92,7 @@ def test_blocks_are_held_too_where_entries_run_out_before_slots() -> None:
     assert place.stored([50], 6.5) == [50]
 
 
-def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> None:
+def test_refused_blocks_are_remembered_kept_ones_admitted() -> None:
     place = Place()
     place.stored(range(24), 0.0)
     assert place.stored([50], 1.0) == [] and len(place.policy._ghosts) == 1
@@ -105,7 +105,7 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
     assert place.policy._uses[place.entries([50])[0]] > 0.9, "its first use was forgotten"
 
 
-def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
+def test_guarantee_is_a_claim_on_others_blocks() -> None:
     """Fills the cache with blocks of one tenant, which the policy holds (refuses to evict). A
     second tenant's stores must evict them at once, until it has its guaranteed bytes. Its further
     stores must be refused until the hold has ended."""
@@ -117,7 +117,7 @@ def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
     assert place.stored(late[12:], 6.5, tenant="late") == late[12:]
 
 
-def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
+def test_tenant_at_its_bound_keeps_its_blocks() -> None:
     place, live = Place({"bound": 0}), list(range(8))
     place.core.space.tenants.share_out({"bound": TenantShare(0, 8 * SLOT_ALIGN)})
     assert place.stored(live, 0.0, tenant="bound") == live

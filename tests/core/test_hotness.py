@@ -331,13 +331,13 @@ def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
     assert policy.victims(0, 1, lambda numbers: numbers > 0).tolist() == [40]
 
 
-def test_the_ghosts_of_a_large_tier_take_little_memory() -> None:
+def test_ghosts_of_a_large_tier_are_small() -> None:
     ghosts = Hotness(1 << 27)._ghosts
     num_bytes = ghosts.tags.nbytes + ghosts.values.nbytes + ghosts._ages.nbytes
     assert num_bytes <= 512 << 20
 
 
-def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> None:
+def test_clock_and_time_to_live_never_shrink() -> None:
     policy = make_hotness(CAPACITY, CONTENDERS[0])
     for number, now_s in ((1, 1000.0), (2, 1100.0)):
         policy.admit(entries_of([number]), keys_of([number]), now_s)
@@ -352,7 +352,7 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
     assert policy.last_used_s(entries_of([3]))[0] == 1200.0, "a use without one shortened it"
 
 
-def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
+def test_retained_blocks_go_if_nothing_else_may() -> None:
     """Asks for victims when every block has a time to live. The policy must name some: it evicts
     blocks with a time to live last, but does not refuse to evict them."""
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))

@@ -134,7 +134,7 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
 
 
 @given(between=MEDDLING, group=st.integers(0, 1), count=st.integers(1, 12))
-def test_whatever_comes_between_there_is_room_in_the_end(
+def test_there_is_room_after_whatever_came_between(
     between: list[tuple[str, int]], group: int, count: int
 ) -> None:
     """Reserves `count` blocks of a group in a full cache, in parts, with random calls between the
@@ -229,7 +229,7 @@ def test_room_for_sketches_keeps_their_blocks() -> None:
     assert world.found(range(4)) == list(range(4))
 
 
-def test_a_number_that_a_sketch_gets_between_two_parts_is_not_evicted() -> None:
+def test_sketchs_reused_number_is_not_evicted() -> None:
     """Reserves blocks in a full cache, in parts that evict entries (records of blocks). Between two
     parts, one of the entries to evict is freed otherwise, and its number goes to a new
     sketch (compact summary of a block's keys). The later part must not evict this new
@@ -275,7 +275,7 @@ def test_what_others_did_between_two_parts_counts(what: str, result: BlockResult
     assert results == [result] * 2 + [BlockResult.RESERVED] * 10
 
 
-def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
+def test_slots_freed_meanwhile_are_not_evicted_again() -> None:
     worlds: list[Meddler] = []
 
     def free(world: Meddler) -> None:
@@ -286,7 +286,7 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
     assert worlds[0].found(range(12, NUM_SLOTS)) == list(range(12, NUM_SLOTS))
 
 
-def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
+def test_bounded_tenant_finds_its_few_blocks() -> None:
     """Reserves many runs (lists of blocks) for a tenant that has all the memory it may have, so
     that its own blocks must be evicted. The core must search for them once per call, not once per
     run, since each search looks at the records of all blocks."""
@@ -309,7 +309,7 @@ def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> Non
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_the_blocks_of_a_tenant_may_be_pinned_while_slabs_are_chosen(at: int) -> None:
+def test_tenants_blocks_may_be_pinned_during_choice(at: int) -> None:
     """One tenant fills the arena with small blocks. For another tenant, reserves a large block, for
     which some slabs (pieces of the arena) must be emptied. While the core chooses them (between the
     parts `at` and `at` + 1), a lease pins all small blocks. The reservation must then report that
@@ -368,7 +368,7 @@ def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most:
     ],
     ids=["drain", "close", "lease"],
 )
-def test_a_call_may_be_refused_after_its_last_part(
+def test_call_may_be_refused_after_its_last_part(
     between: Callable[[Meddler], object], reason: Reason
 ) -> None:
     assert reason_of(lambda: reserving_in_parts(between)) is reason

@@ -308,7 +308,7 @@ class IndexMachine(RuleBasedStateMachine):
 TestIndexMachine = IndexMachine.TestCase
 
 
-def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None:
+def test_pins_exceed_any_small_counter() -> None:
     index = BlockIndex(make_table(4))
     many = np.ones(70_000, np.uint32)
     index.pin(many, 1)
@@ -319,7 +319,7 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
         index.pin(many[:1], -1)
 
 
-def test_a_block_in_the_last_bucket_of_a_search_is_found() -> None:
+def test_block_in_the_last_searched_bucket_is_found() -> None:
     """Inserts blocks that all have the same home bucket (where a lookup begins), until all buckets
     that a lookup visits are full. All blocks must be found. One more block must find no place."""
     most, num_buckets = table.WAYS * table.MAX_PROBE_BUCKETS, 2 * table.MAX_PROBE_BUCKETS
@@ -341,9 +341,7 @@ def test_a_block_in_the_last_bucket_of_a_search_is_found() -> None:
     epoch=st.integers(-(1 << 63), (1 << 63) - 1),
     arena_bytes=st.integers(0, (1 << 63) - 1),
 )
-def test_the_header_comes_back_and_the_table_has_room(
-    capacity: int, epoch: int, arena_bytes: int
-) -> None:
+def test_header_comes_back_and_table_has_room(capacity: int, epoch: int, arena_bytes: int) -> None:
     geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
     assert geometry.num_buckets * table.WAYS > capacity
     for one in (geometry, TableGeometry(1, 1, epoch, arena_bytes)):
@@ -385,7 +383,7 @@ def test_rows_of_hashes_are_those_of_lists(data: st.DataObject, words: list[list
 
 @example([(1, 0, 1), (1, 1, 1)])
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(1, 2)), max_size=8))
-def test_records_are_split_by_key_space_group_and_size(kinds: list[tuple[int, int, int]]) -> None:
+def test_records_split_by_key_space_group_size(kinds: list[tuple[int, int, int]]) -> None:
     index = BlockIndex(make_table(1, 1))
     records = np.zeros((len(kinds), index.table.records.shape[1]), np.uint32)
     for number, (record, (key_space_id, group, size)) in enumerate(

@@ -72,7 +72,7 @@ def test_counts_and_tier_are_those_of_the_books() -> None:
     assert inspect.counters(core)["stored_blocks"] == 3
 
 
-def test_the_lower_tier_is_the_first_with_places_for_blocks() -> None:
+def test_lower_tier_is_first_with_places() -> None:
     cache, other = Cache(), Cache()
     without: Any = SimpleNamespace(space=None)
     having: Any = SimpleNamespace(space=other.core.space)
@@ -84,7 +84,7 @@ def test_the_lower_tier_is_the_first_with_places_for_blocks() -> None:
     assert found is not None and found.num_blocks == 3 == found.used_bytes // SLOT_ALIGN
 
 
-def test_the_key_spaces_with_most_blocks_are_told_in_their_order() -> None:
+def test_largest_key_spaces_come_first() -> None:
     cache = Cache()
     for model, count in (("two", 0), ("three", 3), ("four", 1)):
         cache.store(cache.open(model=model), range(count))
@@ -94,7 +94,7 @@ def test_the_key_spaces_with_most_blocks_are_told_in_their_order() -> None:
     assert [one.number for one in inspect.key_spaces(cache.core, counted)] == [1, 2, 3, 4]
 
 
-def test_a_block_is_told_with_its_parent_and_its_sketch() -> None:
+def test_block_shows_its_parent_and_sketch() -> None:
     cache = Cache()
     cache.store(cache.session, [1, 2], 7.0, depth=5)
     cache.store(cache.session, [2], 7.0, group=MAX_GROUPS)
@@ -126,9 +126,7 @@ def test_blocks_are_found_in_parts_and_pages(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("most", [1, 3, 6, 100])
-def test_the_hottest_blocks_are_those_that_would_be_evicted_last(
-    monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_hottest_blocks_are_the_last_to_evict(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Lists the `most` hottest blocks of two key spaces, which are examined in parts of three. The
     list must agree with the policy's heat, the hottest first. A block that is evicted between two
     parts must not be in it."""
@@ -155,7 +153,7 @@ def test_the_hottest_blocks_are_those_that_would_be_evicted_last(
     assert found and gone not in found
 
 
-def test_blocks_are_found_by_the_first_digits_of_their_hashes() -> None:
+def test_blocks_are_found_by_first_hash_digits() -> None:
     cache = Cache()
     cache.store(cache.session, range(7))
     hashes = [words_of([number])[0].tobytes().hex() for number in range(7)]
@@ -374,7 +372,7 @@ def test_it_counts_as_a_plain_search_does(
 
 
 @pytest.mark.parametrize("policy", ["lru", "hotness", "arc"])
-def test_an_age_is_the_time_since_the_last_use(policy: str) -> None:
+def test_age_is_time_since_the_last_use(policy: str) -> None:
     """Evicts blocks and checks the histogram of the ages (time since last use) that blocks have
     when they are evicted. The core learns the time when a session opens and at each tick of the
     clock. Blocks that an operator evicts must not count."""
@@ -404,7 +402,7 @@ def test_an_age_is_the_time_since_the_last_use(policy: str) -> None:
     assert counted.count == 10, "an operator's eviction says nothing about the arena's size"
 
 
-def test_no_age_is_counted_before_the_core_knows_the_time() -> None:
+def test_no_age_before_the_core_knows_time() -> None:
     world = World(1)
     session = world.open()
     for number in range(6):

@@ -60,7 +60,7 @@ def test_the_fingerprint_changes_with_every_field() -> None:
     assert all(len(v.fingerprint) == 32 for v in variants)
 
 
-def test_salts_of_sketches_differ_in_each_field_and_from_those_of_groups() -> None:
+def test_salts_differ_in_each_field_of_sketches() -> None:
     one = Sketch(0, "rot2u", 1, (100,))
     kinds = [
         one,
@@ -114,7 +114,7 @@ def test_key_spaces_that_contradict_themselves_are_refused(
 
 
 @given(num_hashes=st.integers(0, 40), step=st.integers(1, 6))
-def test_group_hashes_are_those_at_each_blocks_last_token(num_hashes: int, step: int) -> None:
+def test_group_hashes_are_those_at_last_tokens(num_hashes: int, step: int) -> None:
     hashes = [bytes([number]) for number in range(num_hashes)]
     expected = [hashes[(block + 1) * step - 1] for block in range(num_hashes // step)]
     assert list(group_hashes(hashes, 16, 16 * step)) == expected

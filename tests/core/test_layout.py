@@ -25,7 +25,7 @@ def with_tensor(**changes: object) -> Layout:
     return replace(GOOD, tensors=(replace(TENSOR, **changes),))
 
 
-def test_the_layout_that_the_refusals_start_from_is_good() -> None:
+def test_layout_before_the_refusals_is_good() -> None:
     GOOD.validate(GROUPS)
     replace(GOOD, handles=(CUDA,)).validate(GROUPS)
     with_tensor(dims=((1, 0),) * (MAX_DIMS - 1) + TENSOR.dims).validate(GROUPS)
@@ -120,7 +120,7 @@ def some(*names: str) -> st.SearchStrategy[dict[str, int]]:
     of_layout=some("shard_index", "num_blocks"),
     of_handle=some("num_bytes", "base_offset_bytes"),
 )
-def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
+def test_any_numbers_are_refused_or_stay_inside(
     data: st.DataObject,
     of_tensor: dict[str, int],
     of_layout: dict[str, int],
@@ -153,9 +153,7 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
     [("LBHNC", 3), ("LBNHC", 3), ("LHBNC", 12), ("BLHNC", 1), ("BLNHC", 1), ("BHLNC", 12)],
 )
 @pytest.mark.parametrize("split", [False, True])
-def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
-    order: str, runs_per_block: int, split: bool
-) -> None:
+def test_block_has_a_run_per_layout_break(order: str, runs_per_block: int, split: bool) -> None:
     """Describes the memory of three layers with four heads each as one tensor or (`split`) as one
     tensor per layer, in several orders of the axes. Either way, a block must be copied in
     `runs_per_block` contiguous pieces; if its layers are adjacent in memory, in one piece."""
@@ -171,7 +169,7 @@ def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
     assert runs.num_bytes.sum() == 3 * group.slot_bytes
 
 
-def test_neighbours_in_the_first_block_only_are_no_run() -> None:
+def test_neighbours_in_the_first_block_only_differ() -> None:
     """Describes two tensors that are adjacent in block 0 but not in block 1, because their strides
     differ. Their bytes must not be copied as one contiguous run."""
     tensors = (PageTensor(0, "m", 0, 32, 16, 0), PageTensor(0, "m", 16, 64, 16, 16))

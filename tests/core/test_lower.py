@@ -49,7 +49,7 @@ class Tiered(World):
         return [number for number in range(30) if self.entries([number])[0] in entries]
 
 
-def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
+def test_waiting_is_taken_in_order_once() -> None:
     tiered = Tiered(capacity=6)
     down = tiered.down
     for number in range(4):
@@ -71,7 +71,7 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     assert not len(again), "what is below was to be written again"
 
 
-def test_blocks_that_no_other_request_finds_are_copied_to_no_tier() -> None:
+def test_blocks_nobody_else_finds_go_to_no_tier() -> None:
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
     books_of(tiered.core).copies.append(copies)
@@ -82,7 +82,7 @@ def test_blocks_that_no_other_request_finds_are_copied_to_no_tier() -> None:
         assert tiered.taken(1 << 30) == [1] and copies.num_waiting == 1
 
 
-def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
+def test_blocks_stored_during_a_flush_are_written_after() -> None:
     tiered = Tiered()
     with tiered.lower.moves.stopped(1):
         tiered.add([3])
@@ -94,7 +94,7 @@ def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
 
 @pytest.mark.parametrize("begins_late", [False, True])
 @pytest.mark.parametrize("ends_early", [False, True])
-def test_a_flush_changes_neither_the_order_of_a_chain_nor_the_demand(
+def test_flush_changes_neither_chain_nor_demand(
     monkeypatch: pytest.MonkeyPatch, *, begins_late: bool, ends_early: bool
 ) -> None:
     """Stores a chain of six blocks, with a block of another key space before its last two. While
@@ -139,7 +139,7 @@ def test_a_flush_changes_neither_the_order_of_a_chain_nor_the_demand(
     assert num_bytes == 7 * SLOT_ALIGN
 
 
-def test_blocks_that_wait_for_the_end_of_a_flush_may_be_evicted(
+def test_blocks_waiting_for_a_flush_may_be_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
@@ -167,7 +167,7 @@ def test_blocks_that_wait_for_the_end_of_a_flush_may_be_evicted(
     assert len(queue) == 6 and queue.num_bytes == 6 * SLOT_ALIGN
 
 
-def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_after_it() -> None:
+def test_restored_blocks_of_flushed_move_are_written_later() -> None:
     """Flushes a block while it is being copied to a slow disk, and stores it again. The new block
     must be copied to the disk too, but only after the old copy has ended."""
     tiered = Tiered()
@@ -180,7 +180,7 @@ def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_aft
     assert tiered.taken(1 << 30) == [3]
 
 
-def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
+def test_earlier_servers_blocks_are_written_when_used() -> None:
     """Uses a block that an earlier server stored and that was not loaded since (it is unverified).
     It must then be queued for a copy to the tier, although it was offered to the tier before."""
     tiered = Tiered()
@@ -191,7 +191,7 @@ def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
     assert tiered.taken(1 << 30) == [3]
 
 
-def test_the_gate_is_told_what_is_before_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_knows_what_precedes_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offers parts of chains (prompts) to the write gate, which decides which blocks a tier stores.
     The gate must learn of each block whether it begins a chain, follows a block that is written to
     the tier, or follows a block that is not."""
@@ -254,7 +254,7 @@ def test_numbers_of_leases_and_moves_never_meet() -> None:
     assert [moves.next_number() for _ in range(2)] == [(1 << 32) - 1, FIRST_MOVE + 1]
 
 
-def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
+def test_key_space_lives_while_a_block_lies_below() -> None:
     tiered = Tiered()
     core, catalog = tiered.core, tiered.core.catalog
     tiered.add([1])
@@ -268,7 +268,7 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
     assert not catalog.has_blocks(1) and catalog.forget(1)
 
 
-def test_why_a_block_is_in_no_tier_any_more() -> None:
+def test_reason_why_no_tier_has_a_block() -> None:
     """Asks the core why three blocks are missing. The first was evicted for lack of room and then
     found damaged in the tier. The second was demoted by a hint. A flush then removes the second and
     the third block. The core must know each cause."""
@@ -293,7 +293,7 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
     assert why() == [Cause.DAMAGE, Cause.FLUSH, Cause.FLUSH]
 
 
-def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
+def test_block_listed_twice_moves_up_once() -> None:
     """Requests blocks from the tier in two lists that repeat blocks. Each of the three blocks must
     be promoted once."""
     tiered = Tiered()
@@ -307,7 +307,7 @@ def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
     tiered.core.check_invariants()
 
 
-def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
+def test_promoted_blocks_in_a_chain_break_no_link() -> None:
     tiered = Tiered()
     tiered.add(list(range(8)))
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
@@ -336,7 +336,7 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(
+def test_long_queue_is_searched_in_bounded_parts(
     monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
 ) -> None:
     """Searches a queue of blocks to copy, most of which were evicted while the tier was down. One
@@ -360,7 +360,7 @@ def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_block_that_is_replaced_between_two_parts_is_left_out(
+def test_block_replaced_between_parts_is_left_out(
     monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
 ) -> None:
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
@@ -381,7 +381,7 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(
     assert np.array_equal(finished(taking), others)
 
 
-def test_a_write_takes_blocks_up_to_its_bytes_and_at_least_one() -> None:
+def test_write_takes_its_bytes_at_least_one_block() -> None:
     tiered = Tiered()
     tiered.add(list(range(5)))
     queue = tiered.down.waiting
@@ -390,7 +390,7 @@ def test_a_write_takes_blocks_up_to_its_bytes_and_at_least_one() -> None:
     assert not len(queue) and not queue.num_bytes
 
 
-def test_blocks_that_wait_for_a_tier_take_few_bytes_each() -> None:
+def test_waiting_blocks_take_few_bytes_each() -> None:
     """Queues 20,000 blocks one by one, as if the tier were down. The queue must use less than 40
     bytes per block, because host memory may hold millions of blocks."""
     num_blocks = 20_000

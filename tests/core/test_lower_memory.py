@@ -79,12 +79,12 @@ def test_slabs_that_cannot_be_are_not_taken_over(tmp_path: Path, slab_bytes: int
     "disk_bytes, slab_mib",
     [(16 * MIB, 4), (4 * GIB - 1, 4), (4 * GIB, 8), (100 * GIB, 128), (2000 * GIB, 256)],
 )
-def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) -> None:
+def test_slabs_of_a_new_disk_are_large(disk_bytes: int, slab_mib: int) -> None:
     settings = TierSettings(disk=DiskSettings(bytes=disk_bytes))  # type: ignore[call-arg, arg-type]
     assert settings.slab_bytes == slab_mib * MIB
 
 
-def test_a_disk_is_no_larger_than_its_records_can_say() -> None:
+def test_disk_is_no_larger_than_its_records() -> None:
     """A record of the block table has 32 bits for a block's place on the disk. Inserts a block at
     the last place of the largest disk that the settings allow: the place must fit. The settings
     must refuse a larger disk."""
@@ -97,7 +97,7 @@ def test_a_disk_is_no_larger_than_its_records_can_say() -> None:
         DiskSettings.model_validate({"bytes": MAX_DISK_BYTES + 1})
 
 
-def test_a_file_system_that_does_not_tell_data_from_holes_loses_no_records(
+def test_file_system_without_holes_loses_no_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> int:
@@ -111,7 +111,7 @@ def test_a_file_system_that_does_not_tell_data_from_holes_loses_no_records(
         assert again.old is not None and (again.old.records[7] == 7).all()
 
 
-def test_what_has_changed_is_in_the_file_once_it_is_written(
+def test_changes_are_in_the_file_once_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "RETRY_S", 3600.0)
@@ -137,7 +137,7 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(
         assert (found[3] == 3).all() and (found[7] == 7).all() and not found[5].any()
 
 
-def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
+def test_file_gets_its_name_after_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that a new file is synced before it replaces the old one. Otherwise, on XFS, a power
@@ -160,7 +160,7 @@ def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
     assert named == [("records", True), ("state.json", True)]
 
 
-def test_a_large_table_that_a_slow_disk_takes_is_no_stall(
+def test_large_table_on_slow_disk_is_no_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync, pwrite = os.fsync, os.pwrite
@@ -220,7 +220,7 @@ def test_a_start_moves_only_parts_with_records(
     assert path.stat().st_blocks * 512 >= geometry.file_bytes - geometry.records_offset_bytes
 
 
-def test_a_long_search_of_a_large_table_is_no_stall(
+def test_long_search_of_large_table_is_no_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, stalls, digest = 1.0, [0.0], xxhash.xxh3_64_intdigest
@@ -242,7 +242,7 @@ def test_a_long_search_of_a_large_table_is_no_stall(
 
 
 @pytest.mark.parametrize("number, is_usable", [(1, True), (3, True), (2, False)])
-def test_a_start_that_is_killed_between_its_files_keeps_the_blocks_if_numbers_mean_the_same(
+def test_killed_start_keeps_blocks_of_equal_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_usable: bool
 ) -> None:
     first, second = (
@@ -272,7 +272,7 @@ def test_a_start_that_is_killed_between_its_files_keeps_the_blocks_if_numbers_me
         assert (again.old is not None) == is_usable
 
 
-def test_records_do_not_wait_for_the_note_of_written_bytes(
+def test_records_do_not_wait_for_byte_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -303,7 +303,7 @@ def test_records_do_not_wait_for_the_note_of_written_bytes(
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_records_of_a_write_that_failed_are_not_collected(
+def test_records_of_a_failed_write_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool
 ) -> None:
     def refuse(*_: Any) -> int:

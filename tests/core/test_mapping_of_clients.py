@@ -62,7 +62,7 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_an_arena_says_which_of_its_bytes_have_memory() -> None:
+def test_arena_says_which_bytes_have_memory() -> None:
     """The server allocates the memory of its arena piece by piece, and a client must not touch
     bytes without memory. Allocates single pages of a file. `memory_end(offset)` must return where
     the allocated bytes that begin at this offset end, and must allocate nothing itself."""

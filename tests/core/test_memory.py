@@ -100,7 +100,7 @@ OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "un
 @pytest.mark.parametrize("unfit", [False, True])
 @pytest.mark.parametrize("name", OWNERS)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_starts_that_are_killed_never_take_a_block_for_another(
+def test_killed_starts_never_mistake_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
     """Kills two starts in a row before or after (`when`) a call of the function `name`, which
@@ -136,7 +136,7 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
     start.memory.remove()
 
 
-def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Path) -> None:
+def test_spoiled_use_times_are_silently_unknown(tmp_path: Path) -> None:
     """Reads a file of blocks' times of last use with invalid values. These times must count as
     unknown. No numpy warning may occur, not even for a signalling NaN."""
     memory = Start(tmp_path).memory
@@ -226,7 +226,7 @@ def test_files_that_do_not_fit_are_left_behind(
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE, errno.ENOSPC])
-def test_a_start_that_is_short_of_something_keeps_the_cache(
+def test_start_short_of_something_keeps_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     leave(tmp_path, unfit=False)
@@ -334,7 +334,7 @@ def test_large_memory_is_populated_and_unmapped_in_pieces(
     piece=st.integers(1, 4),
     exclusive=st.booleans(),
 )
-def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
+def test_huge_pages_end_where_the_kernel_refuses(
     refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
 ) -> None:
     """Requests huge pages for a mapping of ten from a fake kernel, piece by piece. If the kernel
@@ -373,7 +373,7 @@ def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
     mapping.close()
 
 
-def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
+def test_table_has_huge_pages_as_the_arena(tmp_path: Path) -> None:
     """Checks that the block table uses huge pages if the kernel offers any. With small pages,
     lookups in a large table took a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
@@ -385,7 +385,7 @@ def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
     memory.remove()
 
 
-def test_a_file_that_may_only_be_read_is_refused_and_nothing_stays_mapped(tmp_path: Path) -> None:
+def test_file_without_write_access_is_refused_unmapped(tmp_path: Path) -> None:
     (tmp_path / "kv").write_bytes(bytes(8192))
     fd = os.open(tmp_path / "kv", os.O_RDONLY)
     mapped = Path("/proc/self/statm").read_text().split()[0]
@@ -407,9 +407,7 @@ def test_a_mapping_is_unmapped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["use.new", "state.json.new", "server.json.new"])
-def test_what_a_kill_in_the_middle_of_a_write_leaves_is_removed_too(
-    tmp_path: Path, name: str
-) -> None:
+def test_files_of_an_interrupted_write_are_removed(tmp_path: Path, name: str) -> None:
     """Leaves a half-written file in a server's folder. `find` must count its bytes and `remove`
     must delete it, since no other code would."""
     directory = tmp_path / "arena"

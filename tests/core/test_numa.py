@@ -48,7 +48,7 @@ def test_lists_are_read_as_the_kernel_writes_them(runs: list[tuple[int, int]]) -
     assert numa.parse_list(",".join(text) + "\n") == tuple(expected)
 
 
-def test_gpus_are_told_from_other_devices_of_their_maker(tmp_path: Path) -> None:
+def test_gpus_differ_from_their_makers_other_devices(tmp_path: Path) -> None:
     devices = {
         "0000:17:00.0": (*GPU, 0),
         "0000:c3:00.0": (*GPU, 1),
@@ -91,7 +91,7 @@ def test_choice(
     assert numa.choose(wanted, machine(tmp_path, nodes, devices)) == expected
 
 
-def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Path) -> None:
+def test_node_without_memory_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is 2, and the nodes with memory are 0, 1"):
         numa.choose("2", machine(tmp_path, DUAL))
     assert numa.choose("auto", tmp_path / "nothing") == ()
@@ -100,7 +100,7 @@ def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Pa
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known"
 )
-def test_memory_can_be_placed_or_the_reason_is_said() -> None:
+def test_memory_is_placed_or_the_reason_said() -> None:
     """Calls mbind for a new mapping on an existing NUMA node. If the machine forbids it, `place`
     must return the reason."""
     nodes = numa.memory_nodes()
@@ -115,7 +115,7 @@ def test_memory_can_be_placed_or_the_reason_is_said() -> None:
         del view
 
 
-def test_the_kernel_is_asked_for_these_nodes_and_may_refuse(
+def test_kernel_may_refuse_the_asked_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[object, ...]] = []
@@ -148,7 +148,7 @@ def test_the_kernel_is_asked_for_these_nodes_and_may_refuse(
     assert "not known how" in numa.place(4096, 8192, (0,))
 
 
-def test_the_arena_is_placed_before_it_is_brought_in(tmp_path: Path) -> None:
+def test_arena_is_placed_before_it_is_filled(tmp_path: Path) -> None:
     placed: list[int] = []
 
     def place(address: int, num_bytes: int) -> None:

@@ -123,7 +123,7 @@ class HoldsMachine(RuleBasedStateMachine):
 TestHoldsMachine = HoldsMachine.TestCase
 
 
-def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holds_during_other_ends_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds_module, "PART_ENTRIES", 2)
     machine = HoldsMachine()
     machine.start(1 << 40, 0)

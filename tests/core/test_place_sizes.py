@@ -49,7 +49,7 @@ def test_places_are_small_only_where_that_wins_something() -> None:
         assert (one.slot_bytes(1, group), one.place_bytes(1, group)) == (slot_bytes, place_bytes)
 
 
-def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> None:
+def test_group_that_hardly_fits_rests_a_while() -> None:
     sizes = sizes_of()
     for tried, kept_plain, place_bytes in (
         ((0, MIN_TRIED - 1), 0, SMALL),
@@ -118,7 +118,7 @@ class Node(World):
         return DAY_BYTES - self.down.gate.left_bytes(1.0)
 
 
-def test_the_gate_counts_the_bytes_of_places_and_what_is_moved_again() -> None:
+def test_gate_counts_place_bytes_and_repeated_moves() -> None:
     node = Node()
     assert len(node.write(0, [1, 2, 3], [1])) == 1
     assert node.lower.space.used_bytes() == 2 * SMALL + LARGE == node.written_bytes()
@@ -140,7 +140,7 @@ def test_the_gate_counts_the_bytes_of_places_and_what_is_moved_again() -> None:
     assert node.core.space.index.slot_bytes(up.entries).tolist() == [LARGE] * 2
 
 
-def test_what_was_flushed_while_it_was_tried_is_not_moved_again() -> None:
+def test_blocks_flushed_during_a_trial_stay_away() -> None:
     node = Node()
     node.offer(0, [1, 2])
     move = node.begun()
@@ -148,7 +148,7 @@ def test_what_was_flushed_while_it_was_tried_is_not_moved_again() -> None:
     assert node.end(move, [0, 1]).tolist() == move.entries[1:].tolist()
 
 
-def test_a_group_that_is_not_encoded_any_more_is_written_in_one_go() -> None:
+def test_group_no_longer_encoded_is_written_whole() -> None:
     node = Node()
     node.down._sizes.tried(1, 0, 0, MIN_TRIED)
     node.offer(0, [1, 2])

@@ -196,7 +196,7 @@ def test_victims_are_those_of_the_paper(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_demoted_entries_are_taken_once_and_not_after_a_use(
+def test_demoted_entries_are_taken_once_before_use(
     data: st.DataObject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "PART_ENTRIES", 8)
@@ -221,13 +221,13 @@ def test_demoted_entries_are_taken_once_and_not_after_a_use(
     assert sorted(left) == sorted(expected)
 
 
-def test_an_entry_that_is_demoted_twice_at_once_keeps_its_first_place() -> None:
+def test_entry_demoted_twice_keeps_its_first_place() -> None:
     pile = shared.DemotedEntries(np.zeros(11, np.uint64))
     pile.add(np.array([3, 5, 3, 4, 5], np.uint32))
     assert pile.take(9, lambda entries: entries > 0).tolist() == [3, 5, 4]
 
 
-def test_demoted_entries_that_may_not_go_make_way_for_others(
+def test_stuck_demoted_entries_make_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared, "PART_ENTRIES", 2)
@@ -351,7 +351,7 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
     assert found[kept].all() and values[found].tolist() == POOL[: len(found)][found].tolist()
 
 
-def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
+def test_free_place_is_taken_before_ghosts_drop() -> None:
     """Drops half of the ghosts (remembered keys of evicted blocks) in a full bucket of the table,
     then adds as many. The new ghosts must fill the free places, and the other ghosts must stay."""
     table = GhostTable(4, is_lasting=True)

@@ -153,7 +153,7 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
     ],
     ids=["bound", "guarantee of another"],
 )
-def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, TenantShare]) -> None:
+def test_holds_leave_room_for_residencies(shares: dict[str, TenantShare]) -> None:
     """Pins blocks of tenant `a` by retention (pins that requests ask for), and reserves as much
     room as possible for a residency of the same tenant (a request whose KV stays in host memory).
     All stores into this residency must find room, and so must stores of tenant `b` in the other
@@ -191,7 +191,7 @@ def test_holds_leave_promised_slots_of_their_size() -> None:
     place.core.check_invariants()
 
 
-def test_slots_that_are_promised_stay_although_their_blocks_are_cold() -> None:
+def test_promised_slots_stay_with_cold_blocks() -> None:
     """All slots of small blocks are promised to a residency, and they hold cold blocks. Large
     blocks need room then. They must not get the promised slots, nor must the cold blocks be evicted
     in vain."""
@@ -209,7 +209,7 @@ def test_slots_that_are_promised_stay_although_their_blocks_are_cold() -> None:
     assert set(results) == {BlockResult.STORED}
 
 
-def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None:
+def test_tenant_gets_its_share_of_its_guarantee() -> None:
     arena = NUM_SLABS * SLAB
     shares = {"a": TenantShare(arena // 2), "b": TenantShare(0, arena // 4), "c": TenantShare()}
     bound = residencies(Place(tenants=shares).core).bound
@@ -221,7 +221,7 @@ def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None
     assert bound.room_bytes(0) >= int(0.8 * arena // 2)
 
 
-def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
+def test_condemned_block_ends_its_readers_residencies() -> None:
     place = Place()
     sessions = [place.open("one"), place.open("two")]
     opened = [place.promise(session, "r", 4) for session in sessions]
@@ -242,7 +242,7 @@ def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
         assert [place.holds(each) for each in (opened[1], again)] == [holds] * 2
 
 
-def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None:
+def test_blocks_flushed_under_readers_survive_kills() -> None:
     place = Place(check_stride=64)
     session = place.open()
     opened = place.promise(session, "r", 9)
@@ -275,7 +275,7 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
     assert place.words[OLDEST_START] == place.words[LATEST_START]
 
 
-def test_readers_are_told_if_not_all_can_be_kept() -> None:
+def test_readers_are_notified_of_lost_blocks() -> None:
     place = Place()
     session = place.open()
     opened = place.promise(session, "r", 3)
@@ -289,7 +289,7 @@ def test_readers_are_told_if_not_all_can_be_kept() -> None:
     assert core.space.used_bytes() == 0, "nothing is kept for nobody"
 
 
-def test_a_word_of_an_earlier_server_waits_for_the_grace() -> None:
+def test_earlier_servers_word_waits_for_grace() -> None:
     place = Place()
     session = place.open()
     opened = place.promise(session, "r", 3)
@@ -355,7 +355,7 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
     place.core.check_invariants()
 
 
-def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
+def test_scattered_pins_leave_slabs_to_others() -> None:
     """Reserves room for a residency's blocks (a residency is a request whose KV stays in host
     memory) and for their sketches (compact forms of keys). Stores them one by one, among
     another engine's blocks of the same size. So pinned blocks are scattered over many slabs (pieces
@@ -375,7 +375,7 @@ def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
     place.core.check_invariants()
 
 
-def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
+def test_residency_waits_while_pins_fill_slabs() -> None:
     place = Place()
     first, second = place.open(), place.open("f", "wide", (SLAB, SLOT_ALIGN))
     place.promise(first, "r", NUM_SLABS)
@@ -414,7 +414,7 @@ def test_promised_sketches_take_the_room_of_others() -> None:
 
 
 @pytest.mark.parametrize("pin", [False, True])
-def test_a_use_keeps_all_blocks_of_a_request_that_asks_for_it(pin: bool) -> None:
+def test_use_keeps_all_blocks_as_asked(pin: bool) -> None:
     place = Place()
     session = place.open()
     place.store(session, [1, 2, 3])
@@ -424,7 +424,7 @@ def test_a_use_keeps_all_blocks_of_a_request_that_asks_for_it(pin: bool) -> None
     assert evict(place.core, 1, 0, words_of([1, 2, 3])) == ((0, 3) if pin else (3, 0))
 
 
-def test_a_block_that_nobody_has_compared_since_a_restart_has_no_place() -> None:
+def test_uncompared_block_has_no_place_after_restart() -> None:
     place = Place()
     session = place.open()
     place.promise(session, "r", 8)
@@ -462,7 +462,7 @@ def test_a_store_pins_only_what_was_compared() -> None:
     assert pinned.tolist() == [1, 0]
 
 
-def test_a_sketch_has_no_place_before_it_is_compared() -> None:
+def test_sketch_has_no_place_before_comparison() -> None:
     place = Place()
     session = place.open(kinds=(MEAN,))
     place.promise(session, "r", 4)
@@ -478,7 +478,7 @@ def test_a_sketch_has_no_place_before_it_is_compared() -> None:
     assert offsets()[0] == -1
 
 
-def test_readers_are_told_if_a_tenant_must_give_back() -> None:
+def test_readers_learn_that_a_tenant_must_give() -> None:
     place = Place()
     session = place.open(tenant="a")
     opened = place.promise(session, "r", 3)

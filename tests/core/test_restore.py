@@ -63,7 +63,7 @@ def plain(one: Any) -> Any:
     return one.view(np.ndarray) if isinstance(one, Counted) else one
 
 
-def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
+def test_restart_costs_alike_in_many_key_spaces() -> None:
     """Restores 4,000 blocks that belong to one key space (a model in a configuration), and 4,000
     that belong to 500. Each block must be found in its key space. With 500, the restart may process
     less than four times as many array elements. (Elements are counted instead of time, which
@@ -94,7 +94,7 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
 
 
 @pytest.mark.parametrize("is_below", [False, True])
-def test_new_blocks_are_hotter_than_many_that_a_start_has_brought_back(*, is_below: bool) -> None:
+def test_new_blocks_are_hotter_than_restored_ones(*, is_below: bool) -> None:
     num_blocks, (name, policy) = 60_000, ("m", POLICIES["hotness"](60_010))
     old = np.zeros((num_blocks + 1, table.RECORD_WORDS), np.uint32)
     old[1:, :8] = words_of(range(num_blocks))
@@ -157,7 +157,7 @@ def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
     core.check_invariants()
 
 
-def test_what_was_ready_comes_back_unverified_with_its_checksum() -> None:
+def test_ready_blocks_come_back_unverified_with_checksum() -> None:
     old = filled()
     core, restored = taken_over(old, "lru", 3.0, 5.0)
     assert (restored.blocks, restored.sketches) == (14, 4)
@@ -188,7 +188,7 @@ def test_a_link_beyond_the_table_is_no_link() -> None:
     core.check_invariants()
 
 
-def test_a_sketch_that_its_block_does_not_name_is_dropped() -> None:
+def test_sketch_not_named_by_its_block_drops() -> None:
     """Removes from a block's record the link to its sketch (compact form of keys). The
     restore must keep the block and drop the sketch."""
     records = filled().space.index.table.records.copy()
@@ -238,7 +238,7 @@ def test_a_tier_takes_over_only_ready_blocks() -> None:
     assert restored.blocks == 14 and restored.dropped["unfinished"] == 2
 
 
-def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:
+def test_unknown_key_spaces_are_dropped() -> None:
     records = filled().space.index.table.records.copy()
     restored = restore(empty(), records, {}, None, 5.0)
     assert restored.blocks == 0 and restored.dropped == {"unfinished": 2, "misshapen": 18}

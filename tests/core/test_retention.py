@@ -30,7 +30,7 @@ EACH_POLICY = pytest.mark.parametrize(
     ttl_s=st.sampled_from([0.5, 100.0, MAX_TTL_S]),
     flood=st.integers(4, 40),
 )
-def test_what_is_pinned_stays_until_its_time_and_goes_after(
+def test_pinned_blocks_stay_until_their_time(
     policy: str, how: str, num_pinned: int, ttl_s: float, flood: int
 ) -> None:
     cache = Cache(policy)
@@ -103,9 +103,7 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
 
 @pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=LONG)])
 @given(passed_s=st.sampled_from([1.5, 60.0, 1e5]), length=st.integers(1, 40))
-def test_what_comes_before_a_new_block_counts_as_in_use(
-    policy: str, passed_s: float, length: int
-) -> None:
+def test_blocks_before_a_new_block_count_used(policy: str, passed_s: float, length: int) -> None:
     """Evicts a block in the middle of a chain of `length` blocks. After `passed_s` seconds, stores
     new blocks at the end of the chain. The blocks between the missing one and the new ones must
     count as used now."""
@@ -125,7 +123,7 @@ def test_what_comes_before_a_new_block_counts_as_in_use(
 
 
 @pytest.mark.parametrize("late_s", [0.0, 50.0, 100.0])
-def test_a_hint_that_is_carried_out_late_keeps_blocks_no_longer(late_s: float) -> None:
+def test_late_hint_keeps_blocks_no_longer(late_s: float) -> None:
     """Applies a hint some time after it arrived. The blocks must count as used when the hint is
     applied, but their time to live must begin when the hint arrived."""
     cache = Cache("hotness")

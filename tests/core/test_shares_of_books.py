@@ -115,7 +115,7 @@ def test_leases_that_end_in_parts_end_once(
     core.check_invariants()
 
 
-def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_but_newcomers_is_evicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "BLOCKS", 16)
     world = make_world()
     core, mine, other = world.core, world.open(), world.open("o", "another")
@@ -139,7 +139,7 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     assert [sum(column) for column in zip(*core.evict_all(0), strict=True)] == [30, 2]
 
 
-def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
+def test_closing_sessions_report_pins_nothing_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(core_module, "BLOCKS", 4)
@@ -161,7 +161,7 @@ def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
         st.tuples(st.integers(0, 2), st.sampled_from("abcd"), st.integers(-60, 60)), max_size=60
     ),
 )
-def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
+def test_accounts_share_a_bound_by_the_rule(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
     """Compares `FairBound`, which limits how much of a capacity one owner may use, with the rule

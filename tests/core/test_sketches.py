@@ -447,7 +447,7 @@ def test_the_sketches_of_the_coldest_blocks_make_room() -> None:
     assert world.found(range(4), group=MAX_GROUPS) == [1, 3]
 
 
-def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:
+def test_equal_kinds_have_one_bounded_number() -> None:
     world = World()
     kinds = tuple(Sketch(version % 2, "rot2u", version, (100,)) for version in range(MAX_SKETCHES))
     numbers = world.open(kinds=kinds).sketches

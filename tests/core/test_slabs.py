@@ -298,7 +298,7 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
 
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("gib", [2, 8, 64])
-def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: int) -> None:
+def test_arena_of_one_model_loses_little(gib: int, block_tokens: int) -> None:
     """Fills an arena with blocks of one model, with the slab size (slabs are pieces of the arena)
     that the server would choose. The blocks must take at least 97 % of the arena."""
     arena = ArenaSettings(bytes=ByteSize(gib << 30))
@@ -315,7 +315,7 @@ def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: i
     others=st.lists(st.sampled_from(SIZES), max_size=3),
     held=st.integers(0, 6),
 )
-def test_what_is_promised_can_be_had_whatever_others_take(
+def test_promised_room_is_had_whatever_others_take(
     promises: dict[int, int], others: list[int], held: int
 ) -> None:
     pool = SlabPool(14 * SLAB, SLAB)

@@ -231,7 +231,7 @@ def test_sizes_that_come_and_go_leave_no_memory(
     assert len(space.room._pressure_bytes) == 4
 
 
-def test_a_range_that_is_free_already_is_chosen_only_if_such_count() -> None:
+def test_free_range_is_chosen_only_if_counted() -> None:
     for skips_free, first in ((False, 0), (True, 1)):
         cost, chosen = np.array([-np.inf, -np.inf, 5.0, 1.0]), np.zeros(4, np.bool_)
         assert finished(choose_windows(cost, 2, np.full(1, 9.0), chosen, skips_free=skips_free))
@@ -246,7 +246,7 @@ def test_a_range_that_is_free_already_is_chosen_only_if_such_count() -> None:
         st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from(list(Cause))), max_size=30
     )
 )
-def test_the_last_that_were_removed_are_remembered_with_the_cause(
+def test_last_removals_are_remembered_with_cause(
     monkeypatch: pytest.MonkeyPatch,
     steps: list[tuple[set[int], Cause]],
     max_fresh: int,

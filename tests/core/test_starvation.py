@@ -123,7 +123,7 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
         pytest.param(40, True, marks=pytest.mark.long),
     ],
 )
-def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
+def test_few_hot_blocks_survive_another_sizes_flood(
     policy: str, units: int, few_are_states: bool
 ) -> None:
     """Uses a few blocks (a twentieth of the arena) again and again, while many blocks of the other
@@ -194,9 +194,7 @@ def test_a_burst_gets_all_that_pins_leave(
 @pytest.mark.parametrize("policy", ["hotness", "lru"])
 @pytest.mark.parametrize("units", STATE_UNITS)
 @pytest.mark.parametrize("hot_in", [1, 2, 3])
-def test_a_hot_block_in_every_slab_does_not_hold_them_all(
-    policy: str, units: int, hot_in: int
-) -> None:
+def test_hot_block_per_slab_holds_not_all(policy: str, units: int, hot_in: int) -> None:
     """Fills the arena with attention blocks. One of them in each slab (piece of the arena), or in
     each `hot_in`-th slab, stays in use. Then an engine begins to use states of recurrent layers,
     for which whole slabs must be emptied. In the end all states in use and all hot attention blocks
@@ -218,7 +216,7 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
-def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
+def test_burst_grows_at_once_in_many_slabs(units: int) -> None:
     """Fills a large arena with attention blocks, then stores a burst of recurrent states, which
     have another slot size. In a large arena the server compares the use of the two sizes only now
     and then. In between, the states must go on getting slabs (pieces of the arena) from the

@@ -189,7 +189,7 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
     return taken
 
 
-def test_a_free_slab_and_emptied_ones_make_room_together() -> None:
+def test_free_and_emptied_slabs_make_room_together() -> None:
     space = make_space("lru", {})
     assert fill(space, 4, 40) == 40
     space.removal.evict(space.index.ready_blocks(4)[:4])
@@ -252,7 +252,7 @@ def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyP
         ranked.reset_mock()
 
 
-def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
+def test_asking_beyond_the_guarantee_gets_the_guarantee() -> None:
     """Fills the arena so that one tenant has a guaranteed block in every slab (piece of the arena).
     So no slab can be emptied without evicting such a block. Another tenant requests more than its
     own guarantee at once. It must get at least its guarantee."""
@@ -278,7 +278,7 @@ def test_sketches_within_a_guarantee_stay() -> None:
     assert fill(space, 4, 1) == 0 and len(space.sketches.ready()) == 20
 
 
-def test_a_tenant_above_its_guarantee_gives_its_own_colder_slabs() -> None:
+def test_tenant_above_its_guarantee_gives_cold_slabs() -> None:
     space = make_space("lru", {"a": TenantShare(2 * SLAB)})
     fill(space, 1, 8)
     fill(space, 4, 32, first=10)
@@ -287,7 +287,7 @@ def test_a_tenant_above_its_guarantee_gives_its_own_colder_slabs() -> None:
     space.check_invariants()
 
 
-def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
+def test_bound_is_kept_while_others_store_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
@@ -325,7 +325,7 @@ def test_room_within_a_bound_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -
     assert max(-np.diff(lefts)) == 2 and lefts[-1] == 3
 
 
-def test_tenants_share_the_part_of_the_arena_that_has_memory() -> None:
+def test_tenants_share_the_arena_that_has_memory() -> None:
     """Fills an arena of which only half has memory yet with blocks of one tenant, whose guarantee
     is larger than this half. Another tenant must still get room for a part of its guarantee, and
     both must be able to lease their blocks."""
@@ -354,7 +354,7 @@ class Name(str):
     __hash__ = str.__hash__
 
 
-def test_shares_of_many_tenants_are_replaced_without_comparing_each_with_each(
+def test_many_tenants_shares_are_replaced_in_linear_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reload of the settings replaces the shares on the event loop. Its work must grow linearly

@@ -82,7 +82,7 @@ def all_but(*gone: int) -> list[int]:
     return [number for number in range(10) if number not in gone]
 
 
-def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
+def test_agreeing_blocks_clear_others_are_condemned(arena: Arena) -> None:
     """Damages a byte inside one block and a byte after the end of another. Only the first block may
     be condemned (never served again); all others must be marked as verified."""
     arena.spoil(3)
@@ -95,7 +95,7 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
     arena.core.check_invariants()
 
 
-def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
+def test_block_gone_while_read_is_no_proof(arena: Arena) -> None:
     """Evicts a block and gives its slot to another block while the verifier reads it. The bytes
     then don't match the checksum, but this proves no damage, so no block may be condemned (never
     served again)."""
@@ -107,7 +107,7 @@ def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
     assert arena.found(range(10)) == all_but(3, 4) and arena.found([20, 21]) == [20, 21]
 
 
-def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
+def test_pinned_condemned_block_keeps_its_slot(arena: Arena) -> None:
     arena.core.acquire(arena.session.number, "one", [HashList(0, words_of([3]))], 0.0, 1.0)
     arena.spoil(3)
     entries = arena.entries(range(10))
@@ -120,7 +120,7 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
     arena.core.check_invariants()
 
 
-def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
+def test_condemned_block_under_lease_fails_each_load(arena: Arena) -> None:
     """Begins three loads of a damaged block under one lease. Two of them are compared with the
     checksum at the same time, and their results are applied one after the other; the third is
     compared only afterwards. All three loads must report the block. It must count as condemned
@@ -138,7 +138,7 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
     arena.core.check_invariants()
 
 
-def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
+def test_scrubbers_condemned_block_is_not_loaded(arena: Arena) -> None:
     """Damages a leased block that was verified before, while a load of it runs. The scrubber, which
     compares all blocks in the background, condemns the block (never serves it again). The running
     load must fail; a load of other blocks must not."""
@@ -158,7 +158,7 @@ def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) ->
     assert not arena.core.space.index.unverified.any()
 
 
-def test_a_block_that_is_flushed_under_a_lease_is_still_compared(arena: Arena) -> None:
+def test_block_flushed_under_a_lease_is_compared(arena: Arena) -> None:
     arena.hold()
     slots = arena.load("t", range(10))
     arena.spoil(3)
@@ -177,7 +177,7 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
     arena.core.check_invariants()
 
 
-def test_what_went_with_a_condemned_block_is_not_looked_at(
+def test_companions_of_a_condemned_block_are_skipped(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Condemns damaged blocks while the verifier works. This removes their sketches (compact
@@ -202,7 +202,7 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(
 
 @pytest.mark.parametrize("scanned", [1, 3, 10, 1 << 17])
 @pytest.mark.parametrize("batch_bytes", [SLOT_ALIGN, 1 << 20])
-def test_a_pass_of_the_scrubber_sees_every_block_once(
+def test_scrubber_sees_every_block_once_a_pass(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
     """Runs two passes of the scrubber, which compares all blocks in the background. Each pass must
@@ -218,7 +218,7 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
     assert arena.verifier.passes == 2
 
 
-def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
+def test_scrubbers_pass_does_not_follow_stores(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stores blocks during a pass of the scrubber, which compares all blocks in the background. The

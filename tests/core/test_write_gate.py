@@ -54,9 +54,7 @@ def busy() -> WriteGate:
 
 
 @pytest.mark.parametrize(("budget_bytes", "writes"), [(None, True), (0, False)])
-def test_without_a_budget_all_is_written_and_with_none_left_nothing(
-    budget_bytes: int | None, writes: bool
-) -> None:
+def test_no_budget_writes_all_none_left_nothing(budget_bytes: int | None, writes: bool) -> None:
     gate = WriteGate(budget_bytes)
     for now_s in (0.0, 1.0):
         assert writes_all(gate, offered(range(100), has_gap=True), now_s) == writes
@@ -73,7 +71,7 @@ def test_without_a_budget_all_is_written_and_with_none_left_nothing(
         max_size=60,
     ),
 )  # fmt: skip
-def test_a_day_has_no_more_than_the_budget_and_one_chain(
+def test_day_has_its_budget_plus_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
     """Offers random chains (blocks that follow each other in a prompt) over days, with restarts of
@@ -99,7 +97,7 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
         assert 0 <= gate.left_bytes(now_s - began_s) <= budget * BLOCK_BYTES
 
 
-def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
+def test_future_write_times_count_from_now() -> None:
     """Restores two records of writes. The first is two days old, so it must not count. The second
     seems to be a week in the future, as after a change of the clock. It must count as written now,
     so it must leave the count after a day."""
@@ -120,7 +118,7 @@ def test_what_is_left_comes_back_after_a_day() -> None:
     assert gate.left_bytes(DAY_S + SLOT_S) == 10 * BLOCK_BYTES
 
 
-def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_again() -> None:
+def test_share_of_chains_is_written_refused_later() -> None:
     gate = busy()
     assert 0.0 < gate.share(400.0) < 0.3
     refused = [
@@ -135,7 +133,7 @@ def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_aga
     assert writes_all(gate, offered(longer, EARLY), 2000.0)
 
 
-def test_a_block_is_written_only_after_the_one_before_it() -> None:
+def test_block_is_written_after_the_one_before() -> None:
     gate = WriteGate(20_000 * BLOCK_BYTES)
     assert not writes_all(gate, offered([1, 2], 5, has_gap=True), 0.0)
     gate, late = busy(), range(1 << 45, (1 << 45) + 40)

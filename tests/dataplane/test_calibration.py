@@ -42,7 +42,7 @@ def test_json_there_and_back(calibration: Calibration) -> None:
 
 
 @given(CALIBRATIONS, st.sampled_from(Direction), st.integers(0, 1 << 24), st.integers(0, 1 << 26))
-def test_a_method_is_always_found_and_is_about_the_fastest(
+def test_method_is_found_and_about_the_fastest(
     calibration: Calibration, direction: Direction, page: int, run: int
 ) -> None:
     method = calibration.choose(direction, page, run)
@@ -59,7 +59,7 @@ def test_a_method_is_always_found_and_is_about_the_fastest(
         assert calibration.speeds[direction, method, page] >= 0.97 * max(others, default=0.0)
 
 
-def test_the_nearest_size_counts_and_what_fails_is_never_chosen() -> None:
+def test_nearest_size_counts_failing_methods_never() -> None:
     load = {(Direction.LOAD, method, size): 1.0 for method in Method for size in PAGE_BYTES}
     load |= {
         (Direction.LOAD, Method.KERNEL, 4096): 9.0,
@@ -111,7 +111,7 @@ def test_what_is_no_json_is_refused(text: str) -> None:
         Calibration.from_json(text)
 
 
-def test_a_measured_calibration_has_all_speeds_and_holds_for_its_device_and_driver() -> None:
+def test_measured_calibration_holds_for_device_and_driver() -> None:
     """Measures the copy speeds of a fake device. Several pieces must be in flight at once:
     otherwise the time between two calls would count as copying time."""
 
@@ -163,7 +163,7 @@ def test_a_speed_is_of_all_copied_bytes(
         assert num_bytes / 2 < speed * 1e9 * call_s / num_rounds <= num_bytes * 1.001
 
 
-def test_a_method_that_fails_counts_as_none_and_a_lost_device_ends_it() -> None:
+def test_failing_method_counts_none_lost_device_ends() -> None:
     runtime = FakeRuntime()
     device = runtime.devices()[0]
     assert measure(runtime, device, "", 64 << 10, lambda: True) is None

@@ -98,7 +98,7 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-def test_no_more_than_depth_pieces_are_given_to_the_device_and_no_job_ends_before_it(
+def test_device_gets_at_most_depth_pieces(
     bench: Bench,
 ) -> None:
     bench.engine.submit(bench.ends.job("load", [bench.load()]))
@@ -116,7 +116,7 @@ def test_no_more_than_depth_pieces_are_given_to_the_device_and_no_job_ends_befor
     assert (bench.engine.figures().num_queued, bench.engine.figures().num_in_flight) == (0, 0)
 
 
-def test_a_small_job_takes_its_turn_between_large_ones(bench: Bench) -> None:
+def test_small_job_takes_turns_with_large_ones(bench: Bench) -> None:
     bench.engine.submit(bench.ends.job("large", [bench.load()]))
     bench.until(lambda: bench.engine.figures().num_in_flight == 2)
     bench.engine.submit(bench.ends.job("small", [bench.load(4096)]))
@@ -147,7 +147,7 @@ def test_owners_take_turns_however_many_jobs_each_has(bench: Bench) -> None:
     assert sum(m.num_bytes for m in bench.engine.figures().moved) < 3 * ARENA_BYTES
 
 
-def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> None:
+def test_cancelled_job_ends_when_its_pieces_passed(bench: Bench) -> None:
     job = bench.ends.job("load", [bench.load()])
     bench.engine.submit(job)
     bench.until(lambda: bench.engine.figures().num_in_flight == 2)
@@ -174,7 +174,7 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
-def test_a_device_that_can_not_be_followed_is_given_up(bench: Bench, call: str, tries: int) -> None:
+def test_device_that_cant_be_followed_is_abandoned(bench: Bench, call: str, tries: int) -> None:
     """Makes a device call fail `tries` times in a row. The job that needs the call must fail. The
     engine tries each call three times; if all three fail, it must stop using the device, so that
     later jobs fail too."""
@@ -207,7 +207,7 @@ def test_without_room_for_staging_it_does_without() -> None:
     bench.close()
 
 
-def test_a_device_that_hangs_does_not_keep_the_process_from_ending(bench: Bench) -> None:
+def test_hung_device_lets_the_process_end(bench: Bench) -> None:
     threads = [one for lane in bench.engine._lanes.values() for one in lane._threads]
     assert threads and all(one.daemon for one in threads)
 
@@ -220,7 +220,7 @@ def test_a_device_that_hangs_does_not_keep_the_process_from_ending(bench: Bench)
         ("new_stream", 2),
     ],
 )
-def test_an_engine_that_can_not_be_made_leaves_nothing(call: str, nth: int) -> None:
+def test_failed_engine_construction_leaves_nothing(call: str, nth: int) -> None:
     runtime = FakeRuntime()
     arena = Arena(runtime)
     threads = {*threading.enumerate()}
@@ -232,7 +232,7 @@ def test_an_engine_that_can_not_be_made_leaves_nothing(call: str, nth: int) -> N
     runtime.close()
 
 
-def test_what_is_not_pinned_yet_is_moved_by_plain_copies_and_later_as_chosen() -> None:
+def test_unpinned_memory_is_copied_plainly_at_first() -> None:
     bench = Bench(threaded=True, num_pinned=1)
     bench.engine.submit(bench.ends.job("early", [bench.load()]))
     bench.ends.wait()
@@ -251,7 +251,7 @@ def test_what_is_not_pinned_yet_is_moved_by_plain_copies_and_later_as_chosen() -
     bench.close()
 
 
-def test_it_calibrates_by_itself_tells_so_and_goes_by_it() -> None:
+def test_calibration_runs_by_itself_and_is_used() -> None:
     runtime = FakeRuntime()
     arena = Arena(runtime)
     arena.grow()

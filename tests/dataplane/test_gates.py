@@ -61,9 +61,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: CopyRig) -> None:
     assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig)._waiting
 
 
-def test_a_long_wait_is_asked_for_ever_more_seldom(
-    rig: CopyRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_wait_is_polled_ever_less(rig: CopyRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps a gate closed (an object that delays a copy job). The copy engine polls it; the pauses
     between two polls must grow up to a maximum. Once another gate opens, the pauses must be short
     again."""
@@ -91,7 +89,7 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(
     ends.wait()
 
 
-def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: CopyRig) -> None:
+def test_passed_gate_is_asked_once_by_caller(rig: CopyRig) -> None:
     gate = SwitchedGate(is_open=True)
     submit(rig, gate).wait()
     assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
@@ -110,7 +108,7 @@ def test_a_gate_that_breaks_fails_its_own_job(rig: CopyRig, error: Exception) ->
     assert ends["1"] is Outcome.DONE and [gate.num_released for gate in gates] == [1, 1]
 
 
-def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: CopyRig) -> None:
+def test_waiting_jobs_are_cancelled_at_close(rig: CopyRig) -> None:
     gates = [SwitchedGate() for _ in range(5)]
     ends = submit(rig, *gates)
     rig.engine.close()
@@ -118,7 +116,7 @@ def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: CopyRig) -> No
     assert all(gate.num_released == 1 for gate in gates)
 
 
-def test_a_job_without_bytes_waits_for_its_gate_and_that_is_no_stall(rig: CopyRig) -> None:
+def test_empty_job_waiting_for_its_gate_is_fine(rig: CopyRig) -> None:
     ends, gate = Ends(), SwitchedGate()
     rig.engine.submit(ends.job("nothing", [], gate))
     while gate.num_asked < 100:
@@ -128,7 +126,7 @@ def test_a_job_without_bytes_waits_for_its_gate_and_that_is_no_stall(rig: CopyRi
     assert ends["nothing"] is Outcome.DONE
 
 
-def test_a_plan_for_a_device_without_an_engine_fails(rig: CopyRig) -> None:
+def test_plan_for_device_without_engine_fails(rig: CopyRig) -> None:
     ends = Ends()
     memory = rig.memories[0]
     stranger = type(memory)(memory.address, memory.num_bytes, "memory of nobody", 7)
@@ -139,7 +137,7 @@ def test_a_plan_for_a_device_without_an_engine_fails(rig: CopyRig) -> None:
     assert ends["strange"] is Outcome.FAILED and "device 7" in ends.message("strange")
 
 
-def test_a_job_of_which_a_part_is_refused_ends_after_the_others() -> None:
+def test_partly_refused_job_ends_after_the_others() -> None:
     """Submits a job to two engines, one of which refuses its part. The job must not end before the
     part of the accepting engine ends, because that part still writes."""
     host, device = Mock(), Mock()
@@ -154,7 +152,7 @@ def test_a_job_of_which_a_part_is_refused_ends_after_the_others() -> None:
         assert ends == [Outcome.FAILED]
 
 
-def test_a_job_that_is_refused_after_its_gate_leaves_other_gates_polled() -> None:
+def test_job_refused_after_its_gate_leaves_others() -> None:
     host, ends, gates = Mock(), Ends(), [SwitchedGate() for _ in range(2)]
     host.submit.side_effect = [MemoryError, None]
     with contextlib.closing(CopyEngines(host, {})) as only:

@@ -109,7 +109,7 @@ def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> 
         places[at : at + size] = address + np.arange(size)
 
 
-def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> None:
+def test_separate_layer_memories_are_one_arena_run() -> None:
     # 64 blocks of 8 layers. A block has a page of 4 KiB in each layer; each layer has its own
     # memory on the device. A slot has the 8 pages of a block, 32 KiB.
     blocks, layers, page = 64, 8, 4096

@@ -39,7 +39,7 @@ def plan_of(
     return plan
 
 
-def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
+def test_plan_grows_with_blocks_not_runs() -> None:
     """Makes a plan of 100 blocks with 65,536 ranges of one byte each. It must take less than 16
     MiB of memory, also while other threads of the process allocate some. (A list of all ranges
     would take 212 MB.)"""
@@ -55,7 +55,7 @@ def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
         tracemalloc.stop()
 
 
-def test_neighbours_are_one_run_and_no_piece_is_longer_than_asked_for() -> None:
+def test_neighbours_make_one_run_of_bounded_pieces() -> None:
     """Cuts a plan of 2 GiB, contiguous on both sides, into shares. Each share must be a single
     range of 16 MiB, because a cancel waits until the share being copied is done."""
     plan = plan_of(1024, 1, 2 * MIB, gap_bytes=0)
@@ -82,7 +82,7 @@ def test_a_plan_that_leaves_its_memories_is_refused(outside: str) -> None:
         BlockCopies(plan.recipe, engine, arena, blocks, plan.slot_offsets, to_engine=True)
 
 
-def test_the_extent_of_blocks_is_that_of_all_their_runs() -> None:
+def test_extent_of_blocks_covers_all_runs() -> None:
     chance = np.random.default_rng(1)
     for _ in range(200):
         num_blocks, num_runs = chance.integers(1, 20, 2)

@@ -53,7 +53,7 @@ class Memories:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
+def test_every_size_and_place_around_a_line(how: str) -> None:
     """Copies the shortest ranges for which streaming stores (which bypass the CPU's caches) are
     used, with every alignment of their start and many lengths. Only their bytes may change."""
     size_bytes = FIRST_STREAMED_BYTES + 2 * LINE_BYTES

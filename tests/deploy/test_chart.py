@@ -84,7 +84,7 @@ def test_objects_fit_their_schemas(rendered: Objects, version: str) -> None:
             objects.validate(item, version)
 
 
-def test_names_and_labels_lead_from_one_to_the_other(rendered: Objects) -> None:
+def test_names_and_labels_lead_to_each_other(rendered: Objects) -> None:
     daemons = rendered.one("DaemonSet")
     pods = daemons["spec"]["template"]["metadata"]["labels"].items()
     assert daemons["spec"]["selector"]["matchLabels"].items() <= pods
@@ -217,7 +217,7 @@ def test_directories_win_over_the_variables_of_the_image(
 @pytest.mark.parametrize(
     ("sets", "node"), [((), "node-1"), (("settings.events.node=rack-7",), "rack-7")]
 )
-def test_a_node_is_named_by_the_settings_or_else_by_kubernetes(
+def test_node_is_named_by_settings_or_kubernetes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], node: str
 ) -> None:
     found = objects.of_chart(sets=sets)
@@ -311,7 +311,7 @@ def test_zero_is_no_default() -> None:
     assert found.pod["terminationGracePeriodSeconds"] == STOP_S
 
 
-def test_prometheus_is_not_sent_to_a_port_that_it_can_not_reach() -> None:
+def test_prometheus_is_not_sent_to_unreachable_ports() -> None:
     found = objects.of_chart(sets=("settings.http.host=127.0.0.1",))
     assert "Service" not in found.kinds and "ports" not in found.server
     annotations = found.one("DaemonSet")["spec"]["template"]["metadata"]["annotations"]
@@ -320,7 +320,7 @@ def test_prometheus_is_not_sent_to_a_port_that_it_can_not_reach() -> None:
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "router"])
-def test_endpoints_of_events_that_the_server_binds_are_ports(host: str, tmp_path: Path) -> None:
+def test_bound_endpoints_of_events_are_ports(host: str, tmp_path: Path) -> None:
     """Renders the chart with an endpoint for events, to which the server binds or connects. If it
     binds, the endpoint must be a port of the pod and of the Service, otherwise not."""
     events = {"endpoint": f"tcp://{host}:5557", "replay_endpoint": f"tcp://{host}:5558"}
@@ -351,14 +351,14 @@ def test_names_that_look_like_numbers_are_names(tmp_path: Path) -> None:
     assert named == {"secretKeyRef": {"name": "1e3", "key": "0x1"}}
 
 
-def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
+def test_gpu_manifest_is_the_base_with_patch() -> None:
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     patched = objects.merged(objects.of_chart().one("DaemonSet"), patch)
     assert objects.of_chart(sets=("gpu.enabled=true",)).one("DaemonSet") == patched
 
 
 @pytest.mark.parametrize("is_for_gpus", ["false", "true"])
-def test_notes_name_the_connector_that_works_with_the_pod(is_for_gpus: str) -> None:
+def test_notes_name_the_pods_working_connector(is_for_gpus: str) -> None:
     """Renders the chart's notes without GPUs in the server's pod. For engines on GPUs they must
     then name HotKVOffloadingConnector."""
     objects.of_chart()

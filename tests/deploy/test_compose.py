@@ -44,7 +44,7 @@ def test_compose_takes_it(files: tuple[str, ...]) -> None:
     assert ("pid" in found["hotkv"]) == (len(files) == 2)
 
 
-def test_the_offloading_file_gives_gpus_to_the_engine_only() -> None:
+def test_offloading_file_gives_gpus_to_engines_only() -> None:
     found = objects.of_compose("compose.yaml", "compose.offloading.yaml")
     added = yaml.safe_load((ROOT / "compose.offloading.yaml").read_text())["services"]
     assert set(added) == {"vllm"} and "devices" in json.dumps(added)

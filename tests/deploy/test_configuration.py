@@ -85,7 +85,7 @@ def test_each_has_a_comment_with_its_unit() -> None:
             assert re.search(r"[KMG]iB", value + comment) or "byte" in comment, name
 
 
-def test_all_that_is_shown_in_comments_can_be_set(tmp_path: Path) -> None:
+def test_all_settings_in_comments_can_be_set(tmp_path: Path) -> None:
     """Uncomments all settings in deploy/hotkv.toml and loads the file. The example of a tenant must
     set every field of a tenant."""
     text = uncommented()

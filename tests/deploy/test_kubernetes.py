@@ -83,7 +83,7 @@ def test_engines_find_the_server(settings: Settings, manifest: Objects) -> None:
     assert not pod["enableServiceLinks"], "a Service called vllm would set VLLM_PORT"
 
 
-def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
+def test_shared_cache_fits_cpu_engines_shared_memory() -> None:
     """The engine's /dev/shm in vllm.yaml must be larger than its KV cache, because a CPU engine
     shares its KV cache with hotkv as a file there."""
     pod = objects.of_manifest("vllm.yaml").one("Deployment")["spec"]["template"]["spec"]
@@ -119,7 +119,7 @@ def test_patches_for_gpus_fit(base: str, kind: str, patch: str, namespaces: set[
     assert rights[0] == rights[1]
 
 
-def test_the_tier_of_an_engine_that_offloads_fits_its_shared_memory() -> None:
+def test_offloading_tier_fits_engines_shared_memory() -> None:
     base, patch = (objects.of_manifest(f"vllm{name}.yaml") for name in ("", "-offloading"))
     engine = objects.merged(base.one("Deployment"), patch.one("Deployment"))
     pod = engine["spec"]["template"]["spec"]
@@ -127,7 +127,7 @@ def test_the_tier_of_an_engine_that_offloads_fits_its_shared_memory() -> None:
     check_connector(pod["containers"][0]["args"], objects.num_bytes(shm["emptyDir"]["sizeLimit"]))
 
 
-def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) -> None:
+def test_gpu_kernels_are_cached_where_writable(manifest: Objects) -> None:
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     patched = objects.merged(copy.deepcopy(manifest.one("DaemonSet")), patch)
     server: dict[str, Any] = patched["spec"]["template"]["spec"]["containers"][0]
@@ -138,7 +138,7 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
+def test_probes_use_http_or_existing_commands(manifest: Objects, name: str) -> None:
     """Checks that the pod's probes use HTTP. If the settings keep the kubelet from reaching the
     HTTP port, they must run `hotkv ping` instead, which has to start Python each time."""
     is_live = name == "livenessProbe"

@@ -57,7 +57,7 @@ def test_contributing_names_paths_that_exist() -> None:
         assert list(ROOT.glob(path.rstrip("/"))), f"{path} is not there"
 
 
-def test_the_page_of_the_connectors_settings_has_each_with_its_default() -> None:
+def test_page_of_connector_settings_has_each_default() -> None:
     text = connector_settings.PAGE.read_text()
     assert text == connector_settings.page(), "python -m tools.connector_settings"
     for field in dataclasses.fields(ConnectorConfig):
@@ -80,7 +80,7 @@ def words_of_the_code() -> str:
     return "\n".join(texts)
 
 
-def test_messages_of_the_page_of_trouble_are_those_of_the_code() -> None:
+def test_trouble_page_quotes_messages_of_the_code() -> None:
     """Checks that the log messages which docs/trouble.md quotes occur in the code. Short pieces of
     messages are not compared."""
     page = (ROOT / "docs" / "trouble.md").read_text()

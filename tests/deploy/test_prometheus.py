@@ -215,7 +215,7 @@ def answer(expr: str, folder: Path, **values: str) -> str:
     return str(got)
 
 
-def test_the_share_that_is_ready_counts_servers_that_are_down(tmp_path: Path) -> None:
+def test_ready_share_counts_servers_that_are_down(tmp_path: Path) -> None:
     (panel,) = [panel for panel in panels() if panel["title"] == "Ready"]
     up, down = dict.fromkeys(READY, "1x10"), dict.fromkeys(READY, "1x3 stale")
     down["up"] = "1x3 0x6"
@@ -239,7 +239,7 @@ def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
             assert answer(expr, tmp_path, **zeros) == "nil", panel["title"]
 
 
-def test_the_dashboard_has_its_variables_and_places_for_its_panels() -> None:
+def test_dashboard_has_its_variables_and_panel_places() -> None:
     made = json.loads(dashboard.FILE.read_text())
     assert [one["name"] for one in made["templating"]["list"]] == ["datasource", "instance"]
     taken = set[tuple[int, int]]()
@@ -288,7 +288,7 @@ def test_alerts_fire_whatever_labels_prometheus_adds(tmp_path: Path) -> None:
     promtool("test", "rules", str(path))
 
 
-def test_every_alert_is_tested_and_says_what_to_do() -> None:
+def test_every_alert_is_tested_and_advises() -> None:
     tested = set(re.findall(r"\bHotKV\w+", RULES_TEST.read_text()))
     assert tested == {rule["alert"] for rule in ALERTS}
     commands = set(cli.parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]

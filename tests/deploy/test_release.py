@@ -84,7 +84,7 @@ def test_the_chart_of_a_release_renders(made: Release) -> None:
         release.chart(Release("9.9.9", made.out, epoch_s=0))
 
 
-def test_deployed_files_are_all_there_and_the_same_each_time(made: Release, tmp_path: Path) -> None:
+def test_deployed_files_are_complete_and_reproducible(made: Release, tmp_path: Path) -> None:
     make(made, "deploy")
     first = made.deploy.read_bytes()
     made.deploy.unlink()
@@ -123,7 +123,7 @@ def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_setup_takes_the_lock_for_the_vllm_that_it_installs() -> None:
+def test_setup_takes_the_lock_for_its_vllm() -> None:
     (default,) = re.findall(r"^VLLM +\?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert f"{default}; python_version >= '3.11'" in lock.wanted((ROOT / "Makefile").read_text())
     make_program = shutil.which("make")

@@ -69,7 +69,7 @@ def test_the_table_of_contents_has_every_page() -> None:
     assert written - named == {"docs/README.md"} and len(written) > 15
 
 
-def test_pages_of_this_repository_link_to_pages_of_the_site(tmp_path: Path) -> None:
+def test_repository_links_point_to_site_pages(tmp_path: Path) -> None:
     num_pages = site_build.stage(ROOT, tmp_path / "pages", lambda *_: "<svg/>")
     pages = sorted((tmp_path / "pages").rglob("*.md"))
     assert len(pages) == num_pages > 25
@@ -111,7 +111,7 @@ def test_a_link_that_leads_nowhere_is_no_site(repository: Path, link: str) -> No
 
 
 @pytest.mark.long
-def test_the_search_works_in_a_browser_from_the_file_system(repository: Path) -> None:
+def test_search_works_from_the_file_system(repository: Path) -> None:
     chromium = program("chromium")
     assert built(repository).returncode == 0
     address = f"file://{repository}/site/search.html?q=settings"

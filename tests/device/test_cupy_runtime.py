@@ -67,7 +67,7 @@ def test_devices(machine: Machine) -> None:
     assert repr(runtime).startswith("CupyRuntime(devices=2, started=[], Driver(")
 
 
-def test_devices_start_when_used_and_every_thread_is_given_the_device(machine: Machine) -> None:
+def test_devices_start_when_used_in_every_thread(machine: Machine) -> None:
     runtime = machine.runtime()
     assert machine.driver.calls() == []
     kinds = [(1, Priority.LOW), (0, Priority.HIGH), (1, Priority.HIGH)]

@@ -37,7 +37,7 @@ ORDER = [
 ]
 
 
-def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
+def test_table_has_all_that_ended(tmp_path: Path) -> None:
     figures = [Figure("score", 0.5, 0.4), Figure("build", 0.5, 0.03, True)]
     reports = {
         "transfer": {
@@ -91,7 +91,7 @@ def parts() -> list[tuple[str, int]]:
     return [(f"{'tests' if kind == 'test' else kind} {name}", int(s)) for kind, name, s in found]
 
 
-def test_bytes_and_copies_are_answered_in_two_minutes_and_each_half_in_six() -> None:
+def test_bytes_and_copies_are_answered_in_time() -> None:
     """Adds up the time limits of the script's parts, which bound the run even if every part hangs.
     The first three parts, which check bytes and copies, must take at most two minutes together, and
     each half of all parts at most six."""
@@ -152,7 +152,7 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(1400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
-def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
+def test_whole_check_runs_over_a_fake_device(tmp_path: Path) -> None:
     """Runs the whole script over a simulated device. Every part that works without a real GPU must
     end, in order, and the benchmarks must report figures."""
     done = subprocess.run(

@@ -288,7 +288,7 @@ def test_another_processes_memory_and_event(
     runtime.close_memory(0, address)
 
 
-def test_memory_of_a_dead_process_is_free_when_closed(runtime: CupyRuntime) -> None:
+def test_dead_processs_memory_is_free_when_closed(runtime: CupyRuntime) -> None:
     import cupy
 
     size = 512 * MIB

@@ -191,7 +191,7 @@ def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("end", ["killed", "destroyed"])
-def test_the_event_of_an_engine_that_is_gone_does_not_pass(
+def test_gone_engines_event_does_not_pass(
     runtime: CupyRuntime, stream: Stream, engine: Engine, end: str
 ) -> None:
     """Kills an engine, or destroys its CUDA event, before its device has reached the event. The
@@ -216,7 +216,7 @@ def test_the_event_of_an_engine_that_is_gone_does_not_pass(
     assert works(runtime, stream)
 
 
-def test_words_are_read_while_the_engines_kernels_fill_the_device(
+def test_words_are_read_while_kernels_run(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
     """Copies from the engine's memory while the engine's kernels keep the device busy. The copies
@@ -243,7 +243,7 @@ def test_words_are_read_while_the_engines_kernels_fill_the_device(
     runtime.free_pinned(landing)
 
 
-def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
+def test_memory_freed_during_a_copy_loses_nothing(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
     """An engine frees its memory while the server copies from it, which NVIDIA calls undefined. The

@@ -367,9 +367,7 @@ def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
 
 
 @pytest.mark.parametrize("sides", [["cupy"], ["torch"]])
-def test_a_process_that_has_used_the_device_still_reacts_to_sigterm(
-    cupy: Any, tmp_path: Path, sides: list[str]
-) -> None:
+def test_process_with_device_reacts_to_sigterm(cupy: Any, tmp_path: Path, sides: list[str]) -> None:
     """Does in a child process what an engine with residency does at its start, and then sends it
     SIGTERM, as vLLM does. No step may change how the child's main thread gets the signal (its flag
     SA_RESTART, and the signals that the thread blocks), and the child must end by its own handler.

@@ -137,13 +137,13 @@ def test_a_usage_comes_back_from_its_values(usage: Usage) -> None:
     assert counted(back) == counted(usage)
 
 
-def test_a_tier_that_is_not_known_counts_as_host_memory() -> None:
+def test_unknown_tier_counts_as_host_memory() -> None:
     values = COLUMNS.values(Usage(hit_tokens={"host": 1, "tape": 7}))
     assert COLUMNS.usage(values).hit_tokens == {"host": 8, "disk": 0, "valkey": 0}
 
 
 @pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])
-def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
+def test_clock_going_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
     """Counts once, sets the clock back by `back` minutes, and counts again. If that is at most an
     hour, the window of the last minute must show both counts, otherwise only the second. The sum of
     all time must have both."""
@@ -165,7 +165,7 @@ def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool)
         )
     )
 )
-def test_a_hit_of_a_fresh_engine_saves_by_the_speed_of_the_engines_before(
+def test_fresh_engines_hit_saves_by_earlier_speed(
     reports: list[tuple[str, int, float, float]],
 ) -> None:
     accounts, known = Accounts(Columns(()), 0), dict[str, float]()

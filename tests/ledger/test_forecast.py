@@ -101,7 +101,7 @@ def demand(first: int, count: int, num_hits: int = 0) -> RequestDemand:
     return RequestDemand(keys, count * 16, 16, BLOCK_BYTES, num_hits)
 
 
-def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
+def test_blocks_named_twice_count_once() -> None:
     """Reports requests that name the same block several times, as only a faulty engine does. Each
     block must count once, and no exception may end the node's timer."""
     made = Forecast(POLICIES["hotness"], 0, 64, 512)
@@ -113,7 +113,7 @@ def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
         made.check_invariants()
 
 
-def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
+def test_actual_hits_are_reachable_though_unseen() -> None:
     """Reports hits on blocks that were in no earlier request, as blocks of an answer are, which
     engines store too. They must count as hits of an endless cache."""
     found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
@@ -136,7 +136,7 @@ def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
 
 
 @pytest.mark.parametrize("is_restored", [False, True])
-def test_an_endless_cache_forgets_nothing_however_much_others_are_used(is_restored: bool) -> None:
+def test_endless_cache_forgets_nothing(is_restored: bool) -> None:
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 200), GIB, 0.0, 0)
     if is_restored:
@@ -156,7 +156,7 @@ def restored(made: Forecast) -> Forecast:
     return again
 
 
-def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
+def test_blocks_from_before_a_restart_yield_first() -> None:
     """Restores the keys of 2,000 blocks that an earlier server has seen. Then requests 2,000 new
     blocks, and after them the old ones. The old blocks must count as seen before: the table has
     room for all keys, so the new ones must not displace them."""
@@ -170,7 +170,7 @@ def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None
 
 
 @pytest.mark.parametrize("max_keys", [4096, 1024])
-def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib(max_keys: int) -> None:
+def test_larger_arena_has_larger_steps(max_keys: int) -> None:
     assert step_bytes(GIB) == step_bytes(8 * GIB) == GIB and step_bytes(64 * GIB) == 8 * GIB
     made, capacity = Forecast(POLICIES["lru"], 0, max_keys), 64 * GIB
     blocks = capacity // BLOCK_BYTES

@@ -17,7 +17,7 @@ TOKENS = 16
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
+def test_miss_reason_is_the_blocks_verdict(cause: Cause) -> None:
     place = World()
     session = place.open()
     for group in (0, 1):
@@ -50,7 +50,7 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
 
 
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
-def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
+def test_hit_ended_by_another_group_names_it(absent: str) -> None:
     """Counts a request for which full attention has blocks 0 to 5, but the sliding-window group
     lacks a block, so that the hit ends before block 5. The missed tokens up to the end of block 5
     must get the reason why the sliding-window block is missing (`absent`). A second request has
@@ -81,7 +81,7 @@ def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str
 @pytest.mark.parametrize(
     "reason", [Miss.REFUSED, Miss.LATE, Miss.FAILED_LOAD, Miss.COMPUTED_SOONER]
 )
-def test_a_reason_of_the_engine_counts_only_for_blocks_that_the_server_has(reason: Miss) -> None:
+def test_engines_reason_counts_only_for_servers_blocks(reason: Miss) -> None:
     """Counts a request of nine blocks, of which the server has 4 and the engine has hit only 3. The
     reason that the engine reports (`reason`) must count for the fourth block. It must not count for
     the 5 blocks behind it, which no engine has ever stored."""

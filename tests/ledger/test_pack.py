@@ -61,7 +61,7 @@ def test_a_ledger_goes_on_where_it_was() -> None:
     assert (other.sums.total - before)[2] == 0
 
 
-def test_a_ledger_with_more_accounts_than_this_version_keeps_loses_no_sum() -> None:
+def test_newer_ledger_with_more_accounts_loses_nothing() -> None:
     accounts, forecast = filled()
     for number in range(6):
         who = Account("blue", "small", "00ff", f"engine {number}")
@@ -86,7 +86,7 @@ def test_tiers_may_come_and_go_between_two_servers() -> None:
 
 
 @given(data=st.data())
-def test_a_file_that_is_cut_off_or_has_a_wrong_byte_is_refused(data: st.DataObject) -> None:
+def test_damaged_or_cut_file_is_refused(data: st.DataObject) -> None:
     content = bytearray(file_of(*filled()))
     at, flip = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 255))
     content[at] ^= flip

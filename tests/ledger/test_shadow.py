@@ -105,7 +105,7 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> None:
+def test_small_blocks_evict_no_extra_large_blocks(policy: str) -> None:
     """Fills the shadow cache (simulated cache) with 10 large blocks, then stores 5 small blocks,
     which together need half of the room of a large one. Only one large block may be evicted for
     them."""
@@ -117,7 +117,7 @@ def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> 
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_large_block_does_not_make_small_ones_leave_one_by_one(
+def test_large_block_keeps_all_small_ones_or_none(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fills the shadow cache (simulated cache) with 1000 small blocks and a large one, then stores
@@ -139,7 +139,7 @@ def test_a_large_block_does_not_make_small_ones_leave_one_by_one(
     assert shadow.used_bytes <= 2000 and len(asked) < 20
 
 
-def test_a_policy_that_keeps_others_hits_as_on_the_node() -> None:
+def test_policy_keeps_as_many_hits_as_the_node() -> None:
     """Replays sessions with regular pauses under the policy hotness, which then keeps recently used
     blocks from eviction. The shadow cache must have as many hits as the simulator, within 10 %."""
     trace = make_trace("regular_turns", regular_turns(0, 1500))

@@ -164,7 +164,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Da
 LONG_WAIT = {"hotkv.lookup_timeout_s": 20.0, "hotkv.load_timeout_s": 20.0}
 
 
-def test_blocks_that_host_memory_lost_come_from_the_disk(rigs: Any, tmp_path: Path) -> None:
+def test_blocks_lost_from_host_memory_come_from_disk(rigs: Any, tmp_path: Path) -> None:
     keys = keys_of("disk", 40)
     with own_daemon() as daemon:
         daemon.flags = ["--tiers.disk.path", str(tmp_path), "--tiers.disk.bytes", "64MiB", *PATIENT]
@@ -181,7 +181,7 @@ def test_blocks_that_host_memory_lost_come_from_the_disk(rigs: Any, tmp_path: Pa
         assert daemon.counter("tier_promoted_blocks_total") == 40
 
 
-def test_a_server_of_another_node_hits_through_the_shared_tier(
+def test_other_nodes_server_hits_through_the_shared_tier(
     rigs: Any, nodes: tuple[Daemon, Daemon]
 ) -> None:
     keys = keys_of("shared", 40)
@@ -193,7 +193,7 @@ def test_a_server_of_another_node_hits_through_the_shared_tier(
     assert nodes[1].counter("shared_fetched_blocks_total") == fetched + 40
 
 
-def test_a_node_that_was_warmed_hits_from_its_host_memory(
+def test_warmed_node_hits_from_its_host_memory(
     rigs: Any, nodes: tuple[Daemon, Daemon], tmp_path: Path
 ) -> None:
     """The first node exports the hashes of its blocks to a file. The second node fetches these
@@ -247,9 +247,7 @@ def stores(one: Engine, daemon: Daemon, num_blocks: float) -> None:
     wait_for(lambda: one.step() or daemon.counter("stored_blocks_total") >= num_blocks, "stores")
 
 
-def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
-    model: Make, daemon: Daemon
-) -> None:
+def test_streamed_inputs_blocks_are_stored_by_name(model: Make, daemon: Daemon) -> None:
     one, other = model(), model()
     before = daemon.counter("stored_blocks_total")
     one.shown["s"], one.outputs["s"] = {}, []
@@ -268,7 +266,7 @@ def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
 
 
 @pytest.mark.parametrize("is_canonical", [False, True])
-def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
+def test_engines_share_whatever_the_scheduler_sees_of_loading(
     model: Make, is_canonical: bool
 ) -> None:
     """Loading a model changes the quantization settings in vLLM's config. With several ranks this
@@ -317,7 +315,7 @@ def usage(daemon: Daemon) -> dict[str, Any]:
     return total
 
 
-def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
+def test_hits_in_vllms_tier_are_no_savings(model: Make, daemon: Daemon) -> None:
     """Loads a prompt from vLLM's own CPU tier. In the server's statistics (`hotkv savings`) this
     must count as a hit on the device, not as a saving of the server. But the server must record the
     blocks as used, so that it does not evict them early. Another engine then loads them from the
@@ -348,7 +346,7 @@ def idle_s(daemon: Daemon) -> list[float]:
 
 
 @pytest.mark.parametrize("limit", [{"max_load_tokens": 0}, {"kv_load_tiers": []}], ids=str)
-def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
+def test_tokens_vllm_may_not_load_are_not_asked(
     model: Make, daemon: Daemon, limit: dict[str, Any]
 ) -> None:
     one, other = model(), model()
@@ -366,7 +364,7 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
     assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
 
 
-def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
+def test_prompt_for_another_connector_is_not_promoted(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has the first blocks of a prompt, and the request says that another connector can
@@ -392,7 +390,7 @@ def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
 
 
 @pytest.mark.parametrize("pause", ["", "before", "during"])
-def test_a_decode_engine_waits_for_a_prompt_that_another_engine_computes(
+def test_decode_engine_waits_for_a_prompt_computed_elsewhere(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, pause: str
 ) -> None:
     """A request reaches the decode engine before the prefill engine has stored the last blocks of
@@ -480,7 +478,7 @@ def test_loads_of_another_connector_count_as_loads(
     assert one.outputs["large"] == answer_of(large, 2)
 
 
-def test_a_request_that_is_asked_for_again_without_a_hit_holds_no_blocks(model: Make) -> None:
+def test_request_asked_again_without_hit_holds_nothing(model: Make) -> None:
     """A request's load has failed, and vLLM asks for its hit again. Now the server has none of its
     blocks. hotkv must also forget the device blocks that it had counted for the request's load
     (`LoadRoom.holders`)."""
@@ -510,7 +508,7 @@ def offloading_metas(engine: Engine) -> list[OffloadingConnectorMetadata]:
     return [part for part in parts if isinstance(part, OffloadingConnectorMetadata)]
 
 
-def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(
+def test_hit_that_lost_a_chunk_is_asked_again(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup must not lose what it has just found. The primary tier (vLLM's CPU tier) is full: it
@@ -560,7 +558,7 @@ def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("interval", [128, None])
-def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
+def test_chunk_is_whole_although_another_hits_part(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
     """A first request has computed half of a chunk (four blocks that vLLM offloads together) when a
@@ -585,9 +583,7 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     assert asked_again(other, tokens[:390]) == 384
 
 
-def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
-    model: Make, daemon: Daemon
-) -> None:
+def test_blocks_before_an_in_use_reset_stay_unstored(model: Make, daemon: Daemon) -> None:
     """Stores a prompt's blocks and resets all caches while another request runs. vLLM then keeps
     the old blocks on the device, and a later request hits them there. The connector must not store
     them again, because they are from before the reset."""
@@ -606,9 +602,7 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     assert model().generate("again", prompt(120, 100), 2)[1] == 0
 
 
-def test_a_reset_before_the_page_formats_ends_before_the_first_request(
-    model: Make, daemon: Daemon
-) -> None:
+def test_early_reset_ends_before_the_first_request(model: Make, daemon: Daemon) -> None:
     """Resets the cache in the server from an engine with MultiConnector before its first step, when
     hotkv does not know its key space yet. The idle engine must run the steps that the deletion
     needs. Otherwise its first request would run them, and delete blocks that another engine has
@@ -626,7 +620,7 @@ def test_a_reset_before_the_page_formats_ends_before_the_first_request(
     assert one.generate("old", prompt(125, 100), 2)[1] == 0
 
 
-def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
+def test_running_request_loads_after_a_partial_reset(
     model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resets the device's prefix cache, which preempts the running request. In the next step vLLM
@@ -654,7 +648,7 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_stored(
+def test_sparse_answers_of_another_connector_are_not_stored(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
     without_layers(monkeypatch)
@@ -677,7 +671,7 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
     assert sum("a" in one for one in ended) == 1, "the workers hear of each end once"
 
 
-def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
+def test_chunk_without_its_ends_windows_is_not_stored(model: Make, daemon: Daemon) -> None:
     """A request hits 288 tokens on the device, so it has no sliding-window blocks except those just
     before the end of that hit. Of a chunk (four blocks that vLLM offloads together) it has only the
     last block. vLLM alone would store this incomplete chunk; hotkv must prevent it."""
@@ -695,7 +689,7 @@ def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemo
 
 
 @pytest.mark.parametrize("limit", [0, 64])
-def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
+def test_partial_block_beyond_the_limit_is_not_stored(
     model: Make, daemon: Daemon, limit: int
 ) -> None:
     """A request with a `max_offload_tokens` of `limit` must store at most its first `limit` tokens.
@@ -709,7 +703,7 @@ def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
     assert daemon.counter("stored_blocks_total") == before + limit // BLOCK_TOKENS
 
 
-def test_stores_end_before_another_connector_loads_into_their_blocks(
+def test_stores_end_before_another_connectors_loads(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Delays the copies of a store until vLLM waits for the store. Another connector then loads
@@ -745,7 +739,7 @@ def test_stores_end_before_another_connector_loads_into_their_blocks(
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_blocks_that_another_connector_failed_to_load_are_not_stored(
+def test_blocks_another_connector_failed_are_not_stored(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, policy: str, pipelined: bool
 ) -> None:
     """Another connector in a MultiConnector fails to load blocks. vLLM learns of this only after it
@@ -782,9 +776,7 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
         asked_again(engine, tokens)
 
 
-def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
-    model: Make, daemon: Daemon
-) -> None:
+def test_half_computed_erroring_prompt_is_not_stored(model: Make, daemon: Daemon) -> None:
     """Ends a half-computed request with an error, as vLLM does if the hash of its image was used
     for other content before. vLLM then treats the whole prompt as computed, but only the computed
     blocks may be stored."""
@@ -799,9 +791,7 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     assert asked_again(other, tokens) == 96
 
 
-def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
-    model: Make, daemon: Daemon
-) -> None:
+def test_blocks_lost_before_last_token_are_not_stored(model: Make, daemon: Daemon) -> None:
     """vLLM preempts a request while a step is running that computes the request's last token, which
     fills a block. Other requests may then overwrite this block, so it must not be stored. The
     engine has the role `kv_producer`, with which it does not wait for the step."""
@@ -818,9 +808,7 @@ def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     assert asked_again(other, tokens) == 64
 
 
-def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
-    model: Make, daemon: Daemon
-) -> None:
+def test_blocks_zeroed_by_runner_v2_are_not_stored(model: Make, daemon: Daemon) -> None:
     """vLLM's runner V2 begins a store only in the next step, which first zeroes the blocks that it
     has given to other requests. Blocks zeroed in this way must not be stored."""
     settings = {"specs": mixed_model(), "blocks": 44, "max_model_len": 416}

@@ -120,7 +120,7 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
     assert same(cold, kept)
 
 
-def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, start, tmp_path):
+def test_reset_empties_server_weights_update_waits(daemon, start, tmp_path):
     """Resets an engine's caches, which must delete its blocks in the server. Then updates its
     weights: the engine must store nothing until the next reset, because its device and CPU tier
     still have blocks of the old weights under the same hashes."""
@@ -252,7 +252,7 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
 
 
 @pytest.mark.long
-def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start):
+def test_different_tensor_parallel_sizes_share_canonical_rows(daemon, start):
     """An engine with one tensor-parallel rank stores blocks, with the setting `canonical_layout`:
     vLLM then writes them in a form that does not depend on the number of ranks. An engine with two
     ranks must hit them."""
@@ -272,7 +272,7 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 
 @pytest.mark.long
-def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
+def test_data_parallel_siblings_blocks_hit(daemon, start):
     """Runs two data-parallel engines, which share a key space, but have a connection and a CPU tier
     each. The second engine must hit the blocks that the first engine stored."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)

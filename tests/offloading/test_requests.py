@@ -19,7 +19,7 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 
 @given(st.lists(st.tuples(subsets, subsets)))
-def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
+def test_promotions_are_bounded_within_the_first_reach(waves):
     """In each wave, a request asks to promote random keys (copy them from the server into vLLM's
     CPU tier), and loads some of them. It may promote only keys that were allowed in the wave
     before, none that it has promoted but not loaded, and in at most MAX_WAVES waves. Without these

@@ -161,7 +161,7 @@ def test_a_load_at_each_moment_in_turn(
         one.end()
 
 
-def test_rows_that_are_held_twice_are_freed_with_the_last_hold() -> None:
+def test_rows_held_twice_free_with_the_last() -> None:
     """Two loads into a row can hang: a reset gives vLLM the row back only after both."""
     freed: list[int] = []
     rows = PrimaryRows()

@@ -64,7 +64,7 @@ def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
-def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
+def test_prompt_larger_than_primary_tier_gets_part(rigs, count):
     """Looks up a prompt with about as many chunks (vLLM's units of offloading) as the primary tier
     (vLLM's CPU tier) has rows, or more. vLLM alone would defer a prompt that is larger than the
     tier for ever. hotkv must promote and hit as many chunks as one request may promote: SHARE_ALONE
@@ -74,7 +74,7 @@ def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
 
 
-def test_a_hybrid_models_prompt_larger_than_the_primary_tier_gets_what_fits(rigs):
+def test_hybrid_prompt_larger_than_primary_tier_fits(rigs):
     """Looks up a prompt whose full-attention chunks (vLLM's units of offloading) take all rows of
     vLLM's CPU tier that promotions may use. vLLM then looks up the sliding-window chunk at the end
     of the hit. hotkv must find a row for it too, or the whole hit would be lost."""
@@ -102,7 +102,7 @@ def test_a_hybrid_models_prompt_larger_than_the_primary_tier_gets_what_fits(rigs
     reader.load(context, [])
 
 
-def test_a_lease_that_refuses_what_the_table_has_shown_is_a_miss(rigs, monkeypatch):
+def test_lease_refusing_shown_blocks_is_a_miss(rigs, monkeypatch):
     reader, keys = rigs(), keys_of("never stored", 30)
     monkeypatch.setattr(reader.tier.session, "probe", lambda _, hashes: np.ones(len(hashes), bool))
     assert reader.hits(keys) == 0
@@ -132,7 +132,7 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
     wait_for(lambda: reader.lookup(context, keys) == 4)
 
 
-def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch):
+def test_hit_ending_below_host_memory_loads_whole(rigs, monkeypatch):
     """The server has ten chunks of a prompt in host memory, and ten more in a tier below. Only the
     first ten are in the block table that engines read. The server's own answer to a lookup contains
     all twenty, and all must be loaded."""
@@ -147,7 +147,7 @@ def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch)
     assert reader.hits(keys) == 20
 
 
-def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
+def test_all_lookups_of_a_step_agree(rigs, monkeypatch):
     """Looks up the chunks of a prompt from the last to the first in one step, as vLLM does for
     layers with a sliding window. The server's answer arrives after the last chunk was looked up, so
     this chunk is deferred. A lookup in the next step must hit all four chunks."""
@@ -165,7 +165,7 @@ def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
 
 
 @pytest.mark.parametrize("has_tiers", [False, True])
-def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, has_tiers):
+def test_late_named_chunks_are_looked_up_together(rigs, monkeypatch, has_tiers):
     """With `prefix_match_unit`, a chunk may end within a block. vLLM asks for such chunks only
     during its lookup, one after another. For each, hotkv must not look up the whole prompt again,
     because the scheduler, and so all requests, would wait for that."""
@@ -196,7 +196,7 @@ def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, h
     reader.load(context, [])
 
 
-def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
+def test_request_waits_for_one_lookup_in_slow_steps(rigs, monkeypatch):
     """Looks up every chunk of a prompt in each step, as vLLM does for layers with a sliding window.
     Here each answer of the server is outdated as soon as it arrives (PROBE_AGAIN_S is 0).
     Nevertheless the request must wait for only one answer, and then miss."""
@@ -228,7 +228,7 @@ def test_a_reset_ends_promotions_and_holds_new_ones(rigs):
     assert reader.hits(keys) == 40
 
 
-def test_a_request_that_is_excluded_neither_hits_nor_stores(rigs):
+def test_excluded_request_neither_hits_nor_stores(rigs):
     keys, engine = keys_of("adapter", 10), rigs()
     told = SimpleNamespace(request_id="request 1")
     engine.tier.tell(told, Retention(), is_excluded=True)
@@ -249,7 +249,7 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
     assert daemon.counter("held_blocks_total") >= 4
 
 
-def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
+def test_primary_tiers_used_chunks_stay_hot(rigs, daemon):
     """Hits chunks in the primary tier (vLLM's CPU tier), of which the server sees nothing. hotkv
     must report these hits, so that the server records the blocks as used and does not evict them
     early."""
@@ -302,7 +302,7 @@ def test_without_a_server_everything_misses_and_nothing_waits(tmp_path):
     engine.close()
 
 
-def test_a_server_that_hangs_costs_a_request_its_patience_only(rigs, own_daemon):
+def test_hung_server_costs_only_the_requests_patience(rigs, own_daemon):
     keys = keys_of("hang", 40)
     rigs(own_daemon).store(keys)
     reader = rigs(own_daemon, **IMPATIENT)
@@ -314,7 +314,7 @@ def test_a_server_that_hangs_costs_a_request_its_patience_only(rigs, own_daemon)
     assert not reader.tier.transfers.is_hung
 
 
-def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daemon):
+def test_stores_rows_are_freed_though_server_hangs(rigs, own_daemon):
     keys = keys_of("hung store", 10)
     writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
@@ -326,9 +326,7 @@ def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daem
     assert rigs(own_daemon).hits(keys) == 0
 
 
-def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(
-    rigs, own_daemon, monkeypatch
-):
+def test_engine_goes_on_once_the_server_answers(rigs, own_daemon, monkeypatch):
     keys = keys_of("after a hang", 10)
     writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
@@ -343,7 +341,7 @@ def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(
     assert rigs(own_daemon).hits(keys) == 10
 
 
-def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(rigs, own_daemon):
+def test_reset_does_not_wait_for_unanswered_lease(rigs, own_daemon):
     keys = keys_of("drain", 10)
     rigs(own_daemon).store(keys)
     reader = rigs(own_daemon, **IMPATIENT)
@@ -358,9 +356,7 @@ def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(rigs, own_daem
     os.kill(own_daemon.pid, signal.SIGCONT)
 
 
-def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_missed(
-    rigs, own_daemon
-):
+def test_server_killed_under_load_costs_a_miss(rigs, own_daemon):
     keys, later = keys_of("killed", 40), keys_of("stored without a server", 10)
     rigs(own_daemon).store(keys)
     reader = rigs(own_daemon)
@@ -413,9 +409,7 @@ def test_an_exception_of_hotkv_never_reaches_vllm(rigs, monkeypatch, broken):
 @pytest.mark.parametrize(
     "setting", [{"weights_identity": ""}, {"target": "localhost:1"}, {}], ids=str
 )
-def test_a_tier_without_a_stated_identity_descriptors_or_threads_is_off(
-    daemon, monkeypatch, setting
-):
+def test_tier_without_identity_descriptors_or_threads_is_off(daemon, monkeypatch, setting):
     refused = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(link, "open_session", refused)
     engine = Rig(daemon.target, **{f"hotkv.{name}": value for name, value in setting.items()})
@@ -424,7 +418,7 @@ def test_a_tier_without_a_stated_identity_descriptors_or_threads_is_off(
     engine.close()
 
 
-def test_rows_that_are_not_in_one_shared_file_have_no_region(tmp_path):
+def test_rows_outside_one_shared_file_lack_region(tmp_path):
     (tmp_path / "file").write_bytes(bytes(8192))
     rows = np.zeros((2, 4096), np.uint8)
     in_file = np.memmap(tmp_path / "file", np.uint8, "r+", shape=(2, 4096))
@@ -439,7 +433,7 @@ def test_rows_that_are_not_in_one_shared_file_have_no_region(tmp_path):
             region_of(memoryview(view))
 
 
-def test_an_equal_inode_of_another_file_system_is_not_the_region(monkeypatch):
+def test_equal_inode_elsewhere_is_not_the_region(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         paths = Path(folder, "arena"), Path(folder, "region")
         with paths[0].open("wb+"), paths[1].open("wb+") as file:
@@ -490,9 +484,7 @@ def side_of(
     return scheduler_side(rig.tier, monkeypatch, num_replicas=num_replicas)
 
 
-def test_an_idle_engine_hits_in_the_step_that_asks(
-    reader: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_engine_hits_in_the_asking_step(reader: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     side = side_of(reader, monkeypatch, wait_s=20.0)
     context = reader.request(KEYS)
     assert not side.promote(reader.manager), "nothing was asked for"
@@ -503,9 +495,7 @@ def test_an_idle_engine_hits_in_the_step_that_asks(
 
 
 @pytest.mark.parametrize("why", ["a request is under way", "replicas step together"])
-def test_an_engine_that_has_something_else_to_do_does_not_wait(
-    reader: Rig, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_busy_engine_does_not_wait(reader: Rig, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     has_replicas = why == "replicas step together"
     side = side_of(reader, monkeypatch, wait_s=20.0, num_replicas=2 if has_replicas else 1)
     running = SimpleNamespace(request_id="running")
@@ -538,7 +528,7 @@ def test_a_server_that_hangs_is_not_waited_for(
 # ------------------------------------------------------------------------------------------- events
 
 
-def test_a_router_keeps_the_servers_blocks_that_the_primary_tier_evicts(
+def test_router_keeps_blocks_the_primary_tier_evicts(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine publishes the KV events of the server's blocks together with its own, all under one

@@ -57,7 +57,7 @@ def session() -> Iterator[Session]:
     sys.setswitchinterval(interval_s)
 
 
-def test_no_job_is_lost_while_threads_begin_and_answer_others(session: Session) -> None:
+def test_no_job_is_lost_between_threads(session: Session) -> None:
     transfers = TierTransfers(session, ConnectorConfig(), PrimaryRows())
     for _ in range(NUM_JOBS):
         job = SimpleNamespace(keys=(b"k",))

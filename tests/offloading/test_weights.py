@@ -164,7 +164,7 @@ def made(patch, *, is_reset=False, is_refused=False):
     return side, tier
 
 
-def test_a_request_of_another_engine_waits_while_the_weights_are_checked(monkeypatch):
+def test_other_engines_request_waits_during_weights_check(monkeypatch):
     """Another engine computes the request's prompt. If the wait ended during the check, the request
     would compute the prompt itself."""
     side, tier = made(monkeypatch)
@@ -332,7 +332,7 @@ def begun(**settings):
     return one
 
 
-def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopted():
+def test_owed_flush_precedes_adopting_other_weights():
     one = begun()
     old = one.tier.session
     old.connected = False
@@ -351,7 +351,7 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
     one.teardown()
 
 
-def test_a_reset_before_the_handshakes_is_made_good_after_them():
+def test_reset_before_handshakes_is_made_good():
     """In a MultiConnector the scheduler side learns its engine's key space only in the first step,
     from the ranks' handshakes. Resets the cache before that. The reset must be carried out after
     the handshakes, before the tier serves lookups."""
@@ -363,7 +363,7 @@ def test_a_reset_before_the_handshakes_is_made_good_after_them():
     one.teardown()
 
 
-def test_a_check_finds_blocks_of_before_a_write_that_no_rank_noticed():
+def test_check_finds_blocks_before_an_unnoticed_write():
     """A reset leaves blocks on the device. Then the weights change, and no rank notices it. But
     after the reset the ranks check their weights: they are not those of the blocks, so the tier
     must not serve lookups."""
@@ -377,7 +377,7 @@ def test_a_check_finds_blocks_of_before_a_write_that_no_rank_noticed():
     one.teardown()
 
 
-def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks():
+def test_repeated_check_before_computing_finds_nothing_old():
     one = begun()
     one.run()
     one.reset(is_device_empty=True, can_flush=True)
@@ -390,7 +390,7 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
     one.teardown()
 
 
-def test_a_write_after_a_ranks_answer_makes_the_answer_void():
+def test_write_after_ranks_answer_voids_it():
     """After a reset, ranks are asked for their weights. The next step is planned before their
     answers have arrived (asynchronous scheduling), and the weights change in between. The answers
     describe the old weights, so they must not count."""
@@ -417,7 +417,7 @@ def test_a_write_after_a_ranks_answer_makes_the_answer_void():
     one.teardown()
 
 
-def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
+def test_ranks_with_unreadable_weights_share_nothing():
     """The ranks can't read their weights, so they would not notice a change. A reset deletes the
     blocks in the server, but blocks stay on the device, perhaps from other weights. The tier must
     not serve lookups any more."""
@@ -433,9 +433,7 @@ def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_befo
 
 
 @pytest.mark.parametrize(("name", "is_in_doubt"), [("", True), ("mine", False)])
-def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
-    monkeypatch, name, is_in_doubt
-):
+def test_weights_older_than_files_doubt_their_name(monkeypatch, name, is_in_doubt):
     for used in ("check_reuse", "cache_groups", "packing", "rank_factors"):
         monkeypatch.setattr(worker, used, lambda *_: "rows")
     monkeypatch.setattr(worker.model_weights, "weights_may_be_older", lambda _: True)
@@ -455,9 +453,7 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
 @pytest.mark.parametrize("media", ["named", "counted", "old", "new"])
 @pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("has_media", [False, True])
-def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
-    monkeypatch, media, has_adapter, has_media
-):
+def test_requests_beyond_vllms_hashes_are_left_out(monkeypatch, media, has_adapter, has_media):
     """Sends requests whose block hashes do not cover everything that decides their KV. vLLM hashes
     an adapter only by its path. Media may be hashed by a counter, or may have been encoded with old
     weights. Token id 0 may stand for an embedding. The connector must leave out these requests, and
@@ -488,7 +484,7 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     assert tier.told == {"r": is_left_out}
 
 
-def test_media_of_a_later_turn_leave_a_session_with_streamed_input_out(monkeypatch):
+def test_media_of_a_later_turn_ends_sharing(monkeypatch):
     side, tier = made(monkeypatch)
     side._counts_media = True
     session = request_of("s", num_computed_tokens=0, mm_features=[])
@@ -500,7 +496,7 @@ def test_media_of_a_later_turn_leave_a_session_with_streamed_input_out(monkeypat
     assert tier.told == {"s": True} and not side.edge.broken
 
 
-def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
+def test_reset_of_device_in_use_excludes_live(monkeypatch):
     side, tier = made(monkeypatch)
     side.arrived(request_of("r"))
     assert tier.told == {"r": False}
@@ -512,7 +508,7 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 
 @pytest.mark.parametrize("in_doubt", [False, True])
 @pytest.mark.parametrize("name", ["", "mine"])
-def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
+def test_files_changing_during_warm_up_disable_hotkv(monkeypatch, name, in_doubt):
     """The weights files may have changed while the engine started, so it is in doubt which weights
     it has, and the engine must not use hotkv. It may use hotkv in two cases: the user has named the
     weights (`weights_identity`), or the ranks doubted the files themselves and identified the
@@ -544,7 +540,7 @@ def test_a_tier_begins_once_files_are_read(monkeypatch):
     assert not side.edge.broken
 
 
-def test_files_that_cannot_be_read_leave_the_tier_off(monkeypatch):
+def test_unreadable_files_leave_the_tier_off(monkeypatch):
     side, tier = made(monkeypatch)
     side._reading, tier.space, side.wants_formats = Future(), None, True
     side._space = side._reports = side._reset = None
@@ -555,7 +551,7 @@ def test_files_that_cannot_be_read_leave_the_tier_off(monkeypatch):
 
 
 @pytest.mark.parametrize("formats", [1, 3])
-def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats):
+def test_missing_or_disabled_ranks_disable_the_engine(monkeypatch, formats):
     side, tier = made(monkeypatch)
     tier.space, side.wants_formats = None, True
     said = [PageFormat(rank, "page", why_off="no" * (rank == 2)) for rank in range(formats)]
@@ -581,7 +577,7 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
         ("update", (None, ())),
     ],
 )
-def test_a_callback_that_breaks_is_counted_and_never_raises(monkeypatch, callback, arguments):
+def test_broken_callback_is_counted_and_never_raises(monkeypatch, callback, arguments):
     side, tier = made(monkeypatch)
     side.wants_formats = callback == "connect"
     getattr(side, callback)(*arguments)
@@ -606,14 +602,14 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     assert side.reset(is_device_empty=True), "a pause would fail with it"
 
 
-def test_after_an_early_reset_requests_wait_for_the_ranks_if_there_is_a_server(monkeypatch):
+def test_after_early_reset_requests_wait_for_ranks(monkeypatch):
     _, tier = made(monkeypatch, is_reset=True)
     assert tier.makes_wait()
     tier.session.connected = False
     assert not tier.makes_wait()
 
 
-def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatch):
+def test_another_connectors_first_loads_are_not_stored(monkeypatch):
     """Another connector loads KV for request a; with sparse decode such KV may be inexact. The
     request must not store blocks, and neither may a later request b that hits these blocks on the
     device."""
@@ -629,7 +625,7 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous", "aborted"])
-def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
+def test_server_learns_of_loads_no_rank_reports(monkeypatch, kind):
     """The server must be told the end of each load, or it will subtract the load's hits from its
     statistics when the connection closes. But vLLM 0.33 does not report the end of a synchronous
     load, for which its step waits, and a load may outlive its request. The scheduler side must
@@ -663,7 +659,7 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
 @pytest.mark.parametrize(
     ("first", "device_hit_tokens", "loaded_tokens"), [(None, 16, 0), (0, 16, 32), (32, 16, 16)]
 )
-def test_a_hit_counts_from_the_first_chunk_that_the_server_had(
+def test_hit_counts_from_the_servers_first_chunk(
     monkeypatch, first, device_hit_tokens, loaded_tokens
 ):
     """A hit ends after 48 tokens. The tokens from `first` on must count as loaded from the server,
@@ -679,7 +675,7 @@ def test_a_hit_counts_from_the_first_chunk_that_the_server_had(
     assert found == loaded_tokens
 
 
-def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
+def test_state_of_a_reassigned_block_is_not_stored(monkeypatch):
     """vLLM offers recurrent states to store, as (group, block, tokens). This step may have
     overwritten blocks 1 and 3. A state in one of them may be stored only if this step itself wrote
     it there for this request, or if the state's tokens end within a block."""

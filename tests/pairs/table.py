@@ -98,7 +98,7 @@ _RESIDENCY = "tests/vllm/test_residency.py::"
 _FAULTS = "tests/vllm/test_residency_faults.py::"
 _DOOR = "tests/offloading/test_door_pairs.py::"
 _DOOR_ENGINES = "tests/offloading/test_engines.py::"
-_RESETS = "test_a_reset_empties_the_server_and_a_weights_update_waits_for_one"
+_RESETS = "test_reset_empties_server_weights_update_waits"
 _OUTLIVES = "test_engines_share_answers_too_and_outlive_the_server"
 _DOOR_REFUSES = f"{_DOOR}test_a_setting_that_this_door_can_not_serve"
 
@@ -131,7 +131,7 @@ REFUSALS: dict[tuple[str, str], str] = {
 """Pairs with which an engine does not start, with the message that the user gets."""
 REFUSED_ELSEWHERE = {
     ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
-    "test_an_engine_that_can_not_have_residency_hears_why",
+    "test_engine_unfit_for_residency_learns_why",
     ("residency", "offloading"): f"{_DOOR_REFUSES}[residency]",
     ("sparse", "offloading"): f"{_DOOR_REFUSES}[sparse]",
     ("tracing", "offloading"): f"{_DOOR_REFUSES}[tracing]",
@@ -155,9 +155,8 @@ APART: dict[tuple[str, str], str] = {
 REAL: dict[tuple[str, str], Answer] = {
     ("residency", other): Answer(Kind.REAL, test)
     for other, test in {
-        "lora": "tests/vllm/test_residency_lora.py::"
-        "test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit",
-        "sparse": f"{_RESIDENCY}test_tokens_are_those_of_a_device_that_holds_everything",
+        "lora": "tests/vllm/test_residency_lora.py::test_adapters_context_in_host_memory_hits",
+        "sparse": f"{_RESIDENCY}test_tokens_equal_a_device_that_holds_everything",
         "asynchronous": f"{_FAULTS}test_bytes_are_lost_again_and_again",
         "preemption": f"{_FAULTS}test_requests_are_preempted_and_resume",
         "restart": f"{_FAULTS}test_a_server_is_killed_and_comes_back",
@@ -201,8 +200,7 @@ REAL: dict[tuple[str, str], Answer] = {
         "multi_second": f"{_DOOR_ENGINES}test_both_doors_in_one_multiconnector[own first]",
         **dict.fromkeys(("reset", "weights"), f"{_DOOR_ENGINES}{_RESETS}"),
         **dict.fromkeys(("restart", "away"), f"{_DOOR_ENGINES}{_OUTLIVES}"),
-        "slow": "tests/offloading/test_tier.py::"
-        "test_a_server_that_hangs_costs_a_request_its_patience_only",
+        "slow": "tests/offloading/test_tier.py::test_hung_server_costs_only_the_requests_patience",
         "pooling": f"{_DOOR}test_vectors_are_equal_after_a_hit",
         "embeds": f"{_DOOR}test_embeddings_meet_only_where_they_are_equal",
         "images": f"{_DOOR}test_pictures_meet_only_where_they_are_equal",
@@ -215,9 +213,9 @@ REAL: dict[tuple[str, str], Answer] = {
         "sessions": f"{_DOOR}test_hints_and_sessions_reach_the_server",
         "sleep": f"{_DOOR}test_a_pause_keeps_the_cache_of_the_server",
         "tenants": f"{_DOOR}test_tenants_do_not_share",
-        "disk": f"{_DOOR}test_blocks_that_host_memory_lost_come_from_the_disk",
-        "shared": f"{_DOOR}test_a_server_of_another_node_hits_through_the_shared_tier",
-        "warm": f"{_DOOR}test_a_node_that_was_warmed_hits_from_its_host_memory",
+        "disk": f"{_DOOR}test_blocks_lost_from_host_memory_come_from_disk",
+        "shared": f"{_DOOR}test_other_nodes_server_hits_through_the_shared_tier",
+        "warm": f"{_DOOR}test_warmed_node_hits_from_its_host_memory",
     }.items()
 }
 """Pairs that a separate test covers with real parts."""

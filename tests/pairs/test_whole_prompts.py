@@ -37,7 +37,7 @@ def ask(one: Any) -> None:
         one.drop_local()
 
 
-def test_attention_that_is_not_causal_is_refused_in_words(
+def test_non_causal_attention_is_refused_in_words(
     make: Make, server: Double, warnings: list[str]
 ) -> None:
     ask(non_causal(make))
@@ -59,7 +59,7 @@ def test_the_harness_sees_kv_of_another_prompt(
     assert server.blocks
 
 
-def test_a_vector_of_the_last_token_is_the_same_after_a_hit(make: Make) -> None:
+def test_last_tokens_vector_equals_after_a_hit(make: Make) -> None:
     one, other = make(Pooling), make(Pooling)
     for engine, external in ((one, 0), (other, 192)):
         engine.add("a", PROMPT)

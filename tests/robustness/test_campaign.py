@@ -31,7 +31,7 @@ def has_done(findings: Findings, roomy: bool, has_disk: bool) -> bool:
         pytest.param(False, True, LONG_LIVES, id="disk", marks=pytest.mark.long),
     ],
 )
-def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
+def test_no_kill_corrupts_or_loses_acknowledged_blocks(
     roomy: bool, has_disk: bool, seed: int
 ) -> None:
     """Runs the kill campaign. `run` raises at the first wrong byte, lost block, or server that ends

@@ -9,7 +9,7 @@ KINDS = {"ids again", "descriptors"}
 
 
 @pytest.mark.slow
-def test_no_input_breaks_the_server_or_a_reader_of_files() -> None:
+def test_no_input_breaks_server_or_file_readers() -> None:
     """Runs the fuzzer. `fuzz` raises at the first INTERNAL, hang, traceback, changed byte, leak, or
     inconsistent cache."""
     tally = fuzz(6000, 3)

@@ -172,7 +172,7 @@ def test_advice_names_what_the_extra_needs(extra: str) -> None:
     assert extras.advice(extra).startswith("pip install ") and "hotkv" not in extras.advice(extra)
 
 
-def test_no_message_names_a_package_that_is_on_no_index() -> None:
+def test_no_message_names_an_unpublished_package() -> None:
     assert extras.advice("nothing") == "pip install '.[nothing]' in a clone of hotkv"
     found = [place for package in PACKAGES for place, text in texts(package) if "hotkv[" in text]
     assert found == []

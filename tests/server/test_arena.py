@@ -95,7 +95,7 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted: bool) -> None:
+def test_trusted_arena_writers_map_it_writable(place: Place, is_trusted: bool) -> None:
     uid = os.getuid() if is_trusted else os.getuid() + 1
     place.start("--security.arena-writers", f"[{uid}]")
     engine = place.connect()

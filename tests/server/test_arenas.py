@@ -66,7 +66,7 @@ def folder(capsys: pytest.CaptureFixture[str]) -> Iterator[Folder]:
 
 
 @pytest.mark.long
-def test_what_runs_stays_and_what_is_gone_can_go(
+def test_running_arenas_stay_and_dead_ones_go(
     folder: Folder, engine: Callable[..., PagedEngine]
 ) -> None:
     with folder.start("one") as one, folder.start("two") as two:
@@ -208,7 +208,7 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
         looking.join()
 
 
-def test_a_folder_that_goes_while_a_start_locks_it_is_made_anew(
+def test_folder_vanishing_during_a_start_is_remade(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deletes the arena's folder just as a starting server locks it, as `hotkv-server arenas

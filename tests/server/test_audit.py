@@ -45,7 +45,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_file_that_can_not_be_opened_again_fails_no_call(
+def test_file_that_cant_reopen_fails_no_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -66,7 +66,7 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
     assert (folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
+def test_refused_calls_fill_no_disk(tmp_path: Path) -> None:
     """Logs calls of an admin and many refused calls of a stranger. Each accepted call must get a
     line. The refused calls must get few lines, which say how many more were left out."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
@@ -97,7 +97,7 @@ def test_a_full_disk_keeps_no_server_from_ending(
     assert caplog.text.count("can't be written") == 1 and caplog.text.count("somebody") == 3
 
 
-def test_a_disk_that_hangs_holds_up_no_call_and_no_end(
+def test_hung_disk_delays_neither_calls_nor_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Lets the disk of the audit file hang. Calls must be answered, and `close` must return. The
@@ -128,7 +128,7 @@ def test_a_disk_that_hangs_holds_up_no_call_and_no_end(
     wait_for(lambda: len(lines(tmp_path / "audit.jsonl")) == 2)
 
 
-def test_lines_of_the_log_are_there_whatever_its_level(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_logged_at_any_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("ERROR")
     caplog.handler.setLevel(0)
     AuditLog("all").note(EVICT, Peer("somebody"), REQUEST, "ok")
@@ -142,7 +142,7 @@ def test_lines_are_bounded_by_the_second() -> None:
     assert (bound.take_left_out(), bound.take_left_out()) == (2, 0)
 
 
-def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
+def test_flood_of_refusals_leaves_few_counting_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logs 7 refusals in one second and 2 in the next, with a limit of 2 lines per second. Two
@@ -159,7 +159,7 @@ def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
     assert lines == [few, few, many, few]
 
 
-def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
+def test_impossible_file_is_refused_link_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sets `audit_file` to a pipe, a directory, a name that is too long, a file in no folder, or a
@@ -240,7 +240,7 @@ async def _served(
     audit.close()
 
 
-async def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
+async def test_non_admin_waits_a_turn_before_refusal(tmp_path: Path) -> None:
     """Makes five admin calls, three of them without an admin's rights. Each refused call must first
     wait for the rate limit (`pace.turn`), because a caller could otherwise guess tokens quickly.
     The admin's calls must not wait."""
@@ -276,14 +276,14 @@ def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
         assert shown == f"peer=x certificate={name!r}" and "\n" not in shown
 
 
-def test_changes_are_recorded_by_either_level_and_readings_by_one() -> None:
+def test_changes_are_audited_always_readings_optionally() -> None:
     audits = {covers: AuditLog(covers) for covers in ("off", "changes", "all")}
     for name, wanted in (("Evict", {"changes", "all"}), ("GetInfo", {"all"})):
         method = f"/hotkv.v1.AdminService/{name}"
         assert {covers for covers, one in audits.items() if one.wants(method)} == wanted
 
 
-async def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) -> None:
+async def test_oddly_ended_calls_are_audited_with_end(tmp_path: Path) -> None:
     odd, timeout_s = _Odd(), 0.1
     async with _served(tmp_path, odd, Pace(50)) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)

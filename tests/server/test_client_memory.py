@@ -312,7 +312,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
     bystander.close()
 
 
-def test_who_reads_no_answers_of_single_calls_keeps_nobody_out(own_server: Server) -> None:
+def test_unread_single_answers_keep_nobody_out(own_server: Server) -> None:
     """Makes unary calls whose answers nobody reads, until the server refuses more. The server's
     memory must stay small. Another client must still get a session, and a health check an answer.
     Once the unread calls have ended, new unary calls must be answered."""
@@ -338,7 +338,7 @@ def test_who_reads_no_answers_of_single_calls_keeps_nobody_out(own_server: Serve
         wait_for(is_answered)
 
 
-def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server: Server) -> None:
+def test_message_declaring_too_much_is_refused_early(own_server: Server) -> None:
     watch = Watched(own_server)
     sender = HalfSender(own_server.runtime_folder / "grpc.sock")
     for path in (LOOKUP, CONNECT):
@@ -349,7 +349,7 @@ def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server:
     assert watch.close() < SLACK_BYTES
 
 
-def test_a_call_whose_request_does_not_come_whole_is_ended(server: Server) -> None:
+def test_call_with_incomplete_request_is_ended(server: Server) -> None:
     """Sends a request without its last byte. The server must end the call by itself."""
     sender = HalfSender(server.runtime_folder / "grpc.sock")
     sender.call(LOOKUP, 64)
@@ -366,7 +366,7 @@ def test_a_foreign_client_is_told_the_limit(own_server: Server) -> None:
     assert str(MAX_MESSAGE_BYTES) in refused.value.details()
 
 
-def test_the_client_splits_what_is_too_large_and_keeps_its_session(own_server: Server) -> None:
+def test_client_splits_large_calls_keeps_its_session(own_server: Server) -> None:
     engine = GroupsEngine(own_server.target, (FULL, FULL), "splits")
     stored = hashes(8)
     engine.store(BlockRun(0, stored, block_ids(8)))
@@ -405,7 +405,7 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
     assert not any(map(Pace(per_s).wait_s, range(100, 150))), "what comes seldom waits"
 
 
-def test_a_call_with_too_many_parts_is_refused_by_its_number(engine: Make) -> None:
+def test_call_with_too_many_parts_is_refused(engine: Make) -> None:
     """Sends a request to store blocks with extra keys of images, which has very many parts (fields
     and list entries). The server must refuse it for their number, although the request's size in
     bytes is allowed: each part becomes an object in memory."""
@@ -489,7 +489,7 @@ async def cancel(*calls: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.parametrize(("num_pings", "half_closes"), [(299, False), (9, True)])
-async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
+async def test_client_that_never_reads_ends_is_bounded(
     num_pings: int, half_closes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A client never reads the end of its session's call: in one case the server ends the session,
@@ -521,7 +521,7 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
         await cancel(third)
 
 
-async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
+async def test_session_learns_why_despite_forgotten_key_space(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told = list[str]()
@@ -544,7 +544,7 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
     assert "the end" in told[0]
 
 
-async def test_guests_who_do_not_read_their_end_are_few(
+async def test_guests_not_reading_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Makes three calls that need no rights (such as gRPC reflection), whose clients read nothing.

@@ -107,7 +107,7 @@ def test_a_reader_that_stops_early_sees_no_traceback(
         ((*SERVER, "run", "--help-settings"), 0),
     ],
 )
-def test_streams_that_the_caller_has_closed_do_no_harm(
+def test_streams_closed_by_the_caller_are_harmless(
     server: Server,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -124,7 +124,7 @@ def test_streams_that_the_caller_has_closed_do_no_harm(
         assert "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_terminal_that_lacks_a_character_shows_a_question_mark(
+def test_terminal_without_a_character_shows_question_mark(
     server: Server, engine: Callable[..., PagedEngine]
 ) -> None:
     engine(engine_id="Größe")
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     assert process.returncode == INTERRUPTED
 
 
-def test_a_server_that_hangs_is_not_a_stream_without_events(
+def test_hung_server_differs_from_stream_without_events(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket(socket.AF_UNIX) as hanging:
@@ -342,7 +342,7 @@ def test_what_is_wrong_is_one_line(
         assert reason != "NO_ANSWER" or plain.startswith(f"hotkv: {error['target']}: ")
 
 
-def test_an_admin_socket_elsewhere_is_not_a_server_that_does_not_run(
+def test_admin_socket_elsewhere_is_not_server_absence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs commands against the socket of a server whose admin socket is in another directory, as
@@ -358,7 +358,7 @@ def test_an_admin_socket_elsewhere_is_not_a_server_that_does_not_run(
         assert "admin socket is elsewhere" in run("status", "--target", f"{target},{target}")[1]
 
 
-def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
+def test_fleet_status_has_node_rows_and_sum(
     server: Server,
     engine: Callable[..., PagedEngine],
     tmp_path: Path,

@@ -73,7 +73,7 @@ def test_drain_waits_until_the_server_has_ended(
     assert not draining.is_listening(own_server.target)
 
 
-def test_drain_does_not_wait_for_a_server_that_stays(
+def test_drain_does_not_wait_for_staying_server(
     run: Run,
     own_server: Server,
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +97,7 @@ def test_drain_does_not_wait_for_a_server_that_stays(
         assert draining._live(client, own_server.target, 1) is None
 
 
-def test_a_host_over_tcp_is_asked_for_its_port() -> None:
+def test_tcp_host_is_asked_for_its_port() -> None:
     assert not draining.is_listening("127.0.0.1:9")
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
         assert draining.is_listening(f"127.0.0.1:{listening.getsockname()[1]}")
@@ -114,7 +114,7 @@ def test_a_time_is_never_sixty_of_a_unit(seconds: float, shown: str) -> None:
     assert human_seconds(seconds) == shown
 
 
-def test_help_lists_every_command_once_by_purpose_with_an_example(alone: Run) -> None:
+def test_help_lists_commands_once_with_example(alone: Run) -> None:
     names = [*cli.COMMANDS, *cli.LOCAL_COMMANDS]
     listed = [name for group in help_text.GROUPS.values() for name in group]
     assert sorted(listed) == sorted(names) == sorted(help_text.EXAMPLES)
@@ -220,7 +220,7 @@ def test_what_can_not_be_tokenised(
     assert status == 2 and not printed and said in error and len(error.splitlines()) == 1
 
 
-def test_a_server_of_another_version_is_told_in_a_line(
+def test_other_versions_server_is_named_in_line(
     run: Run, own_server: Server, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(AdminClient, "info", lambda _: {"version": "0.0.1"})
@@ -235,7 +235,7 @@ def test_a_server_of_another_version_is_told_in_a_line(
 
 
 @pytest.mark.parametrize(("key", "said"), [("k", "tuned is an adapter"), ("", "VLLM_API_KEY")])
-def test_an_engine_with_an_api_key_hides_no_adapter(
+def test_engine_with_api_key_hides_no_adapter(
     alone: Run, tokenizer_url: str, tmp_path: Path, monkeypatch: Any, key: str, said: str
 ) -> None:
     monkeypatch.setattr(Tokenizer, "key", "k")
@@ -285,7 +285,7 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
     )
 
 
-def test_a_trace_may_come_through_a_pipe_of_the_shell(trace: Path) -> None:
+def test_trace_may_come_through_a_pipe(trace: Path) -> None:
     """Passes the trace as an inherited descriptor (`/dev/fd/N`), as a shell's `<(...)` does."""
     command = [*HOTKV, "size", "/dev/fd/{}", "--arena", "3GiB", *WHOLE]
     with subprocess.Popen(["cat", str(trace)], stdout=subprocess.PIPE) as cat:
@@ -328,7 +328,7 @@ def test_live_traffic_is_recorded_and_sized(
     assert found["endless"]["hit_token_count"] == found["device_hit_token_count"] + saved
 
 
-def test_sizes_are_those_of_the_whole_arena_while_it_is_allocated(
+def test_sizes_count_the_whole_arena_during_allocation(
     run: Run, stocked: PagedEngine, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs `hotkv size` while the server is still allocating its arena and so reports a smaller
@@ -352,7 +352,7 @@ def test_sizes_are_those_of_the_whole_arena_while_it_is_allocated(
     assert (status, printed) == (1, "") and "of another version" in said
 
 
-def test_seconds_without_requests_count_for_what_an_hour_saves(
+def test_idle_seconds_count_for_hourly_savings(
     run: Run, own_server: Server, stocked: PagedEngine
 ) -> None:
     """Sends all requests at the beginning of a recording of four seconds. The idle seconds after
@@ -378,7 +378,7 @@ def test_seconds_without_requests_count_for_what_an_hour_saves(
     )
 
 
-def test_short_prompts_are_recorded_in_blocks_of_the_wanted_size(
+def test_short_prompts_are_recorded_in_wanted_blocks(
     run: Run, own_server: Server, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records prompts of 48 tokens for `hotkv size`. They have no whole block of the default size
@@ -445,7 +445,7 @@ def test_values_of_a_server_are_completed(own_server: Server, stocked: PagedEngi
     assert done.stdout.splitlines() == found
 
 
-def test_values_of_a_server_that_is_not_there_are_none() -> None:
+def test_values_of_an_absent_server_are_none() -> None:
     words = ["key-space", "", "flush", "--target", "unix:/nowhere/grpc.sock", "--key-space"]
     assert list(completion.values(words)) == []
 

@@ -78,7 +78,7 @@ def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], sha
     assert one.content(others) == content
 
 
-def test_one_engine_reads_what_another_on_another_device_has_stored(
+def test_one_devices_engine_reads_another_devices_blocks(
     engine: Callable[..., DeviceEngine], server: DeviceServer
 ) -> None:
     """Stores on device 0 and loads the blocks on device 1. The metrics must show the bytes that
@@ -147,7 +147,7 @@ def _reach(one: DeviceEngine, index: int, value: int = 1) -> None:
 
 
 @pytest.mark.parametrize("offers", [("events",), ("flags",), ("file flags",)])
-def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
+def test_load_writes_after_its_mark_can_cancel(
     engine: Callable[..., DeviceEngine], offers: tuple[str, ...]
 ) -> None:
     one, names, ids = engine(offers=offers), hashes(2), block_ids(0, 1)
@@ -251,7 +251,7 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
             assert one.content(ids + 16) == content
 
 
-def test_loads_end_when_the_device_has_left_a_dead_server(
+def test_loads_end_when_device_leaves_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills the server during a load and a store. The GPU may still run the server's copies, so the
@@ -328,7 +328,7 @@ def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
         again.wait_ready()
 
 
-def test_an_engine_is_refused_with_the_reason_where_there_are_no_devices(folder: Path) -> None:
+def test_engine_without_devices_is_refused_with_reason(folder: Path) -> None:
     said = "it is given no NVIDIA device"
     with Server(folder, "16MiB") as plain:
         plain.wait_ready()

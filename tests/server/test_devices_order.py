@@ -82,7 +82,7 @@ def _gate(order: SessionOrder, index: int, value: int = 0):  # type: ignore[no-u
 # Memory
 
 
-def test_an_allocation_is_open_once_and_closed_with_its_last_user(
+def test_allocation_opens_once_closes_with_last_user(
     runtime: FakeRuntime, devices: Devices, memory: FakeAllocation
 ) -> None:
     one = _open(_layout(_cuda("k", memory), _cuda("v", memory, PAGE)), devices)
@@ -98,7 +98,7 @@ def test_an_allocation_is_open_once_and_closed_with_its_last_user(
 
 
 @pytest.mark.parametrize("failing", range(1, 4))
-def test_a_registration_that_fails_half_way_leaves_nothing_open(
+def test_half_failed_registration_leaves_nothing_open(
     runtime: FakeRuntime, devices: Devices, failing: int
 ) -> None:
     allocations = [FakeAllocation(2 * PAGE, i % 2) for i in range(3)]
@@ -127,7 +127,7 @@ def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
         check_handles(_layout(handle), NO_ORDER, NO_DEVICES)
 
 
-def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
+def test_memory_stated_beyond_its_allocation_is_refused(
     devices: Devices, memory: FakeAllocation
 ) -> None:
     """Registers memory that ends beyond its allocation. The server must refuse it: a copy there
@@ -142,7 +142,7 @@ def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
         assert devices.num_open == 0
 
 
-def test_memory_of_another_device_than_its_uuid_says_is_refused(
+def test_memory_of_another_device_is_refused(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, devices: Devices, memory: FakeAllocation
 ) -> None:
     """Registers memory that lies on another device than its UUID says; CUDA could open it all the
@@ -209,7 +209,7 @@ async def close_while_registering(
     await node.sessions.close(session)
 
 
-async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
+async def test_stream_breaking_at_opening_leaves_nothing_open(
     tmp_path: Path,
 ) -> None:
     begun, go_on, closed = threading.Event(), threading.Event(), list[int]()
@@ -236,7 +236,7 @@ async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
     runtime.close()
 
 
-async def test_memory_of_a_session_that_has_ended_is_mapped_no_further(
+async def test_ended_sessions_memory_is_unmapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Registers memory that is mapped in three pieces, and ends the session while the first is
@@ -283,7 +283,7 @@ async def test_memory_of_a_session_that_has_ended_is_mapped_no_further(
         ({"open_event": 1, "allocate_pinned": 1}, "k", OrderKind.HOST, ("events", "words")),
     ],
 )
-def test_what_works_is_taken_and_where_nothing_does_the_engine_waits(
+def test_working_order_is_taken_else_engine_waits(
     runtime: FakeRuntime,
     devices: Devices,
     memory: FakeAllocation,
@@ -400,7 +400,7 @@ def _is_at(word: int, value: int) -> bool:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25, deadline=None)
-def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
+def test_device_word_never_leads_and_catches_up(
     start: int, steps: list[tuple[int, bool]], seed: int
 ) -> None:
     """Counts up four flags (32-bit counters that wrap around) in simulated device memory, which the

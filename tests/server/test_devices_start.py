@@ -120,7 +120,7 @@ def test_pinning_that_is_off_or_required(opened: Open, runtime: FakeRuntime) -> 
     assert "registered" not in runtime.held()
 
 
-def test_a_device_that_cannot_be_used_is_left_out(opened: Open, runtime: FakeRuntime) -> None:
+def test_unusable_device_is_left_out(opened: Open, runtime: FakeRuntime) -> None:
     runtime.lose(1)
     part = opened()
     assert [info.number for info in part.devices.infos] == [0] and part.fault() == ""
@@ -134,7 +134,7 @@ def test_a_device_that_cannot_be_used_is_left_out(opened: Open, runtime: FakeRun
 SPEEDS = {(d, m, size): 1.5 for d in Direction for m in Method for size in PAGE_BYTES}
 
 
-def test_a_calibration_is_found_again_and_goes_with_the_arena(
+def test_calibration_is_found_again_beside_the_arena(
     memory: NodeMemory, runtime: FakeRuntime
 ) -> None:
     info = runtime.devices()[0]
@@ -157,9 +157,7 @@ def test_a_calibration_is_found_again_and_goes_with_the_arena(
     memory._lock_fd = os.open(os.devnull, os.O_RDONLY)
 
 
-def test_what_is_no_calibration_of_this_device_is_ignored(
-    tmp_path: Path, runtime: FakeRuntime
-) -> None:
+def test_foreign_calibration_is_ignored(tmp_path: Path, runtime: FakeRuntime) -> None:
     one, two = runtime.devices()
     file = tmp_path / "file"
     for content in ("", "{}", "not json", '{"format": 2}', "[" * 100_000):

@@ -173,7 +173,7 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
 
 
 @pytest.mark.parametrize(("check", "state", "mend", "fault"), FAULTS)
-def test_a_fault_is_found_and_mended_and_no_other(
+def test_fault_is_found_and_mended_alone(
     made: Made, check: str, state: str, mend: str, fault: Fault
 ) -> None:
     fault(made)
@@ -203,7 +203,7 @@ def test_what_can_not_be_read_is_not_wrong(tmp_path: Path) -> None:
         (PermissionError, UNKNOWN, 0, "maps of some processes can't be read"),
     ],
 )
-def test_maps_of_a_process_that_ends_or_that_may_not_be_read(
+def test_maps_of_ending_or_unreadable_process(
     made: Made,
     monkeypatch: pytest.MonkeyPatch,
     error: type[OSError],
@@ -228,7 +228,7 @@ def test_maps_of_a_process_that_ends_or_that_may_not_be_read(
     assert ("ask as root" in found.says) == (uid != 0)
 
 
-def test_arenas_have_the_names_by_which_they_can_be_removed(made: Made) -> None:
+def test_arenas_have_the_names_that_remove_them(made: Made) -> None:
     """Makes two arenas in folders of shared memory. `hotkv doctor` must name them by their paths
     relative to shared memory, because `hotkv-server arenas --remove` expects this form."""
     for name in ("one/arena", "two/arena"):
@@ -236,7 +236,7 @@ def test_arenas_have_the_names_by_which_they_can_be_removed(made: Made) -> None:
     assert made.findings()["arenas"].says.endswith(": one/arena, two/arena")
 
 
-def test_names_of_other_users_files_are_printed_without_control_characters(made: Made) -> None:
+def test_control_characters_in_file_names_are_stripped(made: Made) -> None:
     made.arena(os.fsdecode(b"odd\xff\x1b[31m"))
     made.write("dev/shm/vllm_offload_\x1b.mmap", LARGE)
     said = doctor.report([*made.findings().values()], as_json=False)
@@ -299,9 +299,7 @@ def test_the_socket_of_the_target_is_checked(
     assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
 
 
-def test_a_folder_into_which_this_user_may_not_look_is_named(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_folder_is_named(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = os.stat
 
     def refused(path: Any, **options: Any) -> os.stat_result:

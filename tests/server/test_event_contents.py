@@ -232,7 +232,7 @@ class Book(RuleBasedStateMachine):
 TestBook = Book.TestCase
 
 
-def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> None:
+def test_thread_and_askers_write_the_same_queue(tmp_path: Path) -> None:
     book = Contents(tmp_path / "contents", 1 << 20, lambda *_: np.zeros(0, np.bool_))
     space = b"a" * 32
     for version in range(1, 400):
@@ -249,7 +249,7 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
     again.close()
 
 
-def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
+def test_reader_passes_evicted_blocks_in_short_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reads the present state (all cached blocks) from a ring file with far more blocks than the
@@ -318,7 +318,7 @@ def test_only_contents_of_an_earlier_server_are_announced(tmp_path: Path) -> Non
         events.release()
 
 
-def test_a_full_ring_keeps_what_lies_on_the_node(
+def test_full_ring_keeps_what_the_node_has(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)
@@ -340,7 +340,7 @@ def test_a_full_ring_keeps_what_lies_on_the_node(
     events.release()
 
 
-def test_a_ring_that_can_not_grow_stays_as_large_as_it_is(
+def test_ring_that_cant_grow_keeps_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)

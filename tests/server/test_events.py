@@ -86,7 +86,7 @@ def stored(
     )
 
 
-def test_stored_blocks_are_published_with_exactly_their_tokens_keys_and_adapters(
+def test_published_blocks_have_tokens_keys_adapters(
     engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
     one = engine("events-stored", FULL, WINDOW, WIDE)
@@ -120,7 +120,7 @@ def test_stored_blocks_are_published_with_exactly_their_tokens_keys_and_adapters
     ]
 
 
-def test_what_a_router_believes_is_what_the_server_holds(
+def test_router_believes_what_the_server_holds(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
     """Stores, flushes and evicts at random in an arena that is too small for all blocks. A router
@@ -170,7 +170,7 @@ def test_what_a_router_believes_is_what_the_server_holds(
     assert num_removed > 100 and evicted > 100, "little was evicted: the test shows little"
 
 
-def test_a_router_keeps_blocks_that_another_key_space_of_the_model_has(
+def test_router_keeps_blocks_of_models_other_spaces(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
     """Stores blocks with equal hashes in two key spaces of a model, which share a topic. Evicts the

@@ -38,7 +38,7 @@ HERE = "block 2 of group 0 is"
         ((WIDE, UNEVEN), ("1", "1"), "", 0, "0 of 48 tokens hit; a longer hit would need a"),
     ],
 )
-def test_the_summary_names_the_block_that_ends_the_hit(
+def test_summary_names_the_hits_ending_block(
     groups: tuple[GroupSpec, ...], ready: tuple[str, ...], in_tier: str, hit: int, words: str
 ) -> None:
     locations = [TierHolding("far", [mask(in_tier)], False, 0.0)] if in_tier else []
@@ -46,7 +46,7 @@ def test_the_summary_names_the_block_that_ends_the_hit(
     assert answer.hit_token_count == hit and words in answer.summary
 
 
-def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
+def test_block_that_engines_skip_is_not_new() -> None:
     """Explains prompts for which a group of recurrent states, or one with a sliding window, lacks a
     block. Engines store a recurrent state only every `hotkv.state_interval_tokens` tokens, and no
     blocks before a window. So the missing block may never have been stored, and the explanation
@@ -59,7 +59,7 @@ def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
 
 
 @pytest.mark.parametrize("up", ["near", "far"])
-def test_a_block_in_two_tiers_hits_if_one_is_up(up: str) -> None:
+def test_block_in_two_tiers_hits_through_one(up: str) -> None:
     """Explains a prompt of which two tiers have the same block; one of them is down. The block must
     be found in the other."""
     locations = [TierHolding(name, [mask("0011")], name == up, 1e9) for name in ("near", "far")]

@@ -46,7 +46,7 @@ async def test_a_fence_index_needs_a_fence(tmp_path: Path) -> None:
         assert await store(node, session, 0) == BlockResult.STORED
 
 
-async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_path: Path) -> None:
+async def test_fence_index_names_the_revoking_word(tmp_path: Path) -> None:
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
@@ -85,7 +85,7 @@ async def test_a_page_that_is_cut_short_revokes(
         os.close(fd)
 
 
-async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> None:
+async def test_store_whose_page_goes_is_not_kept(tmp_path: Path) -> None:
     async with live_node(tmp_path) as node:
         session = await worker(node, fence_fd=memory_file(FENCE_BYTES))
         storing = asyncio.create_task(store(node, session, 3))
@@ -109,7 +109,7 @@ async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle
         session.receive(handle_id, memory_file(FENCE_BYTES))
 
 
-async def test_a_registration_takes_no_file_that_a_closing_session_releases(
+async def test_registration_never_takes_released_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closes a session's files by `release_memory`, and at the same time registers memory with one

@@ -85,7 +85,7 @@ def place() -> Iterator[Dammed]:
 
 
 @pytest.mark.long
-def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(place: Dammed) -> None:
+def test_server_serves_while_filling_survives_a_kill(place: Dammed) -> None:
     status = place.begin().status()
     assert place.server is not None and place.engine is not None
     assert place.capacity_bytes == COLLAPSE_BYTES
@@ -121,7 +121,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert arena.stat().st_blocks * 512 >= ARENA
 
 
-def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed) -> None:
+def test_stores_wait_for_memory_and_evict_nothing(place: Dammed) -> None:
     """Stores four times as many blocks as fit into the memory allocated so far. More memory is
     allocated while stores wait. All stores must succeed, without evictions."""
     place.begin(patience_s=60)
@@ -149,7 +149,7 @@ def short_of_memory() -> tuple[Mock, growth.ArenaGrowth, list[Mock]]:
     return core, growth.ArenaGrowth(core), [Mock(group_index=0, hashes=np.zeros((1, 8), np.uint32))]
 
 
-async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
+async def test_after_vain_wait_next_stores_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Makes four stores while the arena grows too slowly for any of them. The first must wait for
@@ -167,7 +167,7 @@ async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
     assert await growing.await_room(1, runs), "memory may come by now"
 
 
-async def test_a_store_that_is_cancelled_just_as_its_memory_comes_goes_no_further() -> None:
+async def test_store_cancelled_as_memory_comes_stops() -> None:
     """Lets a store wait for memory of the arena. The memory comes, and before the store can
     continue, the session ends, which cancels the store. The store must not continue."""
     core, growing, runs = short_of_memory()

@@ -35,7 +35,7 @@ def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
     return int(probe.sum())
 
 
-def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
+def test_nothing_before_a_flush_is_loaded_after(engine: Make) -> None:
     """Flushes repeatedly. After each flush, engines store other bytes under the same hashes, as
     after a change of weights. A load must never return bytes from before the flush."""
     writer, late, reader = (

@@ -69,7 +69,7 @@ def begin_store(engine: PagedEngine, blocks: list[bytes], at: int = 0) -> Any:
 # Broken invariants
 
 
-def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folder: Path) -> None:
+def test_broken_invariant_ends_the_server_alone(folder: Path) -> None:
     """Breaks an invariant while the server commits a store. The server must log the block's
     history, exit, and not confirm the store. The next server must serve the older blocks, but no
     block of that store."""
@@ -96,9 +96,7 @@ def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folde
     ("point", "said"),
     [(EXPIRED, "the timer"), ("hotkv_server.cache.table.index:BlockIndex.probe", "a call: ")],
 )
-def test_a_broken_invariant_is_seen_wherever_it_comes_up(
-    folder: Path, point: str, said: str
-) -> None:
+def test_broken_invariant_is_seen_anywhere(folder: Path, point: str, said: str) -> None:
     with broken(folder, point, "assert") as (server, engine):
         server.break_it()
         if point != EXPIRED:
@@ -152,7 +150,7 @@ def test_what_has_died_is_named(
         assert f"health problems={name}" in server.log.read_text()
 
 
-def test_a_server_that_gets_no_more_threads_goes_on(folder: Path) -> None:
+def test_server_without_more_threads_goes_on(folder: Path) -> None:
     flags = ("--events.endpoint", f"tcp://127.0.0.1:{free_port()}")
     with FaultyServer(folder, "threading:Thread.start", "refuse", *flags) as server:
         server.wait_ready()
@@ -171,7 +169,7 @@ def test_sockets_that_are_gone_are_named(own_server: Server) -> None:
     wait_for(lambda: own_server.status()["problems"] == ["the socket fd.sock has died"])
 
 
-def test_stalls_are_named_for_as_long_as_they_last(caplog: pytest.LogCaptureFixture) -> None:
+def test_stalls_are_named_while_they_last(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     health, stalled_s, fault = Health(), 0.0, ""
     health.watch("one", lambda: True, lambda now_s: stalled_s)
@@ -197,7 +195,7 @@ def test_stalls_are_named_for_as_long_as_they_last(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("ends", ["returns", "raises", "is cancelled"])
-async def test_a_loop_in_turns_is_watched_until_it_returns(
+async def test_loop_in_turns_is_watched_until_return(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Watches a loop that works in turns, with pauses between them. Health must report a turn that
@@ -236,7 +234,7 @@ async def test_a_loop_in_turns_is_watched_until_it_returns(
     assert ("task died name=worker" in caplog.text) == (ends == "raises") and not health.breach
 
 
-async def test_a_loop_that_returns_is_no_problem_at_any_instant() -> None:
+async def test_returning_loop_is_never_a_problem() -> None:
     """Looks at the health of all parts right after a watched task has returned, before asyncio has
     called the task's callbacks. The task must not count as lost."""
     health, seen = Health(), []
@@ -255,7 +253,7 @@ async def test_a_loop_that_returns_is_no_problem_at_any_instant() -> None:
     assert seen == [(True, ())]
 
 
-def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
+def test_stuck_copy_thread_says_for_how_long() -> None:
     source, target, go_on = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8), threading.Event()
     regions = (Region(one.ctypes.data, 64, "memory") for one in (target, source))
     plan = CopyPlan(*regions, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 64))
@@ -285,7 +283,7 @@ async def test_http_ends_without_waiting_for_connections() -> None:
             assert idle.recv(1) == b""
 
 
-async def test_a_capability_that_breaks_at_the_end_leaves_nothing_open(tmp_path: Path) -> None:
+async def test_capability_breaking_at_end_leaves_nothing_open(tmp_path: Path) -> None:
     class Breaks(Capability):
         async def close(self) -> None:
             raise OSError("close")
@@ -371,7 +369,7 @@ def test_systemd_is_told_although_no_descriptor_is_free(
 
 
 @pytest.mark.long
-def test_systemd_is_told_of_start_work_trouble_and_stop(folder: Path) -> None:
+def test_systemd_learns_of_start_trouble_and_stop(folder: Path) -> None:
     drain = ("--drain-timeout-s", "3")
     with (
         contextlib.closing(Manager(folder / "notify")) as manager,

@@ -183,7 +183,7 @@ async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", [ActionType.RETAIN, ActionType.PREFETCH])
-async def test_a_key_space_that_is_forgotten_during_an_action_has_no_blocks(
+async def test_key_space_forgotten_in_action_has_nothing(
     node: Node, monkeypatch: pytest.MonkeyPatch, kind: ActionType
 ) -> None:
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
@@ -209,7 +209,7 @@ async def test_a_key_space_that_is_forgotten_during_an_action_has_no_blocks(
     assert later.status is Status.MISSING
 
 
-async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
+async def test_action_beyond_the_tenants_names_is_rejected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, half = await opened(node), Target("", len(PROMPT) // 2 * KEY_SPACE.hash_block_tokens)
@@ -226,7 +226,7 @@ async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
     assert "too many blocks" in outcome.reason
 
 
-async def test_a_hint_that_names_too_many_blocks_is_refused(node: Node) -> None:
+async def test_hint_naming_too_many_blocks_is_refused(node: Node) -> None:
     number = (await opened(node)).session.record.key_space_id
     service = HintService(node, Mock(), Mock(), Mock())
     request = hints_pb2.SendHintsRequest(key_space_id=number, hashes=PROMPT.tobytes())
@@ -238,7 +238,7 @@ async def test_a_hint_that_names_too_many_blocks_is_refused(node: Node) -> None:
     assert caught.value.reason is Reason.TOO_LARGE
 
 
-async def test_a_tenant_without_sessions_keeps_the_prompt_that_all_share(
+async def test_tenant_without_sessions_keeps_the_shared_prompt(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hints_module, "END_DELAY_S", 0.0)
@@ -251,7 +251,7 @@ async def test_a_tenant_without_sessions_keeps_the_prompt_that_all_share(
         assert "4 blocks are kept" in (await one.settled(message, "0")).reason
 
 
-async def test_a_retain_is_noted_although_a_pin_is_shorter(
+async def test_retain_is_noted_although_pin_is_shorter(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = Action("p", ActionType.PIN, ttl_s=10.0)
@@ -314,7 +314,7 @@ async def test_several_samples_of_a_prompt_release_their_session(
 
 
 @pytest.mark.parametrize("ends_with", [Hints(), RELEASE])
-async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
+async def test_sessions_blocks_stay_until_its_expected_return(
     node: Node, monkeypatch: pytest.MonkeyPatch, ends_with: Hints
 ) -> None:
     """Makes two requests of a session (such as a chat), two seconds apart. After the second, the
@@ -342,7 +342,7 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     assert row["expected_pause_s"] == 2.0
 
 
-async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
+async def test_receipts_take_back_failed_or_closed_loads(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A receipt sums up the hits of a router's session. Reports four requests with hits, whose

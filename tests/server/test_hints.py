@@ -155,7 +155,7 @@ def pin(target: Target = ALL, ttl_s: float = 60.0) -> Action:
 # ------------------------------------------------------------------------------ with a request
 
 
-def test_a_pin_that_comes_with_a_request_keeps_its_blocks_until_they_are_given_up(
+def test_requested_pin_keeps_blocks_until_given_up(
     chat: Make,
 ) -> None:
     one = chat()
@@ -185,7 +185,7 @@ def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind
     assert not one.there(prompt).any()
 
 
-def test_a_range_pins_the_blocks_of_each_group_that_have_its_tokens(chat: Make) -> None:
+def test_range_pins_blocks_holding_its_tokens(chat: Make) -> None:
     one, prompt = chat(FULL, WIDE), hashes(6)
     wide = prompt[1::2]
     one.engine.store(BlockRun(0, prompt, block_ids(6)), BlockRun(1, wide, block_ids(3)))
@@ -199,7 +199,7 @@ def test_a_range_pins_the_blocks_of_each_group_that_have_its_tokens(chat: Make) 
         assert outcome["status"] == "missing" and why in outcome["reason"]
 
 
-def test_blocks_that_are_stored_later_are_kept_at_the_end_of_the_request(chat: Make) -> None:
+def test_later_stored_blocks_are_kept_at_end(chat: Make) -> None:
     one, prompt, action = chat(), hashes(4), pin(Target("", 0, 48))
     message = one.report(prompt, "", action)
     assert one.waits(message)
@@ -220,9 +220,7 @@ def test_rejections_of_the_engine_are_told(chat: Make) -> None:
 # ------------------------------------------------------------------------------------ sessions
 
 
-def test_a_released_session_goes_first_and_what_others_share_stays(
-    chat: Make, small: Server
-) -> None:
+def test_released_session_goes_first_shared_blocks_stay(chat: Make, small: Server) -> None:
     one = chat(LARGE, at=small)
     ended, other = f"{one.model} ended", f"{one.model} other"
     system, mine, theirs = hashes(4), hashes(6), hashes(6)
@@ -249,7 +247,7 @@ def test_a_released_session_goes_first_and_what_others_share_stays(
 # --------------------------------------------------------------------------- without a request
 
 
-def test_an_envelope_with_hashes_needs_no_request_and_is_done_once(chat: Make) -> None:
+def test_envelope_with_hashes_runs_once_without_request(chat: Make) -> None:
     one = chat()
     prompt, message = one.store(hashes(4)), os.urandom(6).hex()
     held = one.admin.info()["counters"]["held_blocks_total"]
@@ -262,7 +260,7 @@ def test_an_envelope_with_hashes_needs_no_request_and_is_done_once(chat: Make) -
     assert "came without a request" in one.send({"action_type": "demote"})["reason"]
 
 
-def test_a_prefetch_without_a_tier_says_what_is_there(chat: Make) -> None:
+def test_prefetch_without_tier_says_what_is_there(chat: Make) -> None:
     one = chat()
     prompt = one.store(hashes(4))
     ask = {"action_type": "prefetch", "payload": {"deadline_s": 1}}
@@ -283,9 +281,7 @@ def test_a_foreign_key_space_is_unknown(chat: Make) -> None:
 # --------------------------------------------------------------------------------- with a disk
 
 
-def test_demotion_frees_memory_of_what_the_disk_has_and_a_prefetch_brings_it_back(
-    chat: Make, disk: Server
-) -> None:
+def test_demotion_frees_memory_prefetch_returns_it(chat: Make, disk: Server) -> None:
     one, prompt = chat(at=disk), hashes(10)
     one.engine.memory[:] = os.urandom(len(one.engine.memory))
     one.store(prompt)
@@ -385,7 +381,7 @@ def test_the_command_line_shows_hints_and_sessions(chat: Make) -> None:
 # --------------------------------------------------------------------------------------- bounds
 
 
-def test_a_flood_of_one_tenant_is_rejected_and_others_are_served(chat: Make) -> None:
+def test_one_tenants_flood_is_rejected_alone(chat: Make) -> None:
     one = chat()
     prompt, reasons = one.store(hashes(1)), set[str]()
     with HintClient(one.server.target, tenant="flood") as client:

@@ -60,7 +60,7 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     wait_for(lambda: not left(prefix))
 
 
-def test_a_server_that_does_not_stop_is_killed_and_awaited() -> None:
+def test_server_that_does_not_stop_is_killed() -> None:
     late = subprocess.TimeoutExpired("hotkv-server", host_bench.STOP_S)
     process = Mock(wait=Mock(side_effect=[late, 0]))
     host_bench._stop(process)
@@ -110,7 +110,7 @@ def test_variables_complete_the_settings_of_a_file_only(
         ("", "the settings have no tier"),
     ],
 )
-def test_wrong_settings_of_tiers_are_named_before_anything_is_measured(
+def test_wrong_tier_settings_are_named_before_measuring(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -51,7 +51,7 @@ from tests.support.waiting import WAIT_S, wait_for
 MAX_DESCRIPTORS = 160
 
 
-def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
+def test_signal_ends_a_long_draining_server() -> None:
     """Starts a drain of an hour, then sends SIGTERM. The server must end after the shorter drain
     time that applies to signals."""
     options = ["--arena.slab-bytes", "64KiB", "--drain-timeout-s", "1"]
@@ -147,7 +147,7 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
     os.close(fd)
 
 
-def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server: Server) -> None:
+def test_client_cutting_its_memory_harms_only_itself(server: Server) -> None:
     """Truncates an engine's memory during its stores. A store that fails must leave no ready
     blocks. The transfer ids contain newlines, which must not forge lines of the log."""
     outcomes, until_s = set[bool](), time.monotonic() + WAIT_S
@@ -187,7 +187,7 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
             ).result(60)
 
 
-def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) -> None:
+def test_unread_http_answers_keep_nobody_out(server: Server) -> None:
     port, held = http_port(server), list[socket.socket]()
     with marked_engine(server.target) as session:
         # Reports metrics for 128 layers, so that the answer of /metrics does not fit into a
@@ -216,7 +216,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
             one.close()
 
 
-def test_http_connections_that_come_at_once_are_bounded_too() -> None:
+def test_http_connections_at_once_are_bounded() -> None:
     """Opens more HTTP connections than allowed, before the server learns that dropped connections
     have closed. It must drop the oldest that ask nothing, never one whose request waits."""
     http: Any = object.__new__(HttpServer)
@@ -292,7 +292,7 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         assert session.store("u", "u", runs, 20).result(60)
 
 
-def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -> None:
+def test_peers_parting_words_stay_out_of_logs(server: Server) -> None:
     """Sends an HTTP/2 GOAWAY frame whose text looks like a line of the log. gRPC's C core would log
     the text unchanged, so the server must keep it out of its log."""
 
@@ -319,7 +319,7 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
     assert b"farewell" not in server.log.read_bytes()
 
 
-def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None:
+def test_leaving_before_the_answer_is_no_defect(server: Server) -> None:
     """Closes the descriptor socket before the server answers. The log must not report a failed
     call, and the session can link the same descriptors afterwards."""
     fd, said = memory_file(PAGE_BYTES), b"left before the answer"
@@ -378,7 +378,7 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
             call.cancel()
 
 
-async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+async def test_watcher_that_does_not_read_delays_nobody() -> None:
     service, serving = HealthService(), health_pb2.HealthCheckResponse
     service.set({"": True})
     stuck = service.Watch(health_pb2.HealthCheckRequest(), None)

@@ -99,9 +99,7 @@ def hung(tmp_path: Path) -> Iterator[HungNode]:
         ),
     ],
 )
-def test_a_disk_that_hangs_costs_its_own_blocks_only(
-    hung: HungNode, calls: tuple[str, ...]
-) -> None:
+def test_hung_disk_costs_its_own_blocks(hung: HungNode, calls: tuple[str, ...]) -> None:
     engine, server = hung.engine, hung.server
     assert engine is not None and server is not None
     leased = hashes(4)
@@ -161,7 +159,7 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
     wait_for(lambda: "tier=disk answers again" in server.log.read_text())
 
 
-def test_a_server_ends_although_the_disk_of_its_audit_file_hangs(tmp_path: Path) -> None:
+def test_server_ends_despite_hung_audit_file(tmp_path: Path) -> None:
     """Stops a server while its disk hangs in a write of an audit line. The server must end."""
     disk, signs = tmp_path / "disk", tmp_path / "signs"
     disk.mkdir()
@@ -221,7 +219,7 @@ def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
         pytest.param(slow_bucket, id="bucket"),
     ],
 )
-def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
+def test_slow_store_costs_its_own_blocks(tmp_path: Path, slow: object) -> None:
     with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]
         one.command = faults.command("hurry")
         one.start_sharing(*flags, "--tiers.lookup-wait-ms", "500")

@@ -58,7 +58,7 @@ proofs = st.builds(
     st.dictionaries(st.sampled_from(["", "a", "b"]), proofs),
     st.sampled_from(["", "a", "b", "c"]),
 )
-def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(
+def test_peer_acts_for_proven_tenants_only(
     peer: Peer, known: dict[str, Proofs], wanted: str
 ) -> None:
     gate = AccessControl({name: Tenant(name, proof) for name, proof in known.items()})
@@ -87,7 +87,7 @@ def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(
     assert caught.value.reason is (Reason.NOT_ALLOWED if peer.has_proof else Reason.UNAUTHENTICATED)
 
 
-def test_a_refusal_does_not_say_whether_there_is_such_a_tenant() -> None:
+def test_refusal_hides_whether_a_tenant_exists() -> None:
     one, two = (Tenant(name, Proofs(uids=frozenset({uid}))) for name, uid in (("a", 1), ("b", 2)))
     gate, texts = AccessControl({"a": one, "b": two}), []
     for name in ("b", "c"):
@@ -189,7 +189,7 @@ def unsafe(call: object, *arguments: object, **more: object) -> str:
     return str(caught.value)
 
 
-def test_directories_are_made_private_and_open_ones_are_refused(tmp_path: Path) -> None:
+def test_directories_become_private_open_ones_are_refused(tmp_path: Path) -> None:
     run, arena = tmp_path / "run", tmp_path / "arena"
     path_checks.check_shared_dir(run)
     path_checks.check_own_dir(arena, is_private=True)
@@ -335,6 +335,6 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, words: str) -> None
         "[security]\ntcp_insecure = true",
     ],
 )
-def test_tcp_is_opened_to_who_proves_something_or_on_purpose(tmp_path: Path, security: str) -> None:
+def test_tcp_opens_on_proof_or_on_purpose(tmp_path: Path, security: str) -> None:
     (tmp_path / "c.toml").write_text(TCP + security)
     assert load_settings(tmp_path / "c.toml", [], "test").tcp_address == "host:1"

@@ -182,7 +182,7 @@ async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == all_but(0)
 
 
-async def test_no_call_waits_for_a_sequence_that_awaits_a_tier(opened: Opened) -> None:
+async def test_call_never_waits_for_sequence_awaiting_tier(opened: Opened) -> None:
     async with opened() as place:
         sent, answered = list[session_pb2.ConnectResponse](), asyncio.Event()
         sparse = capability_of(place.node, SparseCapability).sparse
@@ -202,7 +202,7 @@ async def test_no_call_waits_for_a_sequence_that_awaits_a_tier(opened: Opened) -
         assert sent[0].delete_sequence.deleted and not sent[1].append_blocks.lease_id
 
 
-async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: Opened) -> None:
+async def test_residency_learns_offsets_only_after_comparison(opened: Opened) -> None:
     async with opened() as place:
         place.spoil(3)
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
@@ -218,7 +218,7 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
         assert await place.extend() == await waiting[0], "once compared"
 
 
-async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
+async def test_offsets_stay_secret_during_possible_flush(
     opened: Opened,
 ) -> None:
     """Requests two leases, and twice extends a residency (a request whose KV stays in the server's
@@ -247,7 +247,7 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     assert again == before and absent != before
 
 
-async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
+async def test_sequence_covers_nothing_during_possible_flush(
     opened: Opened,
 ) -> None:
     async with opened() as place:
@@ -289,7 +289,7 @@ async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
         sparse.close()
 
 
-async def test_blocks_make_room_for_a_residency_unless_the_server_drains(opened: Opened) -> None:
+async def test_blocks_make_room_for_residency_unless_draining(opened: Opened) -> None:
     async with opened() as place:
         core, other = place.node.core, await worker(place.node, 50)
         await store_in(place.node, other, hashes(50))
@@ -320,7 +320,7 @@ async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> N
         assert not place.node.core.space.index.pins.any()
 
 
-async def test_a_session_that_closes_while_room_is_made_opens_no_residency(
+async def test_session_closed_during_making_room_opens_nothing(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened() as place:
@@ -338,9 +338,7 @@ async def test_a_session_that_closes_while_room_is_made_opens_no_residency(
 
 
 @pytest.mark.parametrize("reads", ["for a lease", "for a residency"])
-async def test_a_session_that_closes_waits_for_what_reads_the_arena(
-    opened: Opened, reads: str
-) -> None:
+async def test_closing_session_waits_for_arena_readers(opened: Opened, reads: str) -> None:
     async with opened() as place:
         if reads == "for a lease":
             waiting = place.acquire("a")

@@ -159,7 +159,7 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     assert row["failed_load_count"] == 1 and row["misses"]["failed_load"] == 96
 
 
-def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_engine: Make) -> None:
+def test_command_shows_a_row_each_and_outlook(server: Server, groups_engine: Make) -> None:
     one = groups_engine("ledger-command")
     report(one, RequestReport(hashes(4), 70, 7, 32, 0.0, saved_s=90.0, wait_s=1.0))
 
@@ -181,7 +181,7 @@ def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_eng
         assert cli.main(["--target", server.target, "savings", f"--since={wrong}"]), wrong
 
 
-def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:
+def test_hit_promoted_from_disk_counts_once() -> None:
     with tiered() as place:
         place.start_tiered()
         one = place.connect()
@@ -234,7 +234,7 @@ def is_written(place: Place) -> bool:
     return bool(sum(row.total[at] for _, row in kept.rows) == 1)
 
 
-def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
+def test_ledger_survives_a_kill_and_another_arena(place: Place) -> None:
     """Kills the server and starts the next. Then stops it, and starts another with an arena of
     another size, which loses the blocks. The ledger must keep its counts both times."""
     place.start()
@@ -254,7 +254,7 @@ def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) ->
     assert savings(place)["rows"] == rows
 
 
-def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
+def test_server_that_keeps_nothing_leaves_no_file(place: Place) -> None:
     place.start("--arena.keep", "false")
     use(place)
     wait_for(lambda: is_written(place))

@@ -140,9 +140,7 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
             engine.close()
 
 
-def test_a_released_lease_ends_while_its_session_stays_open(
-    own_server: Server, engine: Make
-) -> None:
+def test_released_lease_ends_while_its_session_stays(own_server: Server, engine: Make) -> None:
     one, blocks = engine(own_server.target), hashes(3)
     store_blocks(one, blocks, 0)
     with AdminClient(own_server.target) as admin:
@@ -166,7 +164,7 @@ def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferR
     return one.session.load("l", "l", [LoadRun(0, block_ids(64), block_ids(64, 64))], 20)
 
 
-def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engine: Make) -> None:
+def test_hung_server_keeps_loads_open_until_awake(own_server: Server, engine: Make) -> None:
     """Stops the server's process during a load, and cancels the load. The load must stay open until
     the process runs again, because the server might still write into the engine's memory."""
     one = engine(own_server.target, layers=4, num_blocks=128)
@@ -187,9 +185,7 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
     assert store_blocks(one, hashes(1)) == {BlockResult.STORED}
 
 
-def test_a_word_of_a_shared_fence_is_kept_until_its_store_is_answered(
-    own_server: Server, engine: Make
-) -> None:
+def test_shared_fence_word_waits_for_its_answer(own_server: Server, engine: Make) -> None:
     """Cancels a store while the server hangs. The store has a word in the fence, a page that the
     server reads to learn of cancels. The engine must not use this word for another store before the
     server has answered, because the server may still read it."""
@@ -212,7 +208,7 @@ def test_a_word_of_a_shared_fence_is_kept_until_its_store_is_answered(
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
+def test_broken_streams_load_stays_open_until_release(
     own_server: Server, engine: Make, end: signal.Signals
 ) -> None:
     def settling() -> list[threading.Thread]:
@@ -240,7 +236,7 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
         assert (one.kv == 77).all()
 
 
-def test_a_hundred_clients_that_come_while_the_server_is_busy_all_get_tickets(
+def test_hundred_clients_at_once_all_get_tickets(
     own_server: Server,
 ) -> None:
     path, timeout_s = descriptor_socket(own_server.target), 60.0
@@ -302,7 +298,7 @@ def broken(one: PagedEngine, names: list[str], stores: Stores) -> None:
 
 
 @pytest.mark.parametrize(("take_back", "num_turns"), [(cancelled, 40), (revoked, 15), (broken, 15)])
-def test_a_hung_server_never_commits_what_was_taken_back(
+def test_hung_server_never_commits_revoked_stores(
     own_server: Server,
     engine: Make,
     take_back: Callable[[PagedEngine, list[str], Stores], None],

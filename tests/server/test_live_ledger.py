@@ -26,7 +26,7 @@ HASHES = np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("MAX_FOLLOWING", 3), ("MAX_FOLLOWING_BLOCKS", 3 * 2)])
-def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
+def test_requests_beyond_the_forecast_are_still_counted(
     monkeypatch: pytest.MonkeyPatch, name: str, bound: int
 ) -> None:
     monkeypatch.setattr(ledger, name, bound)
@@ -41,7 +41,7 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
 
 
-def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
+def test_reports_during_a_forecast_are_deferred(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world, num_taken = World(), 0
@@ -65,7 +65,7 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
     assert world.followed_tokens == 7 * 33 + 97
 
 
-def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before() -> None:
+def test_fresh_engines_hits_save_by_previous_speed() -> None:
     """Reports a hit of a new engine, which has not measured its prefill speed yet. The ledger must
     compute the saved time from the speed of an earlier engine in the same key space (a model in a
     configuration)."""
@@ -115,7 +115,7 @@ async def turn(world: World, clerk: Clerk) -> None:
 
 
 @pytest.mark.parametrize("damage", ["torn", "link", "pipe"])
-def test_a_file_that_is_no_ledger_begins_anew_with_one_line(
+def test_foreign_ledger_file_begins_anew_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     world, file = World(tmp_path), tmp_path / "ledger"
@@ -137,7 +137,7 @@ def test_a_file_that_is_no_ledger_begins_anew_with_one_line(
     assert World(tmp_path).ledger.savings().total.requests == 1
 
 
-async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
+async def test_unwritable_ledger_is_logged_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "SAVE_S", 0.0)
@@ -177,7 +177,7 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
     assert done == [2] and clerk.is_alive()
 
 
-def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecast_keeps_blocks_as_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger's forecast simulates a larger cache with the server's eviction policy. Like the
     server, it may refuse a request's new blocks to keep older ones (`may_keep`). Reports three
     requests. The forecast may do so only for the first: the second has a retention (a priority),
@@ -197,7 +197,7 @@ def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.M
     assert seen == [True, False, False]
 
 
-def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
+def test_blocks_of_two_key_spaces_stay_apart() -> None:
     world, said = World(), RequestReport(HASHES, 64, 0, 0, 0.0, NO_RETENTION)
     for session in (world.session, world.open("second", key_space("large"))):
         world.ledger.report(session, said)
@@ -207,7 +207,7 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
     assert world.ledger.outlook(0).ceiling_ratio == pytest.approx(1 / 3)
 
 
-def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
+def test_endless_cache_hits_no_less_than_node() -> None:
     """Reports requests with many hits. The forecast estimates from a sample of 64 keys how many
     hits an endless cache would have had; some of these estimates are below the real hits. `savings`
     must then show the real hits as those of an endless cache."""
@@ -224,7 +224,7 @@ def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
 
 
 @pytest.mark.parametrize(("device_hits", "gain"), [(20, 0.05), (15, 0.1), (5, 0.15), (30, 0.0)])
-def test_more_memory_gains_no_hits_that_a_tier_has_anyway(
+def test_more_memory_gains_nothing_a_tier_has(
     monkeypatch: pytest.MonkeyPatch, device_hits: int, gain: float
 ) -> None:
     """Of 100 prompt tokens, 10 hit in host memory, 25 in the disk tier and `device_hits` in the

@@ -61,7 +61,7 @@ def strangers(content: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_no_task_and_no_thread_lasts_that_health_does_not_know(tmp_path: Path) -> None:
+def test_health_knows_every_lasting_task_and_thread(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         valkey = stack.enter_context(running(tmp_path / "valkey"))
         s3 = stack.enter_context(running_s3(tmp_path))

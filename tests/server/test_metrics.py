@@ -67,7 +67,7 @@ def test_promtool_finds_no_fault(metrics: dict[str, Metric]) -> None:
     assert "base unit" in lint([CounterMetricFamily("hotkv_wait_milliseconds", "Some.", 1.0)])
 
 
-def test_metrics_and_labels_have_a_text_and_no_text_is_left_over(
+def test_metrics_and_labels_have_exactly_their_texts(
     metrics: dict[str, Metric],
 ) -> None:
     of_layers = {f"sparse_layer_{in_seconds(name)}_total" for name in SPARSE_COUNTERS}
@@ -98,7 +98,7 @@ async def counted(taker: counts.RecentCensus) -> None:
     await asyncio.wait((taker._counting,))
 
 
-async def test_a_long_census_is_that_of_the_scrape_before(
+async def test_long_census_repeats_the_last_scrapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counts, "FRESH_PARTS", 0)
@@ -139,7 +139,7 @@ def told(topics: dict[str, Topic], name: str, **filters: str) -> dict[str, Any]:
     return asyncio.run(tell(topics, name, filters))
 
 
-def test_the_page_has_every_topic_with_its_filters_and_fields(topics: dict[str, Topic]) -> None:
+def test_page_has_every_topic_filter_and_field(topics: dict[str, Topic]) -> None:
     rows = {name: (filters, fields) for name, filters, fields in ROW.findall(PAGE.read_text())}
     listed = {
         name: [one for one in re.findall(r"`(\w+)`", filters) if one != "no"]

@@ -73,17 +73,17 @@ def test_an_unknown_prefix_lists_the_closest(run: Run, command: str) -> None:
     )
 
 
-def test_digits_alone_are_a_hash_where_no_model_has_such_a_token(run: Run) -> None:
+def test_digits_are_a_hash_without_such_token(run: Run) -> None:
     assert "hit" in run("explain", "12345678")[1]
     assert "shorter than a block" in run("explain", "9999999")[1]
 
 
-def test_a_whole_hash_that_is_not_there_is_no_error(run: Run) -> None:
+def test_absent_whole_hash_is_no_error(run: Run) -> None:
     assert "evicted 0 blocks, kept 0" in run("evict", "f" * 64)[1]
     assert "would evict 0 blocks" in run("evict", "f" * 64, "--group", "7", "--dry-run")[1]
 
 
-def test_a_prefix_names_the_block_in_each_key_space_and_group(
+def test_prefix_names_blocks_per_key_space_group(
     stocked: tuple[Server, PagedEngine], engine: Callable[..., PagedEngine], run: Run
 ) -> None:
     server, _ = stocked
@@ -98,7 +98,7 @@ def test_a_prefix_names_the_block_in_each_key_space_and_group(
     assert "evicted 1 blocks" in run("evict", HASHES[0].hex())[1]
 
 
-def test_a_whole_hash_is_found_in_a_key_space_that_is_not_listed(
+def test_hash_in_an_unlisted_key_space_is_found(
     stocked: tuple[Server, PagedEngine],
     engine: Callable[..., PagedEngine],
     monkeypatch: pytest.MonkeyPatch,
@@ -128,7 +128,7 @@ def test_a_whole_hash_is_found_in_a_key_space_that_is_not_listed(
             assert named == {place: [HASHES[0]] for place in found}
 
 
-def test_a_dry_run_says_what_would_go_and_drops_nothing(
+def test_dry_run_names_victims_and_drops_nothing(
     stocked: tuple[Server, PagedEngine], run: Run
 ) -> None:
     _, one = stocked

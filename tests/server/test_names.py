@@ -63,7 +63,7 @@ def running(place: Place) -> Iterator[tuple[Server, str]]:
     yield server, use(place.engine)
 
 
-def test_every_view_has_the_names_and_none_an_id(running: tuple[Server, str]) -> None:
+def test_every_view_has_names_and_no_ids(running: tuple[Server, str]) -> None:
     server, block = running
     views = {
         ("status",): MODEL,
@@ -94,7 +94,7 @@ def test_json_and_the_page_have_names_and_ids(running: tuple[Server, str]) -> No
         assert (found["model_name"], found["model"]) == (MODEL, ARCHITECTURE)
 
 
-def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) -> None:
+def test_engines_of_one_name_stay_distinct(place: Place) -> None:
     """Connects two engines with the same name, and a third engine without a name. The second must
     be shown with `#2` after its name, the third by its id, also after a restart of the server."""
     server = place.start()
@@ -119,7 +119,7 @@ SPACE = KeySpace(
 )
 
 
-def test_a_reconnecting_engine_keeps_its_name_until_another_has_it() -> None:
+def test_reconnecting_engine_keeps_its_name() -> None:
     book = DisplayNames()
     book.tell("a", ENGINE, MODEL, SPACE, [])
     book.tell("b", ENGINE, MODEL, SPACE, ["a"])

@@ -44,7 +44,7 @@ def test_a_native_death_of_the_server_leaves_stacks(
     assert words in log and STACK in log and 'cli.py", line' in log
 
 
-def test_a_native_death_in_a_copy_leaves_its_stack(folder: Path) -> None:
+def test_native_death_in_copy_leaves_its_stack(folder: Path) -> None:
     with FaultyServer(folder, "copy", "fault", "--log-format", "json") as server:
         server.wait_ready()
         engine = PagedEngine(server.target).connect()
@@ -58,7 +58,7 @@ def test_a_native_death_in_a_copy_leaves_its_stack(folder: Path) -> None:
     assert "Fatal Python error: Segmentation fault" in log and "in faulty" in dying
 
 
-def test_a_native_death_while_the_program_is_loaded_leaves_stacks(tmp_path: Path) -> None:
+def test_native_death_while_loading_leaves_stacks(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, "-m", "hotkv_server", "--version"]

@@ -100,9 +100,7 @@ async def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> N
         assert disk.num_writes <= 2
 
 
-async def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(
-    tmp_path: Path, disk: Disk
-) -> None:
+async def test_leaving_client_stops_no_write(tmp_path: Path, disk: Disk) -> None:
     async with node_in(tmp_path, disk, waits=True) as node:
         task = asyncio.create_task(node.sessions.open("e", "rank", SPACE, "test"))
         await until(lambda: disk.num_writes > 0)
@@ -119,9 +117,7 @@ async def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(
         assert written(tmp_path) == ["m 0", "n 0"]
 
 
-async def test_a_write_that_fails_is_tried_again_with_the_next_session(
-    tmp_path: Path, disk: Disk
-) -> None:
+async def test_failed_write_is_retried_with_next_session(tmp_path: Path, disk: Disk) -> None:
     async with node_in(tmp_path, disk) as node:
         disk.error = OSError(28, "No space left on device")
         await node.sessions.open("e", "rank", SPACE, "test")
@@ -138,9 +134,7 @@ async def leave_blocks(node: Node, space: KeySpace) -> None:
     await node.sessions.close(session)
 
 
-async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
-    tmp_path: Path, disk: Disk
-) -> None:
+async def test_forgetting_is_written_and_read_when_behind(tmp_path: Path, disk: Disk) -> None:
     """Opens more key spaces (each is a model in a configuration) than a tenant may have. The oldest
     unused key space must be removed from the state file although it has blocks. Readers of events
     must get its clear event, by which they forget these blocks."""
@@ -165,7 +159,7 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
         node.core.check_invariants()
 
 
-async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
+async def test_several_that_need_room_get_it_bounded(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opens three sessions at once in new key spaces (each is a model in a configuration). The
@@ -189,7 +183,7 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
         node.core.check_invariants()
 
 
-async def test_no_more_open_than_may_although_they_wait_together(
+async def test_waiting_together_opens_no_more_than_allowed(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opens three sessions at once for a tenant that may have two. All three must wait until an old
@@ -233,7 +227,7 @@ async def test_the_timer_forgets_what_was_left_long_ago(
         assert (await node.sessions.open("e", "tool", SPACE, "test")).record.key_space_id == 2
 
 
-async def test_a_capability_that_raises_hides_no_event_from_the_others(tmp_path: Path) -> None:
+async def test_capability_that_raises_hides_no_others_events(tmp_path: Path) -> None:
     """Adds two capabilities (optional parts of the server) to a node, of which one raises at each
     event. The other must get every event. If opening a session raises, neither the session nor its
     new key space (a model in a configuration) may remain."""

@@ -64,7 +64,7 @@ def test_it_is_refused(access: PageAccess, host: str, shown: str, needs_token: b
     assert refused.value.needs_token == needs_token and TOKEN not in str(refused.value)
 
 
-def test_a_token_is_read_of_a_file_that_is_not_for_everybody(tmp_path: Path) -> None:
+def test_token_file_must_not_be_everybodys(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(f"  {TOKEN}\n")

@@ -146,7 +146,7 @@ def test_a_link_of_another_user_is_refused(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_every_user_can_replace_is_refused(folder: Path, name: str) -> None:
+def test_file_others_can_replace_is_refused(folder: Path, name: str) -> None:
     own = folder / "own"
     own.mkdir()
     path = prepared(folder, name).rename(own / "path")
@@ -164,7 +164,7 @@ def test_a_file_that_every_user_can_replace_is_refused(folder: Path, name: str) 
     "file",
     ["state.json", "table", "records", "generations.json", "ledger", "calibration-x", "slabs"],
 )
-def test_each_file_in_a_folder_of_blocks_is_checked(folder: Path, name: str, file: str) -> None:
+def test_each_file_among_blocks_is_checked(folder: Path, name: str, file: str) -> None:
     path = prepared(folder, name)
     (path / file).touch(mode=0o600)
     (path / file).chmod(0o666)
@@ -175,7 +175,7 @@ def test_each_file_in_a_folder_of_blocks_is_checked(folder: Path, name: str, fil
     assert f"{path / file} is a symbolic link" in refusal(settings_with(folder, name, path), name)
 
 
-def test_a_group_may_read_the_folder_of_the_disk_without_tenants(folder: Path) -> None:
+def test_group_may_read_tenantless_disk_folder(folder: Path) -> None:
     path = prepared(folder, "tiers.disk.path")
     settings = settings_with(folder, "tiers.disk.path", path)
     for mode, is_open in ((0o750, False), (0o770, True), (0o755, True), (0o701, True)):

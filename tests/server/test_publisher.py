@@ -127,7 +127,7 @@ def removed(numbers: list[int]) -> RemovedEvent:
 TOO_MANY = list(range(MIB // 32 + 1))
 
 
-def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
+def test_lost_removal_clears_topic_lost_stores_dont(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
     last = reader.wait_subscribed(publisher)
@@ -153,7 +153,7 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 
 
 @pytest.mark.parametrize("per_endpoint", [False, True])
-def test_the_present_state_follows_the_clear_of_a_lost_removal(
+def test_present_state_follows_clear_of_lost_removal(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
     """Removes a block while the publisher's queue is full, so that the removal's event is lost.
@@ -185,7 +185,7 @@ def test_the_present_state_follows_the_clear_of_a_lost_removal(
 
 
 @pytest.mark.parametrize("per_endpoint", [False, True])
-def test_the_present_state_is_sent_once_after_many_clears(
+def test_present_state_is_sent_once_after_clears(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
     """Loses removals again and again, while the publisher's thread is busy sending the state (all
@@ -222,7 +222,7 @@ def test_the_present_state_is_sent_once_after_many_clears(
     publisher.close()
 
 
-def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
+def test_clear_reaches_shared_topic_with_full_queue(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
     """Flushes one of the two key spaces (each is a model in a configuration) of a topic:
@@ -244,7 +244,7 @@ def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full
 
 
 @pytest.mark.parametrize("per_endpoint", [False, True])
-def test_a_block_that_another_key_space_has_too_stays_known(
+def test_block_of_another_key_space_stays_known(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
     """Removes and flushes blocks of one of two key spaces that share a topic, or an endpoint.
@@ -298,7 +298,7 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(
 
 
 @pytest.mark.parametrize(("answer_s", "stalled_s"), [(1.0, 600.0), (600.0, 0.2)])
-def test_readers_that_take_no_answer_and_long_requests_cost_little(
+def test_slow_readers_and_long_requests_cost_little(
     publisher: ZmqPublisher,
     reader: Reader,
     tmp_path: Path,
@@ -333,7 +333,7 @@ def test_readers_that_take_no_answer_and_long_requests_cost_little(
         long.disable_monitor()
 
 
-def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
+def test_topic_ends_with_its_last_key_space(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:
     """Removes the only key space (a model in a configuration) of a topic. Events that were
@@ -391,9 +391,7 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher.close()
 
 
-def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
-    reader: Reader, tmp_path: Path
-) -> None:
+def test_reader_behind_an_ended_topic_gets_state(reader: Reader, tmp_path: Path) -> None:
     """Requests a replay that begins at a message which the publisher has dropped with its topic.
     This message may have removed blocks. So the reader must get a clear event, and then all blocks
     that are cached now."""
@@ -424,7 +422,7 @@ def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_st
 
 
 @pytest.mark.parametrize("per_endpoint", [False, True])
-def test_a_reader_whose_messages_are_gone_gets_the_present_state(
+def test_reader_with_lost_messages_gets_state(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
     cached: dict[int, list[int]] = {1: [], 2: []}
@@ -476,7 +474,7 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
 @example([(0, MIB // 2), (0, MIB // 2), (1, 1000), (2, MIB // 2), (0, MIB // 2)])
 @example([(0, MIB // 2), (0, MIB // 8), (2, 1000), (1, MIB // 4), (1, MIB // 8)])
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))
-def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
+def test_topics_share_a_replay_bound_fairly(
     sent: list[tuple[int, int]],
 ) -> None:
     """Publishes messages in four topics. All messages kept for replay must together stay within a
@@ -504,7 +502,7 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
         assert (not topic.sent and not fits_its_share) or topic.sent[-1][0] == number
 
 
-def test_events_that_come_soon_share_a_message_and_a_bad_one_costs_only_itself(
+def test_events_share_messages_bad_one_costs_itself(
     publisher: ZmqPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Publishes events while the publisher's thread waits for more events. These events must share
@@ -660,7 +658,7 @@ def test_a_store_is_told_as_its_unbroken_runs(
     assert told == [i for i, result in enumerate(results) if result == BlockResult.STORED]
 
 
-def test_a_flush_is_one_event_beside_the_evictions_of_others() -> None:
+def test_flush_is_one_event_among_evictions() -> None:
     notices = [
         EvictionNotice(1, 0, words_of([1])),
         EvictionNotice(2, 0, words_of([2])),

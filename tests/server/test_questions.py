@@ -220,7 +220,7 @@ def prompt_index(num_blocks: int) -> PromptIndex:
     return PromptIndex(contents)
 
 
-def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
+def test_question_reads_contents_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Looks up four stored blocks in an index that reads them from the contents file during
@@ -244,7 +244,7 @@ def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
 
 
-def test_contents_behind_a_read_that_failed_are_read_by_the_next_question(
+def test_contents_behind_a_failed_read_come_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index = prompt_index(2)
@@ -293,7 +293,7 @@ async def answering() -> AsyncIterator[tuple[SharedNode, Ask]]:
         await one.tiers.close()
 
 
-async def test_a_disk_that_is_down_has_no_blocks_for_routers(
+async def test_disk_that_is_down_shows_routers_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(breaker, "RETRY_S", 3600.0)
@@ -307,7 +307,7 @@ async def test_a_disk_that_is_down_has_no_blocks_for_routers(
         one.tier.faults.problem = ""
 
 
-async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() -> None:
+async def test_hung_shared_tier_delays_no_http_answer() -> None:
     async with answering() as (one, ask_for_two):
         one.put([1])
         one.tier.faults.is_hung = True
@@ -321,7 +321,7 @@ async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() ->
         assert min(times_s) <= ANSWER_TIMEOUT_S - 0.5
 
 
-async def test_a_key_space_that_is_forgotten_during_a_question_has_no_blocks() -> None:
+async def test_key_space_forgotten_in_question_has_nothing() -> None:
     async with answering() as (one, ask_for_two):
         one.core.close_session(one.number, 0.0)
         asked = asyncio.ensure_future(ask_for_two())

@@ -93,7 +93,7 @@ def refused(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_block_is_ready_when_every_shard_is_written(rank: Open, order: tuple[int, int]) -> None:
+def test_block_is_ready_when_all_shards_are(rank: Open, order: tuple[int, int]) -> None:
     ranks, blocks = [rank(0), rank(1)], hashes(3)
     first, last = ranks[order[0]], ranks[order[1]]
     assert first.store("w", blocks) == [WRITTEN] * 3
@@ -109,7 +109,7 @@ def test_a_block_is_ready_when_every_shard_is_written(rank: Open, order: tuple[i
         assert np.array_equal(one.engine.kv[:, 8:11], kept), "each rank gets its own shard"
 
 
-def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Open) -> None:
+def test_load_naming_a_block_twice_is_refused(rank: Open) -> None:
     one, two = rank(0), rank(1)
     blocks = hashes(3)
     assert one.store("w", blocks) == [WRITTEN] * 3 and two.store("w", blocks) == [STORED] * 3
@@ -132,7 +132,7 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 
 
-def test_what_the_first_rank_was_told_holds_for_the_others(rank: Open) -> None:
+def test_first_ranks_answer_holds_for_the_others(rank: Open) -> None:
     one, two = rank(0), rank(1)
     blocks, others = hashes(4), hashes(2)
     assert one.store("before", blocks[:1]) == [WRITTEN]
@@ -151,7 +151,7 @@ def test_what_the_first_rank_was_told_holds_for_the_others(rank: Open) -> None:
     assert two.store("twice", [block, block]) == [STORED, IN_FLIGHT]
 
 
-def test_an_id_is_of_one_kind_and_for_the_same_blocks(rank: Open) -> None:
+def test_id_has_one_kind_and_one_content(rank: Open) -> None:
     one, two = rank(0), rank(1)
     blocks, others = hashes(2), hashes(2)
     assert one.store("w", blocks) == [WRITTEN] * 2

@@ -33,7 +33,7 @@ from tests.support.waiting import stop, wait_for
 Make = Callable[..., PagedEngine]
 
 
-def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
+def test_simulator_reads_what_engines_reported(
     server: Server, engine: Make, tmp_path: Path
 ) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
@@ -112,7 +112,7 @@ def test_a_watch_of_a_hung_server_fails(own_server: Server) -> None:
             os.kill(own_server.pid, signal.SIGCONT)
 
 
-def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
+def test_stream_nobody_reads_is_cancelled() -> None:
     call = MagicMock(__iter__=Mock(return_value=iter([1, 2])))
     stream = _read_stream(call, 0.0)
     assert next(stream) == 1 and not call.cancel.called
@@ -189,7 +189,7 @@ class Told:
         (1, 1, 2, 1, (1, 2, 2, 0, True)),
     ],
 )
-def test_a_recording_names_its_key_space_and_ends_when_it_is_full(
+def test_recording_names_key_space_ends_when_full(
     tmp_path: Path, spaces: int, asked: int, most: int, found: int, counts: tuple[int, ...]
 ) -> None:
     client: Any = Told(spaces)
@@ -199,7 +199,7 @@ def test_a_recording_names_its_key_space_and_ends_when_it_is_full(
     assert (told["key_space_id"], client.seconds) == (found, 2.5)
 
 
-def test_times_are_right_if_the_servers_clock_is_not(tmp_path: Path) -> None:
+def test_times_hold_although_servers_clock_is_off(tmp_path: Path) -> None:
     client: Any = Told(1, pause_s=0.05)
     record(client, tmp_path / "trace", 0, 16, 1.0, 100)
     times_s = load_trace(tmp_path / "trace").times_s
@@ -207,7 +207,7 @@ def test_times_are_right_if_the_servers_clock_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("spaces", "asked"), [(2, 0), (0, 0), (1, 9)])
-def test_a_key_space_that_is_not_there_is_refused(tmp_path: Path, spaces: int, asked: int) -> None:
+def test_absent_key_space_is_refused(tmp_path: Path, spaces: int, asked: int) -> None:
     client: Any = Told(spaces)
     known = ", ".join(f"{1 + at} (m)" for at in range(spaces)) or "none yet"
     with pytest.raises(HotKVError, match=re.escape(f"known are {known}")) as refused:

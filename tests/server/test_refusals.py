@@ -400,7 +400,7 @@ def test_a_list_that_is_too_long_is_refused(world: World) -> None:
     assert refused(session.create_sequence("t", 0, [bytes(32)] * 131_073)).reason is LARGE
 
 
-def test_a_lease_is_of_one_engine_and_an_id_of_one_call(world: World, engine: Make) -> None:
+def test_lease_has_one_engine_id_one_call(world: World, engine: Make) -> None:
     run = [LoadRun(0, np.zeros(1, np.int32), np.ones(1, np.int32))]
     error = refused(engine().session.load("a", "mine", run, 5))
     assert (error.reason, "lease_id" in error.message) == (Reason.FOREIGN_LEASE, True)
@@ -525,7 +525,7 @@ def test_a_unary_call_is_refused(
     assert state(world.server) == before
 
 
-def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
+def test_answer_too_large_for_message_is_refused(server: Server) -> None:
     with (
         closing(GroupsEngine(server.target, (FULL,) * 8, "explained")) as one,
         AdminClient(server.target) as admin,
@@ -541,7 +541,7 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
     assert caught.value.reason is LARGE
 
 
-async def test_an_answer_about_a_topic_is_bounded_in_bytes(tmp_path: Path) -> None:
+async def test_topics_answer_is_bounded_in_bytes(tmp_path: Path) -> None:
     """Answers the admin call `Tell` with a text of non-ASCII characters: their number is within the
     size limit, but not their bytes. The server must refuse the call."""
 

@@ -245,7 +245,7 @@ def test_what_needs_a_restart_is_named(running: Reloading) -> None:
     running.reload("settings reloaded", "nothing")
 
 
-def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloading) -> None:
+def test_other_changes_apply_though_tenants_need_restart(running: Reloading) -> None:
     kept, running.security["tenants"] = running.security["tenants"], []
     running.security["tcp_insecure"] = True
     running.top["drain_timeout_s"] = 3
@@ -267,7 +267,7 @@ def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloadin
     running.reload("settings reloaded", "nothing")
 
 
-def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told(tmp_path: Path) -> None:
+def test_failed_reload_changes_nothing_notifies_systemd(tmp_path: Path) -> None:
     """Reloads a larger arena size, which needs a restart, and a tenant's guarantee (memory reserved
     for it) that exceeds the running arena. The reload must fail and change nothing. systemd must be
     notified that the server is ready again."""
@@ -325,7 +325,7 @@ def test_streams_have_request_ids(running: Reloading) -> None:
 
 
 @pytest.mark.long
-def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
+def test_opening_session_ends_with_its_tenant() -> None:
     """Removes a tenant by a reload while the tenant's session is opening, which takes three seconds
     here. The session must be refused."""
 
@@ -364,7 +364,7 @@ def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
     running.reload("settings reloaded", "log_level")
 
 
-def test_a_disk_that_hangs_below_the_certificates_holds_up_no_handshake(
+def test_hung_certificate_disk_delays_no_handshake(
     running: Reloading,
 ) -> None:
     """Replaces a certificate by a FIFO and connects: reading the certificate then hangs until the
@@ -435,7 +435,7 @@ def test_calls_that_change_something_are_audited(running: Reloading) -> None:
     assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_all_calls_or_none_are_audited_in_a_file_that_may_be_rotated(running: Reloading) -> None:
+def test_calls_are_audited_in_a_rotatable_file(running: Reloading) -> None:
     target = running.server.target
     running.security["audit"] = "all"
     running.reload("settings reloaded", "security.audit")
@@ -476,7 +476,7 @@ sys.exit(main())
 """
 
 
-def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
+def test_reload_during_start_happens_after_it() -> None:
     """Changes the configuration file and sends SIGHUP while the server starts, after it has read
     the file. Once it is ready, the server must reload the file."""
     with configured("drain_timeout_s = 6", CHANGED_AT_THE_START) as (_, server, says):
@@ -484,7 +484,7 @@ def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
         assert server.log.read_text().count("settings reloaded") == 1
 
 
-def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
+def test_reloads_in_sequence_and_in_drains_work() -> None:
     with configured("drain_timeout_s = 6") as (config, server, says):
         engine = PagedEngine(server.target).connect()
         for _ in range(20):
@@ -505,7 +505,7 @@ def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_a_disk_that_hangs_below_the_settings_holds_up_no_call() -> None:
+def test_hung_settings_disk_delays_no_call() -> None:
     """Replaces the configuration file by a FIFO and sends SIGHUP: reading the file then hangs until
     the test has written it, as on a network disk that does not answer. Meanwhile the server must
     answer calls."""
@@ -520,7 +520,7 @@ def test_a_disk_that_hangs_below_the_settings_holds_up_no_call() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
-def test_odd_text_is_one_line_of_json_in_any_locale(encoding: str) -> None:
+def test_odd_text_is_one_line_of_json(encoding: str) -> None:
     code = (
         "import logging; from hotkv_server import logs; logs.set_up('info', 'json');"
         "logging.info('caf\\xe9 \\U0001f600 \\u2028 \\x85 %s', 'a\\nb\\udc80')"

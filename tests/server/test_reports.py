@@ -57,9 +57,7 @@ def test_a_device_hit_touches_the_blocks_it_needed(server: Server, groups_engine
     assert touched(server, one, RequestReport(prompt, 130, 0, 64, 0.0)) == set()
 
 
-def test_a_retention_reaches_all_ready_blocks_of_the_prompt(
-    server: Server, groups_engine: Make
-) -> None:
+def test_retention_reaches_all_ready_blocks_of_prompt(server: Server, groups_engine: Make) -> None:
     one, prompt = groups_engine("reports-retention", FULL, WINDOW), hashes(6)
     one.store(BlockRun(0, prompt[:5], block_ids(5)), BlockRun(1, prompt[2:4], block_ids(2)))
     expected = {(0, h) for h in prompt[:5]} | {(1, h) for h in prompt[2:4]}
@@ -81,7 +79,7 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
     assert listed(server, one, "pin_count") == {(0, kept): 1, (0, passing): 0, (0, reserved): 1}
 
 
-async def test_a_capability_that_breaks_hides_no_end_from_the_others() -> None:
+async def test_capability_that_breaks_hides_no_others_ends() -> None:
     """Sends reports of requests and loads to a node with two capabilities (optional parts of the
     server), of which one raises at each event. The other must still learn of the end of every
     request and load. It must also learn of a load's end if another part of the same message raises.
@@ -133,7 +131,7 @@ def test_a_hit_counts_once_its_load_has_succeeded(server: Server, groups_engine:
         assert server.counter("reported_hit_tokens_total") - before == hits
 
 
-async def test_hits_whose_load_does_not_end_take_no_more_memory() -> None:
+async def test_unfinished_loads_take_no_more_memory() -> None:
     made, session = Reports(Mock(), []), Mock(secret_id="a")
     made.watched = Mock()
     session.key_space.groups = ()
@@ -144,7 +142,7 @@ async def test_hits_whose_load_does_not_end_take_no_more_memory() -> None:
     assert made.counters.hit_tokens == MAX_OPEN_LOADS
 
 
-def test_a_refused_report_is_in_the_servers_log_once(server: Server, groups_engine: Make) -> None:
+def test_refused_report_is_logged_once(server: Server, groups_engine: Make) -> None:
     one = groups_engine("reports-logged")
     for _ in range(3):
         one.session.report_requests([RequestReport([], 5, 4, 3, 0.0)])
@@ -155,9 +153,7 @@ def test_a_refused_report_is_in_the_servers_log_once(server: Server, groups_engi
     assert "must rise in this order" in refusal
 
 
-def test_an_engines_prefill_speed_is_known_until_it_says_another(
-    server: Server, groups_engine: Make
-) -> None:
+def test_prefill_speed_is_known_until_renewed(server: Server, groups_engine: Make) -> None:
     session = groups_engine("reports-speed").session
     for said, known in ((None, 0.0), (1234.5, 1234.5), (0.0, 1234.5), (8.0, 8.0)):
         if said is not None:

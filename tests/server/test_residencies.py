@@ -125,7 +125,7 @@ def resident(place: Place, count: int = 40, name: str = "r") -> tuple[Reader, li
     return reader, blocks
 
 
-def test_a_store_pins_in_the_step_that_makes_ready(place: Place) -> None:
+def test_store_pins_in_its_ready_step(place: Place) -> None:
     server = place.start()
     reader, blocks = resident(place)
     with Writer(server.target) as writer:
@@ -138,7 +138,7 @@ def test_a_store_pins_in_the_step_that_makes_ready(place: Place) -> None:
     assert not found[0].any(), "what was given back is evicted"
 
 
-def test_the_same_call_gets_the_same_answer_and_unknown_ones_a_reason(place: Place) -> None:
+def test_same_call_gets_same_answer_unknown_reason(place: Place) -> None:
     place.start()
     reader, blocks = resident(place, 4)
     session = reader.session
@@ -157,7 +157,7 @@ def test_the_same_call_gets_the_same_answer_and_unknown_ones_a_reason(place: Pla
     assert reader.extend(2, [*blocks[2:], *hashes(3)]) == [*list(reader.expected)[2:], -1, -1, -1]
 
 
-def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
+def test_open_residency_grows_or_stays(place: Place) -> None:
     server = place.start()
     reader, blocks = resident(place, 4)
     session, more = reader.session, [*blocks, *hashes(8)]
@@ -187,7 +187,7 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
         wait_for(lambda: not admin.residencies()["refusals"])
 
 
-def test_a_refusal_says_how_much_and_who_has_it_and_operators_see_it(place: Place) -> None:
+def test_refusal_names_amount_and_holder_for_operators(place: Place) -> None:
     server = place.start()
     session = resident(place, 128)[0].session
     session.open_residency("more", {0: 872}).result(TIMEOUT_S)
@@ -229,7 +229,7 @@ def test_a_session_that_ends_tells_its_readers_first(place: Place) -> None:
 
 
 @pytest.mark.long
-def test_an_arena_of_another_size_leaves_the_old_one_to_its_readers(place: Place) -> None:
+def test_resized_arena_leaves_old_one_to_readers(place: Place) -> None:
     place.start(*GRACE)
     reader, _ = resident(place)
     place.stop()
@@ -282,7 +282,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     assert refused(session.extend_residency("r", 0, 0, blocks)).reason is Reason.UNKNOWN_RESIDENCY
 
 
-def test_there_is_no_residency_over_tcp_and_without_words(place: Place, tmp_path: Path) -> None:
+def test_no_residency_over_tcp_or_without_words(place: Place, tmp_path: Path) -> None:
     server, key_space = place.start(), place.connect().key_space
     session = Session(SessionConfig(server.target, "e", Role.SCHEDULER, key_space, use_table=False))
     session.start()

@@ -22,9 +22,7 @@ AT_START = ("--integrity.start-check-s", "60")
 @pytest.mark.parametrize(
     "how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
 )
-def test_what_was_stored_is_served_again_until_it_is_flushed(
-    place: Place, how: signal.Signals
-) -> None:
+def test_stored_blocks_are_served_until_flushed(place: Place, how: signal.Signals) -> None:
     place.start()
     engine, blocks = place.connect(), hashes(50)
     assert store(engine, blocks) == {BlockResult.STORED}
@@ -46,7 +44,7 @@ def test_what_was_stored_is_served_again_until_it_is_flushed(
     assert not any(found(engine, blocks))
 
 
-def test_bytes_that_changed_are_found_at_start_or_at_the_first_load(place: Place) -> None:
+def test_changed_bytes_are_found_at_first_load(place: Place) -> None:
     place.start(*FULL)
     engine, blocks = place.connect(), hashes(30)
     store(engine, blocks)
@@ -115,7 +113,7 @@ def test_what_does_not_fit_is_left_behind(place: Place) -> None:
         assert ("starting empty reason=" in server.log.read_text()) == is_told, flags
 
 
-def test_one_arena_has_one_server_also_while_that_one_hangs(place: Place) -> None:
+def test_one_arena_has_one_server_even_hung(place: Place) -> None:
     server = place.start()
     stop(server.pid)
     arena = place.folder / "arena"

@@ -13,7 +13,7 @@ from tests.server.routers import Router, external
 from tests.server.support import FULL, GroupsEngine, hashes
 
 
-def test_llm_d_credits_the_pods_of_a_node_under_the_names_of_requests() -> None:
+def test_llm_d_credits_pods_under_requested_names() -> None:
     """Stores blocks by two engines that serve the same weights under different model names. Each
     name must have a topic with all events, of the form `kv@HOLDER@MODEL`, which llm-d parses. The
     holder `node:one` stands for all pods of a node (llm-d-router#2586)."""

@@ -209,7 +209,7 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
     return answer, received
 
 
-def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
+def test_only_allowed_clients_map_table_none_arena(guarded: Guarded, engine: Make) -> None:
     """Requests the block table and the arena for two tenants. The tenant with the right to map the
     block table must get a read-only descriptor of it, the other none. No tenant may get the arena,
     or the offsets of blocks in it."""
@@ -323,9 +323,7 @@ def test_a_failed_handshake_is_one_error_in_json(guarded: Guarded) -> None:
 # Floods
 
 
-def test_a_flood_of_stores_leaves_its_session_and_others_able_to_store(
-    guarded: Guarded, engine: Make
-) -> None:
+def test_flood_of_stores_leaves_others_able(guarded: Guarded, engine: Make) -> None:
     """Sends 3,000 stores at once in one session. The server may refuse some as OVERLOADED.
     Afterwards this session and another must be able to store."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")
@@ -362,7 +360,7 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
 # The start
 
 
-def test_a_server_refuses_to_start_where_others_could_interfere() -> None:
+def test_server_refuses_to_start_where_others_interfere() -> None:
     with runtime_folder(64 << 20) as folder:
         run, arena = folder / "run", folder / "arena"
         run.mkdir()
@@ -435,7 +433,7 @@ def test_a_wrong_proof_over_tcp_is_refused(
     assert guarded.logged(*logged)
 
 
-def test_a_client_refuses_a_server_it_does_not_know(guarded: Guarded) -> None:
+def test_client_refuses_an_unknown_server(guarded: Guarded) -> None:
     proof = guarded.credentials("beta", ca=guarded.foreign_ca)
     assert "TLS certificates" in why_absent(guarded.tcp, "beta", proof)
 
@@ -497,7 +495,7 @@ def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
 # TCP without TLS
 
 
-def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewhere() -> None:
+def test_token_proves_a_tenant_without_tls() -> None:
     """Serves TCP without TLS, as behind a proxy that terminates TLS. A client proves its tenant by
     a token. The admin API must be on the configured socket only."""
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])

@@ -86,7 +86,7 @@ def test_the_client_is_light() -> None:
     assert subprocess.check_output([sys.executable, "-c", code]) == b"[]\n"
 
 
-def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
+def test_only_whole_copies_of_unused_libraries_return() -> None:
     maps = """7f0000000000-7f0000001000 r-xp 00000000 fe:00 1   /x/libllvmlite.so
 7f0000001000-7f0000002000 r--p 00001000 fe:00 1   /x/libllvmlite.so
 7f0000002000-7f0000003000 rw-p 00002000 fe:00 1   /x/libllvmlite.so
@@ -119,7 +119,7 @@ def test_a_client_that_is_closed_says_so(server: Server) -> None:
             use()
 
 
-def test_calls_with_an_id_get_one_answer_and_others_none(server: Server) -> None:
+def test_calls_with_id_get_one_answer(server: Server) -> None:
     """Makes calls of a session, first without an id and then with one: a store and a load, which
     are answered later, and reports, which have no result. The server must answer each call with an
     id once, and calls without an id not at all."""

@@ -66,7 +66,7 @@ def in_a_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
         pytest.param(in_a_bucket, marks=pytest.mark.long),
     ],
 )
-def test_what_one_node_stores_another_loads_until_one_flushes(
+def test_stored_on_one_node_loaded_on_another(
     nodes: Nodes, tmp_path: Path, stored: Callable[[Path], Flags]
 ) -> None:
     with stored(tmp_path) as flags:
@@ -103,9 +103,7 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
     assert not a.counter("shared_up") and SECRET not in a.server.log.read_text()
 
 
-def test_a_store_is_flushed_later_if_a_server_without_it_was_flushed(
-    nodes: Nodes, valkey: Valkey
-) -> None:
+def test_store_is_flushed_later_by_absent_server(nodes: Nodes, valkey: Valkey) -> None:
     """Restarts a server without its shared store, and flushes there. A later server, which has the
     store again, must flush the store too."""
     a, chain = nodes[0].start_sharing(*flags_of(valkey)), hashes(CHAIN)
@@ -128,9 +126,7 @@ def test_a_store_is_flushed_later_if_a_server_without_it_was_flushed(
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_a_flush_that_the_store_missed_outlives_the_server(
-    nodes: Nodes, valkey: Valkey, how: str
-) -> None:
+def test_missed_flush_outlives_the_server(nodes: Nodes, valkey: Valkey, how: str) -> None:
     """Flushes on a server while the shared store is stopped or killed (`how`), and kills the
     server. The next server must flush the store once the store is back. A store that was only
     stopped receives the flush twice, once from each server."""

@@ -83,7 +83,7 @@ def sparse(server: Server) -> Iterator[Make]:
         yield make
 
 
-def test_a_hit_brings_the_sketches_along_of_its_own_version(sparse: Make) -> None:
+def test_hit_brings_sketches_of_its_version(sparse: Make) -> None:
     one, other, newer, blocks = sparse(), sparse(), sparse(version=8), hashes(20)
     assert one.store_runs((one.group, blocks), (0, blocks)) == [{BlockResult.STORED}] * 2
     assert newer.found(blocks) == ([True] * 20, [False] * 20)
@@ -94,7 +94,7 @@ def test_a_hit_brings_the_sketches_along_of_its_own_version(sparse: Make) -> Non
     assert np.array_equal(other.kv[30:50], one.kv[:20])
 
 
-def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: Server) -> None:
+def test_sketch_goes_with_its_block_unannounced(sparse: Make, server: Server) -> None:
     told, blocks = list[Evicted](), hashes(10)
     engine = sparse(on_evicted=told.append)
     before = server.counter("sketch_bytes")

@@ -29,7 +29,7 @@ KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
 
 
 @pytest.mark.parametrize("restores", [False, True])
-async def test_while_a_key_space_is_flushed_others_store_in_it(
+async def test_others_store_while_a_key_space_flushes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool
 ) -> None:
     """Flushes a key space. The flush works in parts; between two parts the test looks blocks up
@@ -85,7 +85,7 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
         assert was_cleared
 
 
-async def test_a_tenant_above_its_bound_loses_blocks_turn_by_turn(
+async def test_tenant_above_its_bound_loses_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lowers a tenant's limit of memory below its usage. Its blocks must be evicted in parts, each

@@ -55,7 +55,7 @@ def centres() -> Centres:
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(
+def test_server_selects_as_the_engine_does(
     sparse_engine: Make, server: Server, *, centred: bool
 ) -> None:
     known = centres() if centred else None
@@ -82,9 +82,7 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(
     assert server.counter("sparse_used_blocks_total") > used
 
 
-def test_what_is_covered_is_pinned_until_the_sequence_ends(
-    sparse_engine: Make, server: Server
-) -> None:
+def test_covered_blocks_are_pinned_until_sequence_ends(sparse_engine: Make, server: Server) -> None:
     engine = sparse_engine()
     blocks, session, config = hashes(60), engine.session, engine.select_config()
     engine.store(blocks[:30])
@@ -171,7 +169,7 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     assert [after[name] - before[name] for name in names] == [2, 1, 3]
 
 
-def test_a_report_may_name_more_blocks_than_a_call(sparse_engine: Make, server: Server) -> None:
+def test_report_may_name_more_blocks_than_call(sparse_engine: Make, server: Server) -> None:
     """Reports the used blocks of four contexts at once: more blocks than one message may list, so
     the client sends several messages. The server must count the blocks of all messages, but count
     the layers' counters, which belong to the whole report, only once."""
@@ -300,9 +298,7 @@ def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) ->
 
 
 @pytest.mark.long
-def test_sketches_that_changed_over_a_restart_are_never_scored(
-    place: Place, sparse_engine: Make
-) -> None:
+def test_sketches_changed_over_restart_are_never_scored(place: Place, sparse_engine: Make) -> None:
     checks = ("--integrity.check", "full")
     engine, blocks = sparse_engine(target=place.start(*checks).target), hashes(40)
     session = engine.session
@@ -398,7 +394,7 @@ def test_a_selection_without_a_good_answer_fails(
         select_over(call)
 
 
-async def test_a_stream_whose_client_goes_on_ends_with_its_session() -> None:
+async def test_stream_of_a_gone_client_ends() -> None:
     session, seen = Mock(closing=False), list[int]()
 
     async def requests() -> AsyncIterator[int]:
@@ -411,7 +407,7 @@ async def test_a_stream_whose_client_goes_on_ends_with_its_session() -> None:
     assert seen == [0, 1, 2]
 
 
-def test_all_that_matters_to_a_selection_reaches_the_server() -> None:
+def test_everything_a_selection_needs_reaches_the_server() -> None:
     config = SparseConfig(
         sparse_topk=4096,
         adaptive_p=0.9,
@@ -443,6 +439,6 @@ def test_sequences_by_unary_calls(sparse_engine: Make, server: Server) -> None:
         assert stub.DeleteSequence(sparse_pb2.DeleteSequenceRequest(**named)).deleted
 
 
-def test_a_counter_that_is_not_known_is_not_sent(sparse_engine: Make) -> None:
+def test_unknown_counter_is_not_sent(sparse_engine: Make) -> None:
     error = refused(lambda: sparse_engine().session.report_sparse({}, {1: {"luck": 1.0}}))
     assert error.reason is Reason.INVALID_FIELD

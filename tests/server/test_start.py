@@ -140,7 +140,7 @@ def test_addresses_that_can_not_be_are_named(folder: Path, flags: list[str], wor
 
 
 @pytest.mark.parametrize("name", ["grpc.sock", "fd.sock"])
-def test_the_admin_socket_can_not_be_a_socket_of_engines(folder: Path, name: str) -> None:
+def test_admin_socket_differs_from_engines_sockets(folder: Path, name: str) -> None:
     path = folder / "run" / name
     done = started(folder, "--security.admin-socket", str(path), check=True)
     assert done.returncode == 1
@@ -148,7 +148,7 @@ def test_the_admin_socket_can_not_be_a_socket_of_engines(folder: Path, name: str
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["check", "start"])
-def test_all_that_is_wrong_is_said_at_once_and_before_anything_is_made(
+def test_all_errors_are_said_before_anything_starts(
     folder: Path, tmp_path: Path, taken: int, check: bool
 ) -> None:
     wrong = mistakes(folder, tmp_path, taken)
@@ -166,14 +166,14 @@ def test_all_that_is_wrong_is_said_at_once_and_before_anything_is_made(
 
 
 @pytest.mark.parametrize("flag", ["--events.endpoint", "--events.replay-endpoint"])
-def test_an_address_of_events_that_is_in_use_is_named(folder: Path, taken: int, flag: str) -> None:
+def test_busy_address_of_events_is_named(folder: Path, taken: int, flag: str) -> None:
     flags = {"--events.endpoint": "tcp://*:0", flag: f"tcp://0.0.0.0:{taken}"}
     done = started(folder, *itertools.chain(*flags.items()), check=True)
     assert done.returncode == 1 and not left_in(folder)
     assert "events: Address already in use" in done.stderr and f":{taken} " in done.stderr
 
 
-def test_a_socket_of_events_that_is_in_use_is_named_and_stays(folder: Path, tmp_path: Path) -> None:
+def test_busy_socket_of_events_stays(folder: Path, tmp_path: Path) -> None:
     """Runs `--check` with an address for events that is a Unix socket. If another program listens
     there, `--check` must name the socket and must not delete it, as ZMQ would do. If nobody listens
     there, the socket is left from an earlier run and must be no mistake."""
@@ -198,7 +198,7 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
         assert server.status()["state"].startswith("ready")
 
 
-def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
+def test_late_failed_start_leaves_only_earlier_files(
     folder: Path,
 ) -> None:
     """Starts servers with one port for two listeners. A server binds addresses after it has made
@@ -243,7 +243,7 @@ def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
     assert not left_in(folder)
 
 
-def test_a_start_that_is_refused_a_thread_leaves_nothing(folder: Path) -> None:
+def test_start_refused_a_thread_leaves_nothing(folder: Path) -> None:
     """Starts a server whose node can't start its first thread, as if the system refused it. The
     server must leave no files behind."""
     point = "hotkv_server.node.event_loop:LoopLag.start"
@@ -254,7 +254,7 @@ def test_a_start_that_is_refused_a_thread_leaves_nothing(folder: Path) -> None:
     assert not left_in(folder)
 
 
-def test_memory_that_is_full_after_the_arena_leaves_no_arena(
+def test_memory_full_after_arena_leaves_no_arena(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Creates the arena, then lets the small file fail that is written after it, as if memory were
@@ -282,9 +282,7 @@ def test_memory_that_is_full_after_the_arena_leaves_no_arena(
     open_memory(settings, reset=False).remove()
 
 
-def test_the_check_of_room_demands_as_much_as_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_check_demands_what_start_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs `--check` and the start with more and more free space. `--check` must pass exactly if
     the start passes. A start over an earlier server's arena needs room for a table only, because it
     goes on with the part of the arena that already has memory."""
@@ -353,7 +351,7 @@ def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
     assert "lower arena.bytes (16 MiB), or enlarge the file system" in said
 
 
-def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
+def test_unwritable_directory_is_named(folder: Path) -> None:
     """Starts a server with directories that it may not write. The message must name the setting. If
     the tests run as root, the server runs without Linux capabilities, so that file modes restrict
     it."""
@@ -377,7 +375,7 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
     assert "arena.dir: [Errno 2]" in said and "security.admin_socket: can't listen on" in said
 
 
-def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_missing_huge_pages_are_said_once(tmp_path: Path) -> None:
     """Puts the arena on a disk, whose file system has no huge pages for shared mappings. The server
     must become ready, and log a warning about slower copies."""
     with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
@@ -420,7 +418,7 @@ sys.exit(cli.main())
 """
 
 
-def test_ctrl_c_during_the_start_logs_no_error_and_leaves_nothing(folder: Path) -> None:
+def test_ctrl_c_during_start_leaves_nothing(folder: Path) -> None:
     arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     command = [sys.executable, "-c", INTERRUPTED_OPENING, *arguments, *ARENA]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -445,7 +443,7 @@ def limited(**limits: str) -> tuple[str, ...]:
     ],
 )
 @pytest.mark.parametrize("check", [True, False], ids=["check", "start"])
-def test_a_limit_with_which_it_can_not_serve_is_named(
+def test_limit_too_low_to_serve_is_named(
     folder: Path, limits: dict[str, str], words: str, check: bool
 ) -> None:
     done = started(folder, check=check, before=limited(**limits))
@@ -469,7 +467,7 @@ def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
             engine.close()
 
 
-def test_a_file_that_can_not_be_opened_blames_no_part_that_is_off(folder: Path) -> None:
+def test_unopenable_file_blames_no_disabled_part(folder: Path) -> None:
     with local_node(folder) as node:
         # The server keeps contents of blocks in this file, whether events are on or off.
         (node.memory.directory / CONTENTS_FILE).mkdir()
@@ -479,7 +477,7 @@ def test_a_file_that_can_not_be_opened_blames_no_part_that_is_off(folder: Path) 
     assert "events" not in str(raised.value)
 
 
-def test_memory_without_room_for_the_server_itself_is_named(
+def test_memory_without_servers_own_room_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(runtime_dir=folder, arena=ArenaSettings(bytes=ByteSize(1 << 24)))
@@ -544,7 +542,7 @@ def test_the_compiler_is_not_watched_after_the_start() -> None:
 
 
 @pytest.mark.slow
-def test_a_first_start_names_the_kernel_that_it_compiles(folder: Path, tmp_path: Path) -> None:
+def test_first_start_names_its_compiling_kernel(folder: Path, tmp_path: Path) -> None:
     environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "hotkv_server", "run", "--arena.slab-bytes", "64KiB"]
     with mock.patch.dict(os.environ, environment):
@@ -584,7 +582,7 @@ SECRET = "correct-horse"
         ([], {"HOTKV_SECURITY__TENANTS": "[" * 100_000}, "is nested too deeply"),
     ],
 )
-def test_a_typo_is_one_line_that_says_what_was_meant(
+def test_typo_is_one_line_with_suggestion(
     folder: Path, flags: list[str], environment: dict[str, str], words: str
 ) -> None:
     done = started(folder, *flags, check=True, **environment)
@@ -647,7 +645,7 @@ def test_without_numba_nothing_starts(
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_a_module_that_is_missing_later_is_named_and_the_server_runs_once(
+def test_module_missing_later_is_named_server_restarts(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops: list[str] = []
@@ -691,7 +689,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
     assert shown == sources.listing(Settings), "each reload would say that it needs a restart"
 
 
-def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> None:
+def test_container_ends_at_sigterm_during_start(folder: Path) -> None:
     """Sends SIGTERM to a server that starts as the first process of a container. The kernel ignores
     signals to this process if it has no handler, so the server needs a handler from its start
     on."""

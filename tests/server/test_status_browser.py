@@ -208,7 +208,7 @@ def only_taken_back(route: Any) -> None:
 @pytest.mark.parametrize(
     ("viewport", "scheme"), [(WIDE, "dark"), (NARROW, "light")], ids=["wide", "narrow"]
 )
-def test_it_is_readable_wide_and_narrow_dark_and_light(
+def test_page_is_readable_wide_narrow_and_dark(
     server: Server, visit: Visit, viewport: dict[str, int], scheme: str
 ) -> None:
     one = visit(server, viewport, scheme)
@@ -301,9 +301,7 @@ def test_it_says_when_the_server_is_gone(visit: Visit) -> None:
     assert page.get_attribute("#gone", "role") == "alert"
 
 
-def test_tokens_are_entered_once_and_no_answer_closes_their_form(
-    visit: Visit, tmp_path: Path
-) -> None:
+def test_tokens_are_entered_once(visit: Visit, tmp_path: Path) -> None:
     """Enters access tokens in the page's form. The page must keep the token over a reload. An open
     form must stay open at the next refresh, and when an answer arrives that was requested before
     the form opened."""

@@ -185,7 +185,7 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     assert {len(values) for values in history.samples(0.0)[0].values()} == {NUM_SAMPLES}
 
 
-async def test_a_survey_of_many_entries_is_made_in_the_background(
+async def test_large_survey_is_made_in_the_background(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
@@ -202,7 +202,7 @@ async def test_a_survey_of_many_entries_is_made_in_the_background(
     assert live.latest(first.ended_s) is first
 
 
-async def test_a_survey_that_breaks_is_told_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_broken_survey_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
     monkeypatch.setattr(inspect, "arena_map", lambda core, now_s: 1 / 0)
     told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -226,9 +226,7 @@ def open_key_spaces(node: Node, count: int) -> None:
         node.core.open_session("engine", "rank", make_key_space(f"s{number}", 4096, 4096), 0.0)
 
 
-def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_are_bounded_and_counted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_figures, "MAX_ROWS", 3)
     monkeypatch.setattr(topics, "MAX_ROWS", 3)
     open_key_spaces(node, 5)
@@ -246,7 +244,7 @@ def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
     assert hidden["savings"]["hour"]["rows"] == []
 
 
-def test_what_a_survey_tells_has_its_age_and_is_not_known_before_the_first(
+def test_survey_has_its_age_unknown_before_first(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_key_spaces(node, 1)
@@ -264,9 +262,7 @@ def test_what_a_survey_tells_has_its_age_and_is_not_known_before_the_first(
     assert figures["key_spaces"][0]["block_count"] is None
 
 
-async def test_however_many_ask_the_node_is_asked_once_at_a_time(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_node_is_asked_once_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Mock(wraps=routes.read_status)
     monkeypatch.setattr(routes, "read_status", reads)
     ways = Routes(node, asyncio.get_running_loop(), PageAccess())
@@ -303,7 +299,7 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
     assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
 
 
-async def test_windows_of_savings_that_nobody_waits_for_keep_nobody_waiting() -> None:
+async def test_unawaited_windows_of_savings_delay_nobody() -> None:
     """Lets a thousand clients ask for the savings of different time windows and leave before the
     answer. The server may compute only a few of these windows before it answers the next clients.
     """
@@ -341,7 +337,7 @@ async def test_a_request_for_savings_outwaits_the_rest(
     http.close()
 
 
-async def test_an_answer_that_can_not_be_made_is_told_to_the_log(
+async def test_answer_that_cant_be_made_is_logged(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(routes, "read_status", lambda one, has_names: 1 / 0)
@@ -355,7 +351,7 @@ async def test_an_answer_that_can_not_be_made_is_told_to_the_log(
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
 
 
-async def test_it_ends_quietly_while_requests_wait_for_the_node(
+async def test_page_ends_quietly_while_requests_wait(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     http = HttpServer("127.0.0.1", 0, node)
@@ -371,7 +367,7 @@ async def test_it_ends_quietly_while_requests_wait_for_the_node(
 # The page's file and headers
 
 
-def test_the_page_is_one_small_file_that_may_load_nothing(server: Server) -> None:
+def test_page_is_one_small_self_contained_file(server: Server) -> None:
     answer, content = get(http_port(server)), PAGE.read_bytes()
     assert answer.status == 200 and answer.body == content
     assert len(content) <= MAX_PAGE_BYTES
@@ -517,7 +513,7 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
     wait_for(lambda: far.asked(ADMIN) == 200)
 
 
-def test_a_disk_that_hangs_below_the_token_stops_no_probe(far: Far) -> None:
+def test_hung_token_disk_stops_no_probe(far: Far) -> None:
     """Replaces the token's file by a FIFO and asks for the page: reading the token then hangs until
     the test has written it. Meanwhile probes and admins must be answered."""
     far.token.unlink()
@@ -536,9 +532,7 @@ def test_a_disk_that_hangs_below_the_token_stops_no_probe(far: Far) -> None:
 
 
 @pytest.mark.parametrize(("host", "num_kept"), [("0.0.0.0", 0), ("127.0.0.1", 1000)])
-async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
-    node: Node, host: str, num_kept: int
-) -> None:
+async def test_unauthorised_clients_body_is_not_kept(node: Node, host: str, num_kept: int) -> None:
     http = HttpServer(host, 0, node)
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     head = "POST /api/v1/check_blocks HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n"
@@ -557,7 +551,7 @@ async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-async def test_without_a_token_nothing_is_shown_beyond_this_machine(node: Node, host: str) -> None:
+async def test_nothing_is_shown_elsewhere_without_a_token(node: Node, host: str) -> None:
     """Serves HTTP on all addresses, without a token. The page and its API must be refused; the
     health check must work. `::` accepts IPv4 connections too."""
     if host == "::" and not socket.has_dualstack_ipv6():

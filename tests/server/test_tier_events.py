@@ -80,7 +80,7 @@ def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]): 
             return
 
 
-def test_readers_learn_which_blocks_are_on_the_disk_after_the_arena_was_resized(
+def test_readers_learn_disk_blocks_after_arena_resize(
     place: Tiered,
 ) -> None:
     """Restarts the server with an arena of another size. Host memory then starts empty, but the

@@ -45,7 +45,7 @@ def shared() -> Iterator[Tiered]:
         yield made
 
 
-def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> None:
+def test_evicted_blocks_come_back_from_the_disk(place: Tiered) -> None:
     place.start_tiered()
     engine = place.connect()
     chains = [hashes(CHAIN) for _ in range(10)]
@@ -58,7 +58,7 @@ def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> N
     assert not place.counter("tier_lost_blocks_total")
 
 
-def test_a_lookup_fetches_its_hit_ahead_of_the_lease(shared: Tiered) -> None:
+def test_lookup_fetches_its_hit_before_the_lease(shared: Tiered) -> None:
     engine, chain = shared.engine, hashes(CHAIN)
     assert engine is not None
     shared.fill(chain)
@@ -68,7 +68,7 @@ def test_a_lookup_fetches_its_hit_ahead_of_the_lease(shared: Tiered) -> None:
     wait_for(lambda: bool(engine.session.probe(0, chain).all()))
 
 
-def test_a_lease_on_no_group_is_refused_before_a_tier_is_asked(shared: Tiered) -> None:
+def test_lease_on_no_group_is_refused_early(shared: Tiered) -> None:
     assert shared.engine is not None
     asked = shared.engine.session.acquire("a", [GroupHashes(-1, hashes(1))])
     assert refused(asked).reason is Reason.INVALID_FIELD
@@ -123,7 +123,7 @@ def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
         assert place.counter("tier_budget_left_bytes") == left
 
 
-def test_bytes_that_changed_on_the_disk_are_a_miss(shared: Tiered) -> None:
+def test_changed_bytes_on_disk_are_a_miss(shared: Tiered) -> None:
     engine, chain, before = shared.engine, hashes(CHAIN), shared.counter("tier_lost_blocks_total")
     assert engine is not None
     content = shared.fill(chain)
@@ -140,7 +140,7 @@ def test_bytes_that_changed_on_the_disk_are_a_miss(shared: Tiered) -> None:
     assert not any(found(engine, chain[7:8]))
 
 
-def test_what_lies_on_the_disk_and_how_it_answers_is_said(place: Tiered) -> None:
+def test_disks_blocks_and_answers_are_shown(place: Tiered) -> None:
     place.start_tiered("--tiers.disk.write-gb-per-day", "1e5")
     place.connect()
     chains, of_chain = [hashes(CHAIN) for _ in range(3)], CHAIN * SLOT_BYTES
@@ -183,7 +183,7 @@ def test_a_disk_of_another_server_is_refused(shared: Tiered) -> None:
         open_lower(settings, Region(0, 1, "arena"), reset=False)
 
 
-def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered) -> None:
+def test_power_loss_revives_nothing_before_a_flush(place: Tiered) -> None:
     """Simulates a power loss after a flush: deletes the arena, and replaces the disk's records by
     those of before the flush. The next server must not find a flushed block. Blocks stored after
     the flush must survive the next power loss."""
@@ -218,9 +218,7 @@ def values(count: int, seed: int) -> np.ndarray:
     ("first", "then"),
     [("auto", "off"), pytest.param("off", "auto", marks=pytest.mark.long)],
 )
-def test_a_disk_encodes_blocks_or_not_and_its_next_server_reads_both(
-    place: Tiered, first: str, then: str
-) -> None:
+def test_disks_encoding_may_change_between_servers(place: Tiered, first: str, then: str) -> None:
     """Writes blocks to a disk with the compression setting `first`, kills the server, and starts
     the next with the setting `then`. It must read all blocks. Blocks that can't be compressed must
     be written unchanged."""

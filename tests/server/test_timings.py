@@ -142,7 +142,7 @@ def made_up_lag(timers: list[Callable[[], None]], clock: list[float]) -> Any:
 
 
 @given(DELAYS_S, st.integers(0, 99))
-def test_a_delay_counts_as_often_as_it_was_measured_for(delays: list[float], seconds: int) -> None:
+def test_delay_counts_as_often_as_measured(delays: list[float], seconds: int) -> None:
     """Compares `LoopLag`, which measures how late the event loop's timer fires, with a model on a
     made-up clock. While nothing is late, `LoopLag` sets its timer up to 16 times less often. A
     delay that is measured then must count once for each tick that was left out."""
@@ -171,7 +171,7 @@ HOLDS = st.lists(
 
 
 @given(HOLDS, st.booleans())
-def test_looks_name_the_longest_hold_and_log_a_hang_once(
+def test_looks_name_longest_hold_log_hang_once(
     holds: list[tuple[str, float]], is_refused: bool
 ) -> None:
     """Runs the looks of `LoopLag` on a made-up clock while functions of hotkv hold the loop one
@@ -253,7 +253,7 @@ def test_what_holds_the_loop_is_named() -> None:
     assert found.stdout.strip() == "hotkv_made.up:held_long", found.stderr
 
 
-async def test_a_task_is_named_if_its_stack_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_task_without_a_stack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the loop's stack, as faulthandler does in a process with over 100 threads."""
     monkeypatch.setattr(lag.Stacks, "read", lambda _: "Thread 0x1 (most recent call first):\n")
     loop_lag = lag.LoopLag()
@@ -269,7 +269,7 @@ async def test_a_task_is_named_if_its_stack_is_missing(monkeypatch: pytest.Monke
     assert loop_lag.read().held_by.endswith("hold")
 
 
-def test_a_function_outside_hotkv_is_named_if_there_is_no_other() -> None:
+def test_function_outside_hotkv_is_named_alone() -> None:
     stack = (
         "Thread 0x{:016x} (most recent call first):\n"
         '  File "/x/{}/core.py", line 1 in f\n'

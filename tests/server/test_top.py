@@ -93,7 +93,7 @@ def test_rates_are_the_growth_between_two_readings(readings: tuple[Reading, Read
     assert figures.hit_ratio == figures.tiers[0].hit_ratio == 0, "a load failed, its hit is undone"
 
 
-def test_a_first_reading_and_one_of_another_process_have_no_rates(
+def test_first_reading_has_no_rates(
     readings: tuple[Reading, Reading],
 ) -> None:
     before, after = readings
@@ -107,7 +107,7 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
         assert figures.recent_hit_ratio is not None
 
 
-def test_a_reading_is_of_the_time_of_its_answer() -> None:
+def test_reading_has_its_answers_time() -> None:
     """Reads the server's counters. The reading must have the time of the server's answer, not of
     the request. Otherwise a late answer would look like a restart of the server."""
     client, answered_s = MagicMock(), list[float]()
@@ -115,7 +115,7 @@ def test_a_reading_is_of_the_time_of_its_answer() -> None:
     assert read(client).at_s >= answered_s[0]
 
 
-def test_the_end_of_a_screen_waits_for_no_reading() -> None:
+def test_end_of_screen_waits_for_no_reading() -> None:
     client, goes_on, ended = MagicMock(), threading.Event(), list[bool]()
     client.info.side_effect = lambda: ended.append(goes_on.wait(60))
     with live._Asking(client):
@@ -242,7 +242,7 @@ def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
     assert b"\x1b" not in terminal.printed
 
 
-def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None:
+def test_screen_survives_its_servers_hang_and_death() -> None:
     """Suspends, kills and restarts the server under `hotkv top`. The screen must react to keys
     while the server hangs, even with a timeout of 300 s for answers. It must show when the server
     has died, and when the next server is ready."""
@@ -419,14 +419,14 @@ def test_bars_and_names() -> None:
     assert screen.shortened("abcdef", 4) == "…def" and screen.shortened("abc", 3) == "abc"
 
 
-def test_the_bar_of_a_tier_is_its_used_share(readings: tuple[Reading, Reading]) -> None:
+def test_tiers_bar_is_its_used_share(readings: tuple[Reading, Reading]) -> None:
     figures = busy(readings)
     tiers = [dataclasses.replace(figures.tiers[0], used_bytes=256 << 30, capacity_bytes=1 << 40)]
     lines = screen_of(dataclasses.replace(figures, tiers=tiers), screen.View(2.0), 24)
     assert any("██░░░░░░" in line and "256.0 GiB of 1.0 TiB" in line for line in lines), lines
 
 
-def test_keys_are_named_and_a_terminal_that_is_gone_ends_it() -> None:
+def test_keys_are_named_lost_terminal_ends() -> None:
     assert live.named_keys("s\x1b[A\x1b[Bq") == ["s", "up", "down", "q"]
     assert live.named_keys("\x1b") == ["escape"] and live.named_keys("\r\n") == ["enter", "enter"]
     assert live.named_keys("\x1b[Zq") == ["q"] and live.named_keys("") == []

@@ -113,7 +113,7 @@ def request_(traced: Server) -> Iterator[Request]:
     one.engine.close()
 
 
-def test_a_request_is_seen_from_its_lookup_to_the_disk(
+def test_request_is_traced_from_lookup_to_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
     """Stores, looks up, leases and loads blocks in one trace, and checks the spans down to the
@@ -152,7 +152,7 @@ def test_a_request_is_seen_from_its_lookup_to_the_disk(
     assert traced.counter("trace_spans_dropped_total") == 0
 
 
-def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
+def test_disk_reads_lie_below_the_waiting_lease(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
     blocks, others, parent = hashes(8), hashes(8), request_.traceparent
@@ -184,7 +184,7 @@ def names_in(collector: OtlpReceiver, request: Request) -> list[str]:
     return [span.name for span in collector.spans if span.trace_id == request.trace_id]
 
 
-def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
+def test_failing_call_says_why_not_what(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
     """Loads under an unknown lease. The span must have the reason of the failure, but not the
@@ -202,7 +202,7 @@ def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
     assert request_.spans(collector, "hotkv.lookup")["hotkv.lookup"].kind == "server"
 
 
-def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
+def test_calls_with_odd_context_go_untraced(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
     before = traced.counter("trace_contexts_malformed_total")
@@ -253,7 +253,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name == "tests.tracing"]
 
 
-def test_a_collector_that_is_away_costs_spans_and_two_lines(
+def test_absent_collector_costs_spans_and_two_lines(
     sink: Callable[[str], Traces], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tests.tracing")
@@ -297,7 +297,7 @@ def refusing(num_spans: int) -> bytes:
         (200, b"", {}, 3, ""),
     ],
 )
-def test_only_what_a_collector_has_taken_counts_as_exported(
+def test_only_collected_spans_count_as_exported(
     sink: Callable[[str], Traces],
     caplog: pytest.LogCaptureFixture,
     status: int,
@@ -360,7 +360,7 @@ def test_the_environment_may_name_the_collector(
 # ------------------------------------------------------------------------------------ spans
 
 
-def test_blocks_of_traced_stores_are_remembered_within_a_bound(
+def test_traced_stores_blocks_are_remembered_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracing, "MAX_STORED_BLOCKS", 8)
@@ -443,7 +443,7 @@ print([name for name in sys.modules if name.startswith(("opentelemetry", "hotkv_
 """
 
 
-def test_without_the_setting_calls_are_those_of_the_module() -> None:
+def test_calls_without_tracing_are_the_modules() -> None:
     """Makes a server's tracing without the setting `tracing.endpoint`. The server must then use the
     calls of `wire.calls` themselves, without tracing around them, and must not import
     OpenTelemetry."""

@@ -149,7 +149,7 @@ def test_blocks_move_by_unary_calls_too(server: Server, engine: Make) -> None:
         assert [stub.ReleaseLease(release).released for _ in range(2)] == [True, False]
 
 
-async def test_a_transfer_that_cannot_be_planned_or_submitted_leaves_no_trace(
+async def test_transfer_that_cant_start_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Injects an error into the planning of a store's copies, or into their submission. The failed
@@ -171,7 +171,7 @@ async def test_a_transfer_that_cannot_be_planned_or_submitted_leaves_no_trace(
 
 
 @pytest.mark.parametrize("reason", [Reason.UNKNOWN_SESSION, Reason.OVERLOADED, None])
-async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
+async def test_store_that_may_not_begin_leaves_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: Reason | None
 ) -> None:
     async with live_node(tmp_path) as node:
@@ -204,7 +204,7 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
         await asyncio.gather(*closing)
 
 
-async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
+async def test_event_loop_does_not_wait_for_unmapping(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Closes a session. Its leases must end at once. The engine's memory must then be freed in a
@@ -241,7 +241,7 @@ async def test_a_store_is_answered_although_a_capability_breaks(
         assert await asyncio.wait_for(storing, 20) == [BlockResult.STORED]
 
 
-async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
+async def test_store_that_breaks_a_capability_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with live_node(tmp_path) as node:
@@ -257,7 +257,7 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
         assert session.notices.qsize() == node.core.counters.evicted_blocks > 0
 
 
-async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_path: Path) -> None:
+async def test_evicted_before_answering_is_answered_absent(tmp_path: Path) -> None:
     """Stores a block that is already present, and evicts it before the store is answered. The
     client gets the block's eviction notice first. So the later answer must say that the block was
     aborted; by the answer "present" the client would believe that the block is there again."""
@@ -275,7 +275,7 @@ async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_pa
         node.core.check_invariants()
 
 
-async def test_a_lease_that_waits_for_a_tier_while_its_session_closes_is_no_refusal(
+async def test_lease_waiting_at_session_close_is_none(
     tmp_path: Path,
 ) -> None:
     async with live_node(tmp_path) as node:
@@ -297,7 +297,7 @@ async def test_a_lease_that_waits_for_a_tier_while_its_session_closes_is_no_refu
 
 
 @pytest.mark.parametrize("broken", ["", "judge", "settle", "submit"])
-async def test_a_load_that_cannot_be_verified_fails_and_ends(
+async def test_load_that_cant_be_verified_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
     """Closes a session during its load. The close must wait for the load. The load must end as

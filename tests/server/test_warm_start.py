@@ -170,7 +170,7 @@ def test_files_without_end_are_not_read_whole(
         assert "/dev/zero" in capsys.readouterr().err
 
 
-def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
+def test_no_device_or_link_is_replaced(tmp_path: Path) -> None:
     """Exports to a pipe and to a symbolic link. `hotkv export` must refuse to replace the pipe (or
     a device, such as /dev/stdout). It must write to the target of the link, and keep the link."""
     client = Mock(export_blocks=lambda *_: iter([{"hash_byte_count": 8}]))
@@ -213,7 +213,7 @@ def test_calls_name_all_blocks_in_their_order(groups: list[tuple[int, list[bytes
 
 
 @given(st.lists(st.tuples(st.floats(-9, 9), st.integers(1, 50)), max_size=40), st.integers(0, 500))
-def test_the_hottest_are_those_that_a_sorted_list_begins_with(
+def test_hottest_blocks_lead_the_sorted_list(
     blocks: list[tuple[float, int]], byte_count: int
 ) -> None:
     numbers = np.arange(len(blocks), dtype=np.uint32)

@@ -75,7 +75,7 @@ def run_tests(files: tuple[str, ...], environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", CAPABILITIES)
-def test_a_capability_is_in_the_places_that_contributing_names(name: str) -> None:
+def test_capability_is_where_contributing_says(name: str) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
     protected = {module for one in contracts for module in one.get("protected_modules", ())}

@@ -168,7 +168,7 @@ def test_the_largest_default_arena_holds_all_blocks() -> None:
     assert done.sizes[-1].hit_tokens == done.endless.hit_tokens == 4 * (block_tokens - 1)
 
 
-def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
+def test_device_hits_are_hits_in_every_arena() -> None:
     """Sizes arenas for prompts that hit in the engine's own prefix cache (on the device). An arena
     without room for a block must show just these hits, also for a prompt without a whole block."""
     tokens = [(90, 32), (90, 32), (40, 8)]
@@ -179,7 +179,7 @@ def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
     assert done.endless.hit_tokens == 120
 
 
-def test_the_time_of_requests_without_a_block_counts_for_what_an_hour_saves() -> None:
+def test_blockless_requests_time_counts_for_savings() -> None:
     """Sizes a cache by a trace of half an hour: two long prompts at its beginning, and at its end a
     prompt without a whole block, which hits nothing. The saved time per hour must be computed from
     the whole half hour."""
@@ -189,7 +189,7 @@ def test_the_time_of_requests_without_a_block_counts_for_what_an_hour_saves() ->
     assert done.endless.saved_tokens == 80 and done.saved_s_per_hour(done.endless) == 0.16
 
 
-def test_a_hit_has_no_more_than_a_lease_may_pin() -> None:
+def test_hit_is_at_most_what_lease_pins() -> None:
     """Repeats a prompt of eight blocks in arenas of 16 and 32 blocks. By default a lease pins at
     most a quarter of the arena, so a hit can have at most 4 or 8 blocks. Blocks that hit on the
     device need no lease and must be added."""

@@ -168,7 +168,7 @@ def test_unbounded(requests: Requests) -> None:
 
 @settings(max_examples=60)
 @given(requests=chained_requests(max_blocks=5))
-def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests) -> None:
+def test_pauses_end_with_the_next_whole_request(requests: Requests) -> None:
     trace = make_trace("t", requests)
     hints, listed = derive_hints(trace), np.split(trace.blocks, trace.starts[1:-1])
     for request, blocks in enumerate(listed):

@@ -17,9 +17,7 @@ GOOD = '{"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_blank_lines_and_other_fields_of_plain_and_gzipped_files(
-    tmp_path: Path, packed: bool
-) -> None:
+def test_blank_lines_and_unknown_fields_are_read(tmp_path: Path, packed: bool) -> None:
     path = tmp_path / "trace.jsonl"
     text = f'\n{GOOD}\n\n  \n{{"timestamp": 2005.5, "hash_ids": [7, 9, 10]}}'.encode()
     path.write_bytes(gzip.compress(text) if packed else text)
@@ -66,7 +64,7 @@ def test_damaged_gzip(tmp_path: Path) -> None:
             load_trace(path)
 
 
-def test_late_requests_are_sorted_and_equal_times_keep_their_order() -> None:
+def test_late_requests_are_sorted_stably() -> None:
     trace = make_trace("t", [(2.0, [1]), (1.0, [2]), (2.0, [3]), (1.5, [4])])
     assert trace.times_s.tolist() == [0.0, 0.5, 1.0, 1.0]
     assert trace.num_late == 2

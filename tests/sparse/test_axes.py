@@ -70,7 +70,7 @@ def centre_of(case: Case) -> F32:
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_a_head_has_as_many_bytes_as_with_rot2u(head_size: int) -> None:
+def test_head_has_as_many_bytes_as_rot2us(head_size: int) -> None:
     fine, coarse = run_channels(head_size)
     assert fine >= 0 and coarse > 0 and fine + coarse <= head_size
     assert formats.head_bytes("mix2", 32, head_size) == formats.head_bytes("rot2u", 32, head_size)
@@ -103,7 +103,7 @@ def test_strong_channels_come_first_and_runs_are_even() -> None:
     )
 
 
-def test_moments_add_up_in_any_parts_once_there_are_enough() -> None:
+def test_moments_add_up_in_any_parts() -> None:
     one, parts = calibrated(32), AxesEstimate(2, 32)
     bounds = (0, MIN_TOKENS - 1, MIN_TOKENS, 1900, 2000)
     for first, last in itertools.pairwise(bounds):
@@ -149,7 +149,7 @@ def test_axes_of_no_use_are_refused(into: object, rms: object, words: str) -> No
         Axes(np.asarray(into, np.float32), np.asarray(rms, np.float32))
 
 
-def test_heads_of_a_rank_are_those_of_the_model() -> None:
+def test_ranks_heads_are_the_models() -> None:
     one = calibrated(32, kv_heads=4)
     part = one.axes.heads(1, 2)
     keys = one.keys[:64].reshape(4, 16, 4, 32)
@@ -256,7 +256,7 @@ def test_places_cover_a_context_evenly() -> None:
     assert (np.abs(counts / counts.mean() - 1) < 0.05).all()
 
 
-def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
+def test_axes_of_a_short_prompt_hold_longer() -> None:
     """Computes the principal axes of keys turned by RoPE (rotary position embedding) in a context
     of 8192 tokens, in three ways: from all tokens by `add`, from the first 1100 by `add`, and from
     the first 1100 by `add_moved`, which adds them as RoPE would turn them at positions spread over

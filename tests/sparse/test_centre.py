@@ -65,6 +65,6 @@ def _naive_bias(
     return float(np.average(np.stack(errors), weights=np.stack(masses)))
 
 
-def test_bias_where_nothing_is_scored_is_the_formats_own() -> None:
+def test_unscored_bias_is_the_formats_own() -> None:
     keys, queries = np.zeros((100, 2, 16), np.float32), np.zeros((1, 4, 16), np.float32)
     assert measured_bias("rot2u", None, keys, queries, [60]) == FORMATS["rot2u"].bias

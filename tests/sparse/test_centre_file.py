@@ -104,7 +104,7 @@ def test_what_is_written_is_read(
     assert found.mu(absent) is found.axes(absent) is found.bias(absent, "rot2u") is None
 
 
-def test_equal_centres_are_equal_files_which_replace_others_whole(tmp_path: Path) -> None:
+def test_equal_centres_are_equal_whole_files(tmp_path: Path) -> None:
     one, other = tmp_path / "a", tmp_path / "b"
     for path in (one, other):
         write_centres(path, example())

@@ -61,7 +61,7 @@ def test_refused_with_residency(residency: str, fields: dict[str, object], words
         SparseConfig(**usual | fields)  # type: ignore[arg-type]
 
 
-def test_a_share_of_mass_needs_a_scorer_that_estimates_it() -> None:
+def test_share_of_mass_needs_an_estimating_scorer() -> None:
     with pytest.raises(HotKVError, match=r": sparse\.scorer is 'quest'; adaptive_p"):
         SparseConfig(scorer="quest", adaptive_p=0.9)
 

@@ -46,7 +46,7 @@ def made(
     fits=st.integers(0, 10),
     is_writable=st.booleans(),
 )
-def test_what_is_readable_is_registered_until_it_is_closed(
+def test_readable_memory_is_registered_until_close(
     num_pages: int, piece_pages: int, tail: int, fits: int, is_writable: bool
 ) -> None:
     """Registers an arena of `num_pages` piece by piece (`piece_pages` each) with a device that can
@@ -165,7 +165,7 @@ def test_pageable_memory_needs_no_registration(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("attributes", [(), (READ_ONLY_REGISTER,), (SAME_ADDRESS,)])
-def test_says_what_to_do_where_a_device_can_not(
+def test_incapable_device_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, attributes: tuple[int, ...]
 ) -> None:
     with pytest.raises(HotKVError, match=r"Session\.load.*HMM") as caught:

@@ -120,7 +120,7 @@ def test_chooses_what_the_reference_chooses(
     assert selector.mass[0] == pytest.approx(want.mass, rel=1e-5, abs=1e-6)
 
 
-def test_a_share_that_nothing_reaches_takes_a_whole_selection() -> None:
+def test_unreachable_share_takes_a_whole_selection() -> None:
     where = {"sink_tokens": 16, "recent_tokens": 16}
     config = SparseConfig(sparse_topk=0.5, adaptive_p=0.99, scorer="rot2u", **where)
     selector = layer(config, 1, 100, 1, 100, scorer="rot2u")

@@ -82,7 +82,7 @@ def in_parts(
     start=st.integers(200, 600),
     gaps=st.lists(st.sampled_from([1, 1, 1, 15, 40, -30]), min_size=1, max_size=25),
 )  # fmt: skip
-def test_one_call_makes_the_step_that_its_parts_make(
+def test_one_call_equals_its_parts_step(
     seed: int, scorer: str, head_size: int, group: int, centred: bool, paged: str, pair: int,
     block: int, is_whole: bool, sinks: bool, policy: str, topk: int, most: int, start: int,
     gaps: list[int],
@@ -153,7 +153,7 @@ def compare(found: Decoded, expected: tuple[Any, ...]) -> None:
     assert [found.num_loaded, found.num_adopted, found.num_selected, found.num_resident] == counts
 
 
-def test_what_does_not_fit_is_refused_and_nothing_has_changed() -> None:
+def test_refusal_of_what_doesnt_fit_changes_nothing() -> None:
     keys = np.random.default_rng(0).standard_normal((9, TOKENS, HEADS, 32)).astype(np.float32)
     source, query = Source(build("rot2u", keys)), np.ones((QUERIES, 32), np.float32)
     with pytest.raises(HotKVError) as caught:

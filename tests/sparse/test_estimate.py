@@ -78,7 +78,7 @@ def test_dense_layers_stay_whole_on_the_device() -> None:
     assert taken.request_sketches.value == 30 * blocks * 8 * 16 * 34
 
 
-def test_sketches_in_host_memory_take_none_of_the_device() -> None:
+def test_sketches_in_host_memory_spare_the_device() -> None:
     plan = Plan(TOKENS_128K, sketches_on_host=True)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.request_sketches.value == 0.0
@@ -269,7 +269,7 @@ def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
         ("batch", 1, 10**18, [0, 10**18 + 1, 1.0, True]),
     ],
 )
-def test_a_plan_takes_its_limits_and_refuses_all_beyond(
+def test_plan_takes_its_limits_and_refuses_beyond(
     field: str, least: float, most: float, bad: list[Any]
 ) -> None:
     for good in (least, most):

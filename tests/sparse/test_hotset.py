@@ -170,7 +170,7 @@ def test_many_victims_are_the_coldest_in_their_order() -> None:
     assert hot.num_slots == 501
 
 
-def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
+def test_blocks_above_lowered_capacity_go_once_copied() -> None:
     hot = HotSet(6, 1)
     copied = hot.extend(CandidateSpan(2, 5, 7), 7, 1).swap_out
     hot.finish_prefetch(hot.begin_prefetch(np.zeros(1, np.int32)).slots)
@@ -187,7 +187,7 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
     hot.check_invariants()
 
 
-def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
+def test_always_kept_blocks_take_selected_blocks_slots() -> None:
     """Runs a step with five slots and the always-kept blocks 0 and 11, of which 11 is only in host
     memory. Block 11 must get the slot of block 3, although block 3 was selected too, because block
     3 has the lowest weight."""
@@ -238,7 +238,7 @@ def test_capacity_stays_in_bounds(budget: int, always: int, steps: list[tuple[in
         assert always <= blocks <= max(min(MAX_SETS * budget, budget), always)
 
 
-def test_the_capacity_goes_up_at_once_and_down_slowly_and_pressure_widens_it() -> None:
+def test_capacity_rises_at_once_falls_slowly() -> None:
     capacity = AdaptiveCapacity(1000, 5)
     assert [capacity.observe(wanted, 0) for wanted in (50, 400, 50)] == [100, 800, 784]
     assert [capacity.observe(50, 0) for _ in range(200)][-1] == 100

@@ -12,7 +12,7 @@ BLOCKED = (
 )
 
 
-def test_the_example_selects_the_block_that_the_query_is_after() -> None:
+def test_example_selects_the_block_sought() -> None:
     (example,) = re.findall(
         r"```python\n(.*?)```", (ROOT / "sparse/README.md").read_text(), re.DOTALL
     )

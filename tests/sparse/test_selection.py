@@ -87,7 +87,7 @@ def test_what_a_selection_promises(
     sinks=st.integers(0, 100),
     recent=st.integers(1, 200),
 )
-def test_a_span_keeps_sinks_recent_and_the_partial_block(
+def test_span_keeps_sinks_recent_and_partial_block(
     context: int, block_tokens: int, sinks: int, recent: int
 ) -> None:
     config = SparseConfig(sparse_topk=1000, sink_tokens=sinks, recent_tokens=recent)

@@ -69,7 +69,7 @@ def chosen(context: Context, config: SparseConfig, query: np.ndarray, name: str)
 
 
 @pytest.mark.parametrize(("scorer", "least"), [("rot3u", 0.97), ("rot2u", 0.94)])
-def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: float) -> None:
+def test_selections_hold_most_of_the_best_mass(scorer: str, least: float) -> None:
     context, config = Context(4090), SparseConfig(sparse_topk=0.1, scorer=scorer)
     where, found, best = span(config, 4090, BLOCK), 0.0, 0.0
     for _ in range(5):

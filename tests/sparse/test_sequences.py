@@ -124,7 +124,7 @@ class BookMachine(RuleBasedStateMachine):
 TestBook = BookMachine.TestCase
 
 
-def test_centres_and_hot_sets_weigh_as_blocks_of_as_many_bytes() -> None:
+def test_centres_and_hot_sets_weigh_their_bytes() -> None:
     plain = SelectSpec(SparseConfig(sink_tokens=16, recent_tokens=16), 256, (2, 3), 1, 32, 16, 4)
     centred = replace(plain, centres={2: PackedCentre(bytes(4 * 32 * 4), {})})
     hot = replace(plain, hot_blocks=800)
@@ -151,7 +151,7 @@ def test_centres_and_hot_sets_weigh_as_blocks_of_as_many_bytes() -> None:
     assert not book.bound.total
 
 
-def test_a_use_counts_once_in_an_interval_and_none_is_lost() -> None:
+def test_use_counts_once_per_interval() -> None:
     sequence = LiveSequence("s", 0, words([0] * 6), None, 6)
 
     def use(positions: list[int], now_s: float) -> list[int]:

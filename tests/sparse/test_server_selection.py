@@ -98,7 +98,7 @@ def centres(
     data=st.data(),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
+def test_selection_equals_an_engines_over_same_bytes(
     scorer: str, other: str, fusion: bool, layers: list[int], kv_heads: int, head_size: int,
     block_tokens: int, num_shards: int,
     num_blocks: int, seed: int, centred: bool, bias: dict[str, float], data: st.DataObject,
@@ -138,9 +138,7 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     corrections=st.integers(0, 5),
 )
 @settings(deadline=None, max_examples=30)
-def test_a_client_that_follows_its_moves_holds_the_hot_set(
-    seed: int, policy: str, corrections: int
-) -> None:
+def test_client_following_its_moves_holds_hot_set(seed: int, policy: str, corrections: int) -> None:
     random = np.random.default_rng(seed)
     config = replace(CONFIG, cache_policy=policy, max_correction_blocks=corrections)
     spec = SelectSpec(config, 256, (0,), 1, 32, 16, 1, hot_blocks=24)
@@ -213,9 +211,7 @@ def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCe
         ),
     ],
 )
-def test_a_spec_that_makes_no_sense_is_refused_with_its_field(
-    fields: dict[str, Any], words: str
-) -> None:
+def test_senseless_spec_is_refused_by_field(fields: dict[str, Any], words: str) -> None:
     good = {"layer_indices": (0, 1), "kv_heads": 2, "head_size": 64, "hot_blocks": 0, "scale": None}
     more = {"sketch_group": 256, "block_tokens": 16, "num_shards": 1}
     with pytest.raises(HotKVError, match=re.escape(words)):

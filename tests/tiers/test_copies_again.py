@@ -37,7 +37,7 @@ async def earlier(
         await node.share(numbers)
 
 
-async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_are_retried_until_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies six blocks to the store, each by itself. For two of them, the check of their bytes
     before the copy raises MemoryError. For a third, the write fails twice. In the end all six must
     be in the store."""
@@ -107,7 +107,7 @@ async def test_tries_are_bounded_and_come_ever_later(monkeypatch: pytest.MonkeyP
             later_s += 100.0 * 2**number
 
 
-async def test_nothing_is_tried_while_something_is_known_against_the_store() -> None:
+async def test_nothing_is_tried_against_a_suspect_store() -> None:
     async with nodes() as (a, b):
         a.tier.faults.fails = lambda key: True
         a.put(BLOCKS)
@@ -127,7 +127,7 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
         assert all(await b.leased([*BLOCKS, 20]))
 
 
-async def test_what_a_restart_brings_back_is_offered_once_the_generation_is_known(
+async def test_restored_blocks_are_offered_after_generation_known(
     tmp_path: Path,
 ) -> None:
     """Restarts a node with six blocks, while the store can't be reached. The store already has two
@@ -152,7 +152,7 @@ async def test_what_a_restart_brings_back_is_offered_once_the_generation_is_know
 @pytest.mark.parametrize(
     "noted", ["nothing", "the generation before", "the generation before in another"]
 )
-async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
+async def test_blocks_possibly_before_a_flush_are_withheld(tmp_path: Path, noted: str) -> None:
     """Restarts a node with blocks that may be older than a flush. `noted`: what the node's record
     of flushes has: no generation (a number that each flush raises), or the generation before that
     flush, in this store or in another one. The node must not copy the blocks to the store, because
@@ -200,7 +200,7 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
                 assert {one.tiers.names[number - 1] for number in origins.tolist()} == {name}
 
 
-async def test_no_store_gets_what_another_still_had_during_a_flush(
+async def test_no_copies_between_stores_during_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Flushes a key space in two shared stores, and delays the flush in the second. Another node
@@ -265,7 +265,7 @@ async def test_a_restart_does_not_flood_the_store(
         await node.until_copied(7)
 
 
-async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
+async def test_later_copy_holds_blocks_once_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chooses blocks for a repeated copy to the store. Before it begins, they are evicted, and

@@ -178,7 +178,7 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60)
 
 
-def test_pieces_share_a_call_among_threads_and_are_bounded() -> None:
+def test_pieces_share_calls_among_threads_bounded() -> None:
     queue = call_queue(NUM_THREADS)
     queue.add(call(16, 64 << 10))
     assert [(take(queue).end) for _ in range(4)] == [4, 8, 12, 16]
@@ -195,7 +195,7 @@ def test_pieces_share_a_call_among_threads_and_are_bounded() -> None:
     assert take(queue).end == 3
 
 
-def test_writes_that_have_waited_long_get_a_turn_before_reads() -> None:
+def test_long_waiting_writes_precede_reads() -> None:
     queue = call_queue(NUM_THREADS, patience_s=0.0)
     read, write = call(100), call(100, is_write=True)
     queue.add(read)

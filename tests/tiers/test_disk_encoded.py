@@ -109,7 +109,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
         assert bench.read([1, 3], [5, 6]).tolist() == [Read.CORRUPT] * 2
 
 
-def test_what_does_not_fit_changes_nothing_and_says_nothing_of_the_disk(tmp_path: Path) -> None:
+def test_oversized_call_changes_nothing_blames_no_disk(tmp_path: Path) -> None:
     with encoding(tmp_path) as (made, bench):
         bench.fill([1, 3], [1, 3])
         codes, seals = bench.answer(bench.blocks([1, 3], [1, 3]))
@@ -163,7 +163,7 @@ def test_writes_have_half_of_the_staging_memory(tmp_path: Path) -> None:
         assert bench.answer(bench.blocks([1], [1]))[0].tolist() == [UNFIT]
 
 
-def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path) -> None:
+def test_calls_wait_for_staging_until_their_deadline(tmp_path: Path) -> None:
     options = {"staging_rooms": 2, "num_threads": 6, "close_wait_s": 0.5}
     with encoding(tmp_path, [1, 2, 3, 4], **options) as (made, bench):
         made.io.reads[SLOT_BYTES] = made.io.reads[2 * SLOT_BYTES] = Fault(hangs=True)
@@ -193,7 +193,7 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         wait_for(lambda: made.staged._memory is None, "the staging memory was not given back")
 
 
-def test_without_memory_encoded_blocks_are_failed_and_plain_ones_are_not(
+def test_without_memory_only_encoded_blocks_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with encoding(tmp_path, [1, 3]) as (_, bench):

@@ -69,7 +69,7 @@ def test_what_was_written_outlives_the_tier(tmp_path: Path) -> None:
         assert codes == [Read.FOUND, Read.FOUND, Read.CORRUPT]
 
 
-def test_a_file_that_is_cut_short_loses_what_lay_beyond_and_is_used_on(
+def test_shortened_file_loses_only_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with disk(tmp_path) as made:
@@ -86,7 +86,7 @@ def test_a_file_that_is_cut_short_loses_what_lay_beyond_and_is_used_on(
         bench.check_read([1, 2], [8, 9])
 
 
-def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) -> None:
+def test_blocks_outside_arena_and_file_fail_alone(tmp_path: Path) -> None:
     with disk(tmp_path, num_bytes=32 * SLOT_BYTES) as made:
         bench = made.stored([0, 1, 2])
         size = made.file.path.stat().st_size
@@ -173,7 +173,7 @@ def test_a_fault_costs_its_block_only(
         assert figures.read_bytes == 2 * SLOT_BYTES
 
 
-def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
+def test_page_cache_does_not_hide_dead_disk(tmp_path: Path) -> None:
     with disk(tmp_path, direct=False) as made:
         bench = made.stored([0, 2])
         os.fsync(made.file.fd)
@@ -220,7 +220,7 @@ def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.Monke
         assert made.tier.figures().queued_bytes == 0
 
 
-def test_a_slow_disk_does_not_hang_while_it_answers(
+def test_slow_disk_that_answers_does_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lets a read hang, so that the disk seems to hang. Then the disk answers another read, which
@@ -241,9 +241,7 @@ def test_a_slow_disk_does_not_hang_while_it_answers(
         assert asked.wait("slow") == [Read.FOUND]
 
 
-def test_a_large_block_has_time_on_a_slow_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_block_has_time_on_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads a large block, which would take 100 s on a slow disk. Until then the disk must not
     count as hanging: otherwise the read would be given up and begun again for ever."""
     with disk(tmp_path) as made:
@@ -301,7 +299,7 @@ def test_few_large_blocks_are_moved_at_a_time(tmp_path: Path, is_write: bool) ->
     assert io.most_bytes <= NUM_THREADS * calls.MAX_PIECE_BYTES
 
 
-def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: Path) -> None:
+def test_read_ends_at_deadline_while_disk_hangs(tmp_path: Path) -> None:
     with disk(tmp_path, num_threads=1) as made:
         bench = made.stored([1, 2, 3])
         asked = Asked(bench)
@@ -326,7 +324,7 @@ def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: P
         assert not bench.slot(6).any()
 
 
-def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
+def test_closing_is_bounded_and_ends_calls_properly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with disk(tmp_path, num_threads=1, close_wait_s=0.05) as made:
@@ -352,9 +350,7 @@ def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
         SlabFile.open(tmp_path, ARENA_BYTES).close()
 
 
-def test_a_call_that_raises_or_makes_no_sense_harms_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_senseless_call_harms_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     answers: list[list[int]] = []
 
     def fail(codes: Codes) -> None:

@@ -118,7 +118,7 @@ def read(tier: RemoteTier, blocks: Blocks) -> Codes:
     return answer(lambda done: tier.read(blocks, time.monotonic() + 20, done))
 
 
-def test_blocks_are_stored_in_the_form_that_their_keys_say(server: Server) -> None:
+def test_blocks_are_stored_in_their_keys_form(server: Server) -> None:
     with over(server) as bench:
         bench.fill(range(6), range(6))
         assert (bench.write(range(6), range(6)) == Write.STORED).all()
@@ -136,7 +136,7 @@ def test_blocks_are_stored_in_the_form_that_their_keys_say(server: Server) -> No
         assert bench.tier.memory() == TierMemory(num_bytes, num_bytes)
 
 
-def test_blocks_of_nodes_that_do_not_encode_are_found(server: Server) -> None:
+def test_blocks_of_nodes_without_encoding_are_found(server: Server) -> None:
     with over(server, content=compressible) as bench:
         put(server, key(1), compressible(1).tobytes())
         assert bench.probe([1, 2]).tolist() == [Read.FOUND, Read.ABSENT]
@@ -173,7 +173,7 @@ def test_keys_without_room_for_the_suffix_are_plain(server: Server) -> None:
         assert np.array_equal(bench.slot(9), compressible(2))
 
 
-def test_what_is_no_encoded_form_is_corrupt_and_forgotten(server: Server) -> None:
+def test_malformed_encoding_is_corrupt_and_forgotten(server: Server) -> None:
     with over(server) as bench:
         put(server, encoded_key(key(1)), bytes(ROOM_BYTES))
         bench.fill([2], [1])
@@ -184,7 +184,7 @@ def test_what_is_no_encoded_form_is_corrupt_and_forgotten(server: Server) -> Non
         assert bench.read([1], [3]).tolist() == [Read.ABSENT]
 
 
-def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain(
+def test_blocks_larger_than_staging_are_stored_plain(
     server: Server,
 ) -> None:
     with over(server, staging_slots=2) as bench:
@@ -230,7 +230,7 @@ def test_reads_wait_for_staging_until_their_deadline(
         assert asked.wait(4) == asked.wait(5) == [Read.FOUND]
 
 
-def test_a_wait_for_staging_is_no_stall_of_the_store(
+def test_waiting_for_staging_is_no_store_stall(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads a block while no staging memory (in which blocks are decoded) is free, so that the read
@@ -268,7 +268,7 @@ def test_a_wait_for_staging_is_no_stall_of_the_store(
         assert asked.wait(0) == [Read.FOUND]
 
 
-def test_a_connection_is_closed_before_its_memory_is_another_ones(
+def test_connection_closes_before_its_memory_is_reused(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(name: str, *_: Any) -> None:
@@ -292,7 +292,7 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones(
 
 
 @pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4, 5, 6])
-def test_a_flush_during_a_read_refuses_all_its_blocks(
+def test_flush_during_read_refuses_its_blocks(
     server: Server, monkeypatch: pytest.MonkeyPatch, raised_at: int | None
 ) -> None:
     """Reads two encoded and two plain blocks in one call. The staging memory has room for one

@@ -50,9 +50,7 @@ def test_a_book_is_read_as_it_was_written(
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
-def test_a_folder_without_a_file_vouches_for_no_block_in_it(
-    tmp_path: Path, has_blocks: bool
-) -> None:
+def test_folder_without_file_confirms_no_block(tmp_path: Path, has_blocks: bool) -> None:
     arena, disk = folders(tmp_path, has_blocks=has_blocks)
     GenerationNotes([disk]).write(text_of(book_of()))
     record = GenerationNotes([arena, disk]).read(("valkey",)).records[FP]
@@ -79,7 +77,7 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_disk", [None, book_of(local=2), book_of(local=3)])
-def test_a_book_that_a_folder_lacks_is_saved_before_blocks_are_written(
+def test_missing_book_is_saved_before_blocks(
     tmp_path: Path, in_disk: GenerationBook | None
 ) -> None:
     """A server saves its record of flushes in the arena's folder and in the disk's folder.
@@ -108,7 +106,7 @@ DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "las
     ["pipe", "", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}', DEEP, HUGE],
     ids=range(8),
 )
-def test_a_file_that_can_not_be_read_says_nothing(
+def test_unreadable_file_says_nothing(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / GENERATIONS_FILE
@@ -117,9 +115,7 @@ def test_a_file_that_can_not_be_read_says_nothing(
     assert not book.records and "can't be used" in caplog.text
 
 
-def test_a_file_is_replaced_as_a_whole_or_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena, disk = folders(tmp_path)
     notes = GenerationNotes([arena, disk])
     synced, fsync = set(), os.fsync
@@ -134,9 +130,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays(
 
 
 @pytest.mark.parametrize("is_unraised", [False, True])
-def test_a_server_that_leaves_no_blocks_leaves_what_must_be_told(
-    tmp_path: Path, is_unraised: bool
-) -> None:
+def test_server_without_blocks_leaves_its_notes(tmp_path: Path, is_unraised: bool) -> None:
     book, notes = book_of(is_unraised=is_unraised), GenerationNotes([NotesFolder(tmp_path)])
     book.records[OTHER] = Record(0, {"valkey": GenerationStanding(7, True)})
     notes.discard(book)

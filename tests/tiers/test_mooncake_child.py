@@ -200,7 +200,7 @@ def test_generations_are_read_behind_the_blocks(made: Made) -> None:
 
 
 @pytest.mark.parametrize("value", [b"x", b"-4", b"1.5", b"0", b"9" * 30])
-def test_a_generation_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) -> None:
+def test_malformed_generation_ends_with_a_flush(made: Made, value: bytes) -> None:
     made.store.values[generation_key("f")] = value
     for do in ("read", "probe"):
         with pytest.raises(MasterLostError, match="no number"):
@@ -210,7 +210,7 @@ def test_a_generation_that_is_no_number_ends_with_a_flush(made: Made, value: byt
     assert made.ask("read", 4, generations=("f",))["generations"]["f"] > 7
 
 
-def test_a_generation_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
+def test_lost_generation_is_not_taken_for_none(made: Made) -> None:
     """Makes a generation (number that each flush raises) unreadable: its key exists, but its bytes
     were in the memory of a process that has ended. Each call must raise AwayError, and not take the
     generation for absent, until Mooncake's master has dropped the key."""
@@ -225,7 +225,7 @@ def test_a_generation_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> 
     assert made.ask("raise", fingerprint="f", floor=generation)["generation"] > generation
 
 
-def test_an_old_generation_that_another_node_puts_first_is_no_flush(made: Made) -> None:
+def test_another_nodes_old_generation_is_no_flush(made: Made) -> None:
     generation = made.ask("generations", fingerprints=["f"])["generations"]["f"]
     made.store.codes["rival"] = b"%d" % generation
     for floor in (0, generation):

@@ -127,7 +127,7 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
     }
 
 
-async def test_a_moved_block_is_told_of_with_the_tokens_and_the_parent_of_its_store() -> None:
+async def test_moved_blocks_event_has_tokens_and_parent() -> None:
     """Demotes blocks (copies them to the disk) and promotes them again. The events of these moves
     must name the tokens and the parents of the blocks, as the events of the stores did. A router
     that matches prompts by tokens ignores events without tokens."""
@@ -151,7 +151,7 @@ async def test_a_moved_block_is_told_of_with_the_tokens_and_the_parent_of_its_st
         assert ear.events.counters()["events_without_tokens_total"] == 0
 
 
-async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
+async def test_disk_evictions_and_losses_are_published() -> None:
     one = Setup(10.0)
     async with heard(one) as ear:
         await one.lie_below(BLOCKS)
@@ -185,7 +185,7 @@ async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
         assert believed == set(np.flatnonzero(lies).tolist())
 
 
-async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> None:
+async def test_flush_clears_disk_then_nothing_is_published() -> None:
     one = Setup(0.05)
     async with heard(one) as ear:
         await one.lie_below(BLOCKS)
@@ -203,7 +203,7 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         assert not stored(ear.read(), Medium.CPU) and not any(await one.leased(BLOCKS))
 
 
-async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arrives() -> None:
+async def test_evictions_for_coming_blocks_are_published_before() -> None:
     """Promotes blocks from the disk into full host memory while the disk hangs. The events of the
     evicted blocks must not wait for the disk."""
     one = Setup(0.05)
@@ -224,7 +224,7 @@ async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arriv
 
 
 @pytest.mark.parametrize(("is_full", "is_alone"), [(False, True), (True, True), (False, False)])
-async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
+async def test_other_nodes_flush_clears_only_the_store(
     monkeypatch: pytest.MonkeyPatch, is_full: bool, is_alone: bool
 ) -> None:
     """Another node flushes the key space in the shared store. This node must publish an event that
@@ -256,7 +256,7 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
         assert ear.read() == [KeySpaceCleared(1)] * (1 if is_alone else 2)
 
 
-async def test_a_node_that_has_copied_nothing_clears_no_pool_for_a_flush_of_another(
+async def test_node_without_copies_clears_no_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A node loads blocks from the pool's store and copies none, as a decode node does. Another
@@ -279,7 +279,7 @@ async def test_a_node_that_has_copied_nothing_clears_no_pool_for_a_flush_of_anot
 
 @pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize(("of_pool", "is_alone"), [(False, False), (False, True), (True, True)])
-async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_meanwhile(
+async def test_flush_clears_old_store_blocks_only(
     monkeypatch: pytest.MonkeyPatch, of_pool: bool, is_alone: bool, is_copied: bool
 ) -> None:
     """Stores a block while a flush is under way. The block's event must follow the event that
@@ -341,7 +341,7 @@ def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
+def test_event_has_what_is_known_of_blocks(is_known: bool) -> None:
     """Makes the events of blocks that were copied to a store. An event must name the blocks' parent
     and tokens if the file with the contents of blocks has them (`is_known`). The parent itself was
     evicted, and its entry number in the block table now belongs to another block. The event must

@@ -91,7 +91,7 @@ def test_a_window_needs_its_end_only() -> None:
     assert hit_tokens([], []) == 0 and needed([], []) == []
 
 
-def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> None:
+def test_costs_follow_last_reads_slow_tier_retried() -> None:
     reads, here = TierReads(), [mask("x")]
     assert reads.costs() == (0.0, 0.0)
     for at in range(COSTED):
@@ -112,7 +112,7 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
     assert 0.1 < reads.costs()[0] < 0.5 and reads.costs()[1] == 0.0
 
 
-def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:
+def test_quantiles_follow_last_reads_sums_all() -> None:
     reads = TierReads()
     assert (reads.quantile_s(0.5), reads.bytes_per_s()) == (0.0, 0.0)
     # Adds a read that found no block. It has a duration but no bytes, so no rate can be computed

@@ -76,7 +76,7 @@ def answered(bench: Bench, numbers: list[int], slots: list[int]) -> list[int]:
 # --------------------------------------------------------------------------------- dead, hung, slow
 
 
-def test_a_read_that_hangs_in_its_middle_writes_no_slot_later(store: Store, bench: Bench) -> None:
+def test_read_hanging_midway_writes_no_slot_later(store: Store, bench: Bench) -> None:
     dam = Dam(0)
 
     def hangs() -> bool:
@@ -100,7 +100,7 @@ def test_a_read_that_hangs_in_its_middle_writes_no_slot_later(store: Store, benc
     bench.check_read([6, 3, 9], [7, 8, 9])
 
 
-def test_a_write_that_hangs_in_its_middle_is_not_believed(store: Store, hasty: Bench) -> None:
+def test_write_hanging_midway_is_not_believed(store: Store, hasty: Bench) -> None:
     dam = Dam(5000)
     store.proxy.on_command = dam
     hasty.fill([12], [1])
@@ -118,7 +118,7 @@ def test_a_write_that_hangs_in_its_middle_is_not_believed(store: Store, hasty: B
     assert np.array_equal(hasty.slot(7), content(12)) and np.array_equal(hasty.slot(8), content(3))
 
 
-def test_a_dead_store_is_named_and_comes_back_by_itself(
+def test_dead_store_is_named_and_returns(
     store: Store, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -139,7 +139,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
     assert caplog.text.count("can be used again") == 1
 
 
-def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
+def test_hung_store_is_given_up_in_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
     # The tier must report a problem only after the second missed deadline. The first read waits in
@@ -207,9 +207,7 @@ def test_a_call_beyond_the_queue_fails_at_once(
 
 
 @pytest.mark.parametrize("at", [0, 5, 200, SLOT_BYTES, SLOT_BYTES + 34, 2 * SLOT_BYTES])
-def test_an_answer_that_is_cut_gives_whole_blocks_or_none(
-    store: Store, bench: Bench, at: int
-) -> None:
+def test_cut_answer_gives_whole_blocks_or_none(store: Store, bench: Bench, at: int) -> None:
     store.proxy.on_reply = cut_after(at)
     first, second = bench.read([3, 6], [4, 5]).tolist()
     assert second == Read.FAILED
@@ -224,7 +222,7 @@ def test_an_answer_that_is_cut_gives_whole_blocks_or_none(
     "garbage",
     [b"\x00", b"$9\r\n", b":1\r\n", b"+OK\r\n+OK\r\n", b"404", b"HTTP/1.1 200 OK\r\n\r\n"],
 )
-def test_garbage_is_never_served_and_the_next_read_is_right(
+def test_garbage_is_never_served_and_read_recovers(
     store: Store, hasty: Bench, at: int, garbage: bytes
 ) -> None:
     store.proxy.on_reply = changed_at(at, garbage)
@@ -241,7 +239,7 @@ def test_garbage_is_never_served_and_the_next_read_is_right(
             assert code == Read.FOUND and np.array_equal(hasty.slot(slot), content(number))
 
 
-def test_connections_that_ended_meanwhile_cost_one_read_at_most(store: Store, bench: Bench) -> None:
+def test_ended_connections_cost_at_most_one_read(store: Store, bench: Bench) -> None:
     for _ in range(3):
         store.proxy.drop()
         wait_for(lambda: bench.read([3], [4]).tolist() == [Read.FOUND], "it did not come back")
@@ -252,7 +250,7 @@ def test_connections_that_ended_meanwhile_cost_one_read_at_most(store: Store, be
 # ------------------------------------------------------------------------------------------ closing
 
 
-def test_closing_over_a_hung_store_takes_its_time_and_no_longer(store: Store, hasty: Bench) -> None:
+def test_closing_over_a_hung_store_is_bounded(store: Store, hasty: Bench) -> None:
     dam, asked = Dam(0), Asked(hasty)
     store.proxy.on_reply = dam
     for number in range(20):

@@ -93,7 +93,7 @@ def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Clie
     return do
 
 
-def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None:
+def test_abandoned_read_ends_its_connection_alone() -> None:
     with contextlib.closing(World(1)) as world:
         hangs = waits_until([], threading.Event())
         wait_for(
@@ -149,7 +149,7 @@ def test_writes_do_not_wait_for_ever_behind_reads(monkeypatch: pytest.MonkeyPatc
         assert queue.get(0.0) is read and queue.put([read])
 
 
-def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
+def test_free_connection_is_used_before_waiting() -> None:
     world, begins = World(2, connects_first=True), threading.Barrier(3)
 
     def lost_by_first(client: Client, until_s: float) -> None:
@@ -260,7 +260,7 @@ def test_a_thread_that_has_died_shows() -> None:
     assert world.workers.is_alive()
 
 
-def test_waits_before_tries_to_connect_double_up_to_a_limit(
+def test_pauses_between_connects_double_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 100.0

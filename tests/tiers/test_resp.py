@@ -158,7 +158,7 @@ def test_a_reply_that_ends_too_early_is_lost(reply: Sent, sizes: list[int]) -> N
 
 
 @given(st.binary(min_size=1, max_size=200), cuts)
-def test_garbage_is_a_reply_or_lost_and_nothing_else(content: bytes, sizes: list[int]) -> None:
+def test_garbage_is_a_reply_or_lost(content: bytes, sizes: list[int]) -> None:
     reader = Replies(Cut(content, sizes))
     with pytest.raises(LostError):
         for _ in range(len(content)):
@@ -200,7 +200,7 @@ def test_a_value_of_another_kind_is_lost(content: bytes) -> None:
         Replies(Cut(content, [7])).value(memoryview(bytearray(4)), lambda size: None, FOREVER)
 
 
-def test_a_value_too_long_to_be_skipped_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unskippable_long_value_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     head = memoryview(bytearray(HEAD_BYTES))
     with pytest.raises(LostError, match="keeps 67108869 bytes under the key of a block"):
         content = b"$%d\r\nhead" % (HEAD_BYTES + MAX_SKIPPED_BYTES + 1)
@@ -216,13 +216,13 @@ def test_a_command_has_its_lengths() -> None:
 
 
 @pytest.mark.parametrize("within_s", [0.1, 0.0])
-def test_a_server_that_reads_nothing_ends_a_send_in_time(within_s: float) -> None:
+def test_server_that_reads_nothing_ends_the_send(within_s: float) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(LateError):
         ValkeyStream(ours).send([bytes(8 << 20)], time.monotonic() + within_s)
 
 
-def test_a_slow_send_over_tls_is_no_stall_while_bytes_leave(tmp_path: Path) -> None:
+def test_slow_send_over_tls_is_no_stall(tmp_path: Path) -> None:
     """Sends a block over TLS to a server that reads nothing at first, so only the block's first
     bytes leave this machine. `moved_s`, the time of the last progress, must nevertheless become
     later, so that the store does not seem to hang."""

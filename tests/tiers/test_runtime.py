@@ -31,7 +31,7 @@ from tests.support.waiting import WAIT_S, eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Node, Setup, SharedNode, made, nodes, running
 
 
-async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
+async def test_evictions_for_promoted_blocks_are_notified() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         others = list(range(100, 100 + NUM_SLOTS))
@@ -48,7 +48,7 @@ async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> N
         assert len(gone) >= len(BLOCKS) and gone == set(one.removed)
 
 
-async def test_a_move_ends_although_who_hears_of_it_breaks() -> None:
+async def test_move_ends_although_its_listener_breaks() -> None:
     one = Setup(1.0)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     one.put([50])
@@ -67,7 +67,7 @@ async def test_a_move_ends_although_who_hears_of_it_breaks() -> None:
     one.check_end()
 
 
-async def test_a_write_ends_although_its_blocks_can_not_be_checked(monkeypatch: Any) -> None:
+async def test_write_ends_although_blocks_cant_be_checked(monkeypatch: Any) -> None:
     async with made() as one:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         judged = list[object]()
@@ -79,7 +79,7 @@ async def test_a_write_ends_although_its_blocks_can_not_be_checked(monkeypatch: 
         await one.lie_below([50])
 
 
-async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: Any) -> None:
+async def test_read_ends_although_blocks_cant_be_checked(monkeypatch: Any) -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         with monkeypatch.context() as patch:
@@ -88,7 +88,7 @@ async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: A
         assert all(await one.leased(BLOCKS)) and not one.lower.counters.lost
 
 
-async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
+async def test_broken_tiers_trial_read_is_no_hit() -> None:
     """The server tries a broken tier with a single read, which hangs here. Lookups and other leases
     must not wait for this read, so they must not count its blocks as hits."""
     async with made() as one:
@@ -101,7 +101,7 @@ async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
         await leasing
 
 
-async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: Any) -> None:
+async def test_confirmation_ended_during_making_room_is_none(monkeypatch: Any) -> None:
     confirmed = [True]
     async with made() as one:
         await one.lie_below(BLOCKS)
@@ -130,7 +130,7 @@ async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("came", ["a key space", "a flush"])
-async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any, came: str) -> None:
+async def test_blocks_wait_for_what_came_meanwhile(monkeypatch: Any, came: str) -> None:
     async with made() as one:
         below, waiting = one.tiers.below, [0]
         assert below is not None
@@ -150,7 +150,7 @@ async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any,
         assert num_bytes == len(BLOCKS) * SLOT_ALIGN, "blocks count twice in the budget"
 
 
-async def test_stores_evict_no_block_whose_prompt_is_on_its_way_up() -> None:
+async def test_stores_evict_no_block_of_promoting_prompt() -> None:
     prompt, others = list(range(12)), list(range(100, 100 + NUM_SLOTS - 12))
     async with made() as one:
         await one.lie_below(prompt[6:])
@@ -166,7 +166,7 @@ async def test_stores_evict_no_block_whose_prompt_is_on_its_way_up() -> None:
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool) -> None:
+async def test_promoted_blocks_evict_none_of_their_prompt(is_ahead: bool) -> None:
     prompt, others = list(range(12)), range(100, 100 + NUM_SLOTS - 6)
     async with made() as one:
         await one.lie_below(prompt[6:])
@@ -185,9 +185,7 @@ async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool
 
 
 @pytest.mark.parametrize("move_blocks", [1, 4, tier_drive.MOVE_BLOCKS])
-async def test_many_ask_at_once_and_each_block_is_read_once(
-    monkeypatch: Any, move_blocks: int
-) -> None:
+async def test_many_ask_each_block_is_read_once(monkeypatch: Any, move_blocks: int) -> None:
     """Makes five leases of overlapping blocks at the same time. Each block must be read from the
     tier once. If the blocks are read in several moves (copies of at most `move_blocks` blocks), the
     event loop must run other tasks between the starts of two moves."""
@@ -212,7 +210,7 @@ async def test_many_ask_at_once_and_each_block_is_read_once(
             assert len({at for _, at in moves}) >= len(BLOCKS), "several moves in one turn"
 
 
-async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: Any) -> None:
+async def test_first_moves_blocks_stay_during_last_ones(monkeypatch: Any) -> None:
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", 1)
     async with made() as one:
         await one.lie_below(BLOCKS)
@@ -255,7 +253,7 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
         one.tiers.unpin(other)
 
 
-async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
+async def test_large_prefetch_leaves_room_for_stores() -> None:
     """Prefetches half of the arena from a tier that hangs. Blocks in promotion may fill at most an
     eighth of the arena, so stores must succeed in the other seven eighths."""
     many = list(range(NUM_SLOTS // 2))
@@ -321,7 +319,7 @@ async def test_a_prefetch_ends_when_the_node_drains() -> None:
         await asyncio.wait_for(prefetching, WAIT_S)
 
 
-async def test_a_prefetch_loads_from_each_tier_though_the_first_takes_all_room(
+async def test_prefetch_loads_from_each_tier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prefetches three blocks from one store and one block from another, while a lease loads from
@@ -372,7 +370,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         assert all(await waiting)
 
 
-async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
+async def test_caller_giving_up_while_waiting_pins_nothing() -> None:
     """Cancels a caller that waits for blocks from a tier, as gRPC does with a cancelled unary call.
     No block may stay pinned."""
     async with made() as one:
@@ -388,7 +386,7 @@ async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
         assert all(await one.leased(BLOCKS))
 
 
-async def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch: Any) -> None:
+async def test_session_with_enough_waits_gets_no_more(monkeypatch: Any) -> None:
     monkeypatch.setattr(tier_lookups, "MAX_WAITING", 2)
     async with made(60.0) as one:
         await one.lie_below(BLOCKS)
@@ -406,7 +404,7 @@ async def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch
         assert not one.tiers._waiting
 
 
-async def test_blocks_that_would_come_later_than_they_are_computed_are_left() -> None:
+async def test_blocks_slower_than_computing_are_left() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.below.reads.add(60.0, 1 << 20)
@@ -435,7 +433,7 @@ async def locations(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Se
 
 
 @pytest.mark.parametrize("where", ["disk", "shared"])
-async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
+async def test_dead_tier_misses_at_once_comes_back(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     # After the first trial call, no other is due before the last part of the test.
@@ -464,7 +462,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
 
 
 @pytest.mark.parametrize("where", ["disk", "shared"])
-async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, where: str) -> None:
+async def test_hung_tier_costs_one_wait(monkeypatch: Any, where: str) -> None:
     # The hung store confirms no generation any more, and what is not confirmed is not read.
     monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
     async with locations(where, 0.2) as one:
@@ -485,7 +483,7 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
-async def test_a_tier_that_hangs_again_and_again_does_not_fill_host_memory(
+async def test_repeatedly_hung_tier_spares_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lets the tier hang, work again and hang again. The server gives up hanging reads, but they
@@ -536,7 +534,7 @@ async def test_only_writes_that_succeed_spend_the_budget(monkeypatch: Any) -> No
         assert gate.left_bytes(time.monotonic()) == (1 << 30) - len(BLOCKS) * SLOT_ALIGN
 
 
-async def test_blocks_that_need_no_write_leave_a_broken_disk_its_trial_call() -> None:
+async def test_clean_blocks_leave_broken_disk_its_trial() -> None:
     async with made() as one:
         one.put(BLOCKS)
         await one.until_down(len(BLOCKS))
@@ -549,7 +547,7 @@ async def test_blocks_that_need_no_write_leave_a_broken_disk_its_trial_call() ->
 
 @pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("why", ["dead", "drains", "closes"])
-async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
+async def test_nothing_is_evicted_for_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
     """Requests blocks that only a tier has, while the tier is dead, the node drains or the tiers
@@ -590,7 +588,7 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
         assert all(await one.leased(BLOCKS))
 
 
-async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
+async def test_blocks_encoding_too_large_are_written_plain(monkeypatch: Any) -> None:
     """Writes blocks to a tier that refuses the encoded (compressed) form of each. The server must
     write all blocks plain. It computes no checksums in this test, so only the tier's own checksums
     (seals) are compared at reads."""
@@ -624,7 +622,7 @@ async def test_a_full_tier_goes_on_reading() -> None:
         assert not any(await one.leased([20, 21]))
 
 
-async def test_blocks_whose_bytes_changed_in_host_memory_are_not_written() -> None:
+async def test_blocks_changed_in_memory_are_not_written() -> None:
     async with made() as one:
         one.tier.faults.problem = "not yet"
         one.put(BLOCKS)
@@ -651,7 +649,7 @@ async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not flushed.pending_tiers and one.num_flushed_here == 1
 
 
-async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
+async def test_move_is_given_up_during_its_checksums() -> None:
     """Gives up a promotion, as the event loop does if the tier hangs, while a thread computes the
     checksums of the blocks that were read into the arena. The computation must not fail, and the
     state must stay consistent."""
@@ -677,7 +675,7 @@ async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> 
         one.core.check_invariants()
 
 
-def test_a_tier_that_breaks_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_tier_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Asks the breaker for a log line while the tier works, after it breaks, and after it works
     again. Each change must be logged once, and at once."""
     caplog.set_level("INFO", breaker.__name__)

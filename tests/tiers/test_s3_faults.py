@@ -105,9 +105,7 @@ def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
     return reply
 
 
-def test_a_store_that_fails_reads_while_it_lists_is_not_empty(
-    s3_server: Server, proxy: FaultProxy
-) -> None:
+def test_store_failing_reads_while_listing_isnt_empty(s3_server: Server, proxy: FaultProxy) -> None:
     prefix, endpoint = new_prefix(), f"http://127.0.0.1:{proxy.port}"
     with bench_over(s3_server, prefix) as writer:
         writer.fill([3, 6, 9], [0, 1, 2])
@@ -162,9 +160,7 @@ def test_a_refused_key_ends_all_connections_with_it(s3_server: Server, proxy: Fa
         shared.close()
 
 
-def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
-    proxy: FaultProxy, bench: Bench
-) -> None:
+def test_store_refusing_only_writes_is_not_believed(proxy: FaultProxy, bench: Bench) -> None:
     proxy.on_command = lambda piece: spoil(piece) if piece[:4] == b"PUT " else nothing(piece)
     bench.fill([12], [1])
     assert bench.write([12], [1]).tolist() == [Write.FAILED]
@@ -180,7 +176,7 @@ def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
     bench.check_read([12, 3], [7, 8])
 
 
-def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> None:
+def test_abandoned_requests_have_ended_at_loop_close() -> None:
     async def hang() -> None:
         try:
             await asyncio.sleep(60)
@@ -250,7 +246,7 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         assert all(asked.wait(number) == [Write.STORED] for number in range(10, 18))
 
 
-async def test_what_a_slow_bucket_sends_late_serves_the_next_request(
+async def test_slow_buckets_late_answers_serve_the_next(
     s3_server: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(piece: bytes) -> Iterator[bytes]:

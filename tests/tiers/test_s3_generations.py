@@ -52,7 +52,7 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             assert raised[0] > max(first, *flushed) and generation(node_a) == raised[0]
 
 
-def test_a_flush_of_a_full_bucket_removes_the_generation(s3_server: Server, prefix: str) -> None:
+def test_full_buckets_flush_removes_the_generation(s3_server: Server, prefix: str) -> None:
     puts = list[bytes]()
 
     def note(piece: bytes) -> Iterator[bytes]:
@@ -70,9 +70,7 @@ def test_a_flush_of_a_full_bucket_removes_the_generation(s3_server: Server, pref
         assert f"{prefix}/{PATH}" not in s3_server.paths(prefix)
 
 
-def test_a_generation_that_can_not_be_read_costs_its_key_space_only(
-    s3_server: Server, prefix: str
-) -> None:
+def test_unreadable_generation_costs_its_key_space_only(s3_server: Server, prefix: str) -> None:
     """Breaks connections that read one key space's generation (number that each flush raises);
     other generations are still read. Then breaks all reads, but not lists of names: the tier must
     report a problem until reads work again."""
@@ -147,7 +145,7 @@ def test_a_flush_of_a_full_store_counts() -> None:
     assert generation_objects.begin_generation(store, NAME, 9000, 0.0) == begun(9000) > known + 1
 
 
-def test_a_generation_that_others_change_each_time_is_given_up() -> None:
+def test_ever_changed_generation_is_given_up() -> None:
     store = Objects()
     store.put = lambda *arguments: False  # type: ignore[method-assign]
     for call in (
@@ -161,23 +159,19 @@ def test_a_generation_that_others_change_each_time_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("condition", ["If-None-Match", "If-Match"])
-def test_a_store_that_ignores_a_condition_is_not_used(condition: str) -> None:
+def test_store_ignoring_conditions_is_not_used(condition: str) -> None:
     for _ in range(2):
         generation_objects.check_conditions(Objects(), 0.0)
         with pytest.raises(UnusableError, match=f"ignores {condition}: "):
             generation_objects.check_conditions(Objects(ignores=condition), 0.0)
 
 
-def test_a_generation_that_is_no_number_is_not_raised(
-    s3_server: Server, prefix: str, node_a: S3Tier
-) -> None:
+def test_malformed_generation_is_not_raised(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
     s3_server.store.put(f"{prefix}/{PATH}", b"0")
     assert generation(node_a) is None and flush(node_a) is None
 
 
-def test_a_check_leaves_no_generation_which_no_lifecycle_rule_removes(
-    s3_server: Server, prefix: str
-) -> None:
+def test_check_leaves_no_generation_behind(s3_server: Server, prefix: str) -> None:
     arena, _ = tier_check._arena()
     tier_check.check_shared(S3Tier(arena, settings_of(s3_server, prefix)), arena)
     assert not s3_server.paths(f"{prefix}/generations")

@@ -119,9 +119,7 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
-def test_the_first_who_asks_waits_and_the_next_do_not(
-    bucket: Listed, index: PackIndex, lister: Lister
-) -> None:
+def test_only_the_first_asker_waits(bucket: Listed, index: PackIndex, lister: Lister) -> None:
     for number in range(3):
         bucket.add(number, now_us())
     ask(lister)
@@ -138,7 +136,7 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     assert sorted(bucket.fronts) == sorted(path.rpartition("/")[2] for path in bucket.objects)
 
 
-def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister) -> None:
+def test_look_ends_where_the_last_was(bucket: Listed, lister: Lister) -> None:
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
@@ -156,7 +154,7 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
 
 
 @pytest.mark.parametrize("wrong_at_start", [True, False])
-def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
+def test_corrected_clock_hides_no_packs(
     bucket: Listed,
     index: PackIndex,
     lister: Lister,
@@ -185,7 +183,7 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     assert len(bucket.fronts) == 3
 
 
-def test_the_newest_are_learned_first_and_known_before_the_rest(
+def test_newest_packs_are_learned_and_known_first(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lister_module, "FIRST_PACKS", LISTS_AT_ONCE)
@@ -231,7 +229,7 @@ def test_a_listing_ends_with_its_generation(
     assert len(bucket.fronts) <= 3 * LISTS_AT_ONCE
 
 
-def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
+def test_no_more_is_read_than_fits(bucket: Listed) -> None:
     index = PackIndex(20 * (1 + PACK_ROWS))
     for number in range(10 * LISTS_AT_ONCE):
         bucket.add(number, 10**15 + number)
@@ -241,7 +239,7 @@ def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
     assert len(index) == 20 and len(bucket.fronts) == 2 * LISTS_AT_ONCE
 
 
-def test_what_is_known_against_the_store_is_said_to_who_waits(
+def test_waiters_learn_what_ails_the_store(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
     name = bucket.add(1, now_us())
@@ -266,7 +264,7 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
     assert index.find([key(1)]) != [None]
 
 
-def test_a_store_that_fails_all_reads_is_not_an_empty_store(
+def test_store_failing_all_reads_isnt_empty(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
     """Lists a bucket that answers all reads of its packs (objects with blocks) with 503. Requests
@@ -287,7 +285,7 @@ def test_a_store_that_fails_all_reads_is_not_an_empty_store(
     wait_for(lambda: ask(lister) or len(index) == len(names))
 
 
-def test_a_pack_that_can_not_be_read_hides_no_other_pack(
+def test_unreadable_pack_hides_no_other(
     bucket: Listed, index: PackIndex, lister: Lister, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some packs (objects with blocks) can't be read, because of errors or because the store
@@ -318,7 +316,7 @@ def test_a_pack_that_can_not_be_read_hides_no_other_pack(
     assert not bucket.fronts and len(index) == 41
 
 
-def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
+def test_unreadable_new_packs_harm_no_known_ones(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
     bucket.add(0, now_us() - 3600 * 10**6)
@@ -333,7 +331,7 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
     wait_for(lambda: ask(lister) or index.find([key(1)]) != [None])
 
 
-def test_packs_that_the_store_forbids_are_read_again_in_turn(
+def test_forbidden_packs_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store forbids to read any pack (an object with blocks). Requests must still work. Each

@@ -94,7 +94,7 @@ def test_every_flipped_bit_is_found_out() -> None:
             assert found == good, f"byte {at}, bit {bit}"
 
 
-def test_a_list_of_another_place_or_length_does_not_pass() -> None:
+def test_list_of_another_place_fails() -> None:
     pack, body = pack_of({key(1): b"x" * 64})
     front = memoryview(body)[: list_bytes(pack.name)]
     assert parsed(SPACE, pack.name, front) is not None
@@ -153,7 +153,7 @@ def test_packs_are_all_rows_in_order_and_large(sizes: list[int], pack_bytes: int
 
 
 @pytest.mark.parametrize("blocks_per_pack", [1, 4, 64])
-def test_an_index_needs_no_more_memory_than_it_says(blocks_per_pack: int) -> None:
+def test_index_needs_only_its_stated_memory(blocks_per_pack: int) -> None:
     index = PackIndex(MAX_BLOCKS)
     tracemalloc.start()
     try:

@@ -112,7 +112,7 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
 
 
-def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None:
+def test_damaged_block_is_corrupt_once_per_node(s3_server: Server) -> None:
     prefix = new_prefix()
     with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
         assert write(node_a, [1, 2, 3]) == [Write.STORED] * 3
@@ -172,7 +172,7 @@ def test_a_wait_for_a_listing_is_no_stall(s3_server: Server) -> None:
             assert ended[0].tolist() == [Read.FOUND]
 
 
-def test_objects_that_the_store_forbids_cost_only_their_blocks(
+def test_forbidden_objects_cost_only_their_blocks(
     s3_server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefix, forbidden = new_prefix(), list[str]()
@@ -248,7 +248,7 @@ def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:
         assert read(node_b, [1, 2]) == [Read.FOUND, Read.ABSENT]
 
 
-def test_key_spaces_beyond_the_bound_are_looked_at_anew(
+def test_key_spaces_beyond_the_bound_relist(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lister, "MAX_SPACES", 2)

@@ -215,7 +215,7 @@ def test_without_its_library_the_tier_says_so(
         pass
 
 
-def test_the_library_is_loaded_with_the_first_tier_only() -> None:
+def test_library_loads_with_the_first_tier() -> None:
     code = "import sys, hotkv_server.tiers.s3.tier; sys.exit('obstore' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -260,7 +260,7 @@ def test_what_a_store_says_is_said_in_words(said: str, kind: type, words: str) -
     assert type(error) is kind and words in str(error) and SECRET not in str(error)
 
 
-def test_an_object_that_is_gone_says_nothing_against_the_store() -> None:
+def test_missing_object_says_nothing_of_the_store() -> None:
     assert is_gone(answered(404, "NoSuchKey"), True) and is_gone(answered(404), True)
     assert not is_gone(answered(404, "NoSuchBucket"), True)
     assert is_gone(answered(403, "InvalidObjectState"), False)

@@ -43,7 +43,7 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.tier.figures().read_blocks == 6
 
 
-async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
+async def test_prompts_rest_is_fetched_with_its_depths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Node B has the first half of a prompt, and fetches the second half from the shared store in
@@ -67,7 +67,7 @@ async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
         assert parents[3:].tolist() == entries[2:-1].tolist()
 
 
-async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stored_blocks_go_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the pause between copies very long. New blocks must be copied to the shared store
     without this pause, because another node may soon request them."""
     monkeypatch.setattr(tier_copies, "PAUSE_S", 3600.0)
@@ -77,7 +77,7 @@ async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.Monk
         assert await b.leased(BLOCKS) == [True] * 6
 
 
-async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
+async def test_leased_blocks_without_lookup_are_asked_for() -> None:
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         before = b.core.space.used_bytes()
@@ -87,7 +87,7 @@ async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
         assert both == [[True] * 6] * 2 and b.tier.figures().read_blocks == 6
 
 
-async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
+async def test_lookup_that_may_not_wait_helps_next() -> None:
     async with nodes(lookup_wait_s=0.0) as (a, b):
         await a.share(BLOCKS)
         await b.looked_up(BLOCKS)
@@ -126,7 +126,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 
 
 @pytest.mark.parametrize("is_flushed", [False, True])
-async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
+async def test_blocks_before_the_stores_contact_are_unverified(
     is_flushed: bool,
 ) -> None:
     """Stores blocks on a node before it can first reach the shared store. Until it reaches the
@@ -152,7 +152,7 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
         await one.tiers.close()
 
 
-async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
+async def test_fetched_blocks_wait_for_an_untrusted_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prefetches from a store that has just restarted, whose generations (numbers that each flush
@@ -182,7 +182,7 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
         await b.tiers.close()
 
 
-async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
+async def test_flushes_without_the_store_answer_at_once() -> None:
     """Flushes 200 times while the shared store is away. The flushes must be answered at once and
     leave few tasks behind. When the store is back, its generation (a number that each flush raises)
     must be raised only once."""
@@ -205,7 +205,7 @@ async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
         assert len(raises) == 1
 
 
-async def test_the_disk_serves_only_what_the_store_has_confirmed(
+async def test_disk_serves_only_store_confirmed_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
@@ -237,7 +237,7 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     await node.tiers.close()
 
 
-async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away(
+async def test_store_serves_while_another_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Makes lookups and a lease of blocks that are on the disk and in a shared store, while a
@@ -270,7 +270,7 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
         assert all(await leasing) and node.shared.num_fetched == 6
 
 
-async def test_a_store_that_answers_no_question_for_generations_is_away(
+async def test_store_ignoring_generation_questions_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The store fails all requests for generations (numbers that each flush raises), but reports no
@@ -291,7 +291,7 @@ async def test_a_store_that_answers_no_question_for_generations_is_away(
         await eventually(lambda: a.generations.is_confirmed("shared", 1), "it is not asked")
 
 
-async def test_nobody_waits_long_for_a_store_that_never_answers(
+async def test_wait_for_silent_store_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Looks up blocks with a limit of ten minutes, while the store never answers. The lookup must
@@ -303,7 +303,7 @@ async def test_nobody_waits_long_for_a_store_that_never_answers(
         assert await asyncio.wait_for(one.looked_up([1, 2]), 60.0) == [True, False]
 
 
-async def test_nobody_waits_for_a_store_that_has_no_room_for_a_generation() -> None:
+async def test_no_wait_for_store_without_generation_room() -> None:
     store = MemoryStore(places=False)
     one = SharedNode(store, 600.0)
     store.generations[one.generations.fingerprint(1)] = NO_GENERATION
@@ -318,7 +318,7 @@ async def test_nobody_waits_for_a_store_that_has_no_room_for_a_generation() -> N
         assert found == await asyncio.wait_for(one.leased([1, 2]), 60.0) == [True, False]
 
 
-async def test_a_block_is_written_once_and_not_with_each_use() -> None:
+async def test_block_is_written_once_not_per_use() -> None:
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         for _ in range(3):
@@ -331,7 +331,7 @@ async def test_a_block_is_written_once_and_not_with_each_use() -> None:
         assert b.shared.out.num_copied == 0
 
 
-async def test_many_nodes_and_flushes_never_serve_what_was_flushed(
+async def test_nodes_never_serve_what_was_flushed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three nodes store, lease, evict and flush blocks at random. A block may be found after a
@@ -392,7 +392,7 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
         ]
 
 
-async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_found_long_ago_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks up the same blocks twice. A node remembers for FOUND_S seconds which blocks it found in
     a store. When the second lookup comes, the rest of this time is shorter than a lookup may wait.
     So the second lookup must ask the store again."""
@@ -406,7 +406,7 @@ async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.Mo
             await asyncio.sleep(0.1)
 
 
-async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
+async def test_copies_under_way_at_flush_stay_unfound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Flushes while blocks are about to be copied to the shared store: their bytes are being
@@ -432,7 +432,7 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
+async def test_disks_blocks_stay_while_store_is_slow(
     monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
     """Leases blocks of the disk, and a block that only the shared store could have, which hangs.
@@ -499,7 +499,7 @@ async def test_a_hung_disk_leaves_the_store_its_room(monkeypatch: pytest.MonkeyP
         one.tiers.unpin(await waiting)
 
 
-async def test_a_read_that_sees_another_generation_has_the_store_asked_at_once(
+async def test_read_seeing_another_generation_asks_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
@@ -561,7 +561,7 @@ async def test_a_flush_that_breaks_begins_again(
         await closing
 
 
-async def test_a_flush_that_breaks_does_not_begin_again_at_each_tick(
+async def test_broken_flush_does_not_restart_each_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tier_generations, "AGAIN_S", 60.0)
@@ -579,7 +579,7 @@ async def test_a_flush_that_breaks_does_not_begin_again_at_each_tick(
     await flushing
 
 
-async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(
+async def test_slowly_written_book_isnt_written_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Makes a node save its record of flushes on a very slow disk. No second write may begin before

@@ -19,7 +19,7 @@ from tests.tiers.disks import small_ext4, small_tmpfs
 MIB = 1 << 20
 
 
-def test_a_new_file_is_private_and_has_all_its_bytes(tmp_path: Path) -> None:
+def test_new_file_is_private_and_whole(tmp_path: Path) -> None:
     file = SlabFile.open(tmp_path / "new" / "folder", 2 * MIB)
     found = os.stat(tmp_path / "new" / "folder" / "slabs")
     assert stat.S_IMODE(found.st_mode) == 0o600
@@ -31,7 +31,7 @@ def test_a_new_file_is_private_and_has_all_its_bytes(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_size_that_is_no_multiple_is_an_error(tmp_path: Path) -> None:
+def test_size_thats_no_multiple_is_an_error(tmp_path: Path) -> None:
     for num_bytes in (0, -4096, 4097):
         with pytest.raises(ValueError, match="no multiple"):
             SlabFile.open(tmp_path, num_bytes)
@@ -62,7 +62,7 @@ def of_another_user(path: Path) -> None:
         (of_another_user, "uid 12345"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_and_stays(
+def test_file_of_another_kind_is_refused_untouched(
     tmp_path: Path, make: Callable[[Path], None], reason: str
 ) -> None:
     path = tmp_path / "slabs"
@@ -74,7 +74,7 @@ def test_a_file_of_another_kind_is_refused_and_stays(
     assert (path.lstat().st_mode, path.lstat().st_size) == (before.st_mode, before.st_size)
 
 
-def test_a_file_system_that_is_too_small_is_not_filled(
+def test_file_system_too_small_is_not_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_tmpfs(tmp_path, 4 * MIB) as folder:
@@ -90,9 +90,7 @@ def test_a_file_system_that_is_too_small_is_not_filled(
         assert (folder / "slabs").stat().st_size == MIB
 
 
-def test_a_failed_allocation_leaves_the_file_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_allocation_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_ext4(tmp_path, 16 * MIB) as folder:
         SlabFile.open(folder, MIB).close()
         (folder / "slabs").write_bytes(b"k" * MIB)
@@ -109,7 +107,7 @@ def test_a_failed_allocation_leaves_the_file_as_it_was(
 
 
 @pytest.mark.parametrize("at_first_read", [False, True])
-def test_a_file_system_without_direct_io_is_used_and_logged(
+def test_missing_direct_io_is_used_around_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     at_first_read: bool,
 ) -> None:  # fmt: skip
@@ -129,7 +127,7 @@ def test_a_file_system_without_direct_io_is_used_and_logged(
     file.close()
 
 
-def test_a_disk_that_can_not_be_read_is_an_error_and_not_locked(
+def test_unreadable_disk_is_an_unlocked_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> Any:
@@ -142,7 +140,7 @@ def test_a_disk_that_can_not_be_read_is_an_error_and_not_locked(
     SlabFile.open(tmp_path, MIB).close()
 
 
-def test_a_file_that_was_cut_short_is_made_whole(
+def test_shortened_file_is_made_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> Any:

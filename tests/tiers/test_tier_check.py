@@ -50,7 +50,7 @@ MIB = 1 << 20
 SIZES = [(64 << 10, 32), (MIB, 8)]
 
 
-def test_a_shared_tier_is_in_the_places_that_contributing_names() -> None:
+def test_shared_tier_is_where_contributing_says() -> None:
     assert set(TIERS) == set(TierSettings.shared_names()), "settings and tiers/kinds.py differ"
     page = (ROOT / "docs" / "tiers.md").read_text()
     for name in TIERS:
@@ -97,7 +97,7 @@ def test_a_folder_that_is_missing_is_missing_afterwards(
     assert all(one["write_ms"] > 0 and one["read_ms"] > 0 for one in said["timings"])
 
 
-def test_what_does_not_work_is_a_sentence_and_status_1(
+def test_failure_is_a_sentence_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
@@ -119,7 +119,7 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
         check_tiers(settings)
 
 
-def test_a_first_start_needs_room_for_its_records_too(
+def test_first_start_needs_room_for_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--tiers.disk.path", str(tmp_path), "--tiers.disk.bytes", "64MiB"]
@@ -196,7 +196,7 @@ DISK = ("--tiers.disk.compress", "auto", "--tiers.disk.bytes", "32MiB", "--tiers
         ),
     ],
 )
-def test_a_start_names_what_is_wrong_with_its_tiers(
+def test_start_names_faults_of_its_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., object], words: str
 ) -> None:
     closed: list[Staged] = []
@@ -233,7 +233,7 @@ def test_a_start_names_what_is_wrong_with_its_tiers(
         ("", b"", "key space of the disk tier dropped .*too many"),
     ],
 )
-def test_a_start_passes_over_what_an_earlier_server_left_damaged(
+def test_start_passes_over_earlier_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     name: str, content: bytes | None, words: str,
 ) -> None:  # fmt: skip
@@ -323,7 +323,7 @@ def test_each_fault_has_its_sentence_and_leaves_nothing(
     assert store.content == {b"hotkv/1/another": (b"bytes", 1)}
 
 
-def test_a_store_that_does_not_remove_blocks_works_and_is_named(
+def test_store_that_cant_remove_blocks_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tier_check, "REMOVE_S", 0.1)
@@ -336,9 +336,7 @@ def test_a_store_that_does_not_remove_blocks_works_and_is_named(
     assert checked.left.startswith("works, but 40 keys") and fingerprint in checked.left
 
 
-def test_a_store_that_others_use_is_left_as_it_was(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_others_store_is_left_untouched(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     client: Any = server.client
     client.set(b"hotkv/1/abc/generation", b"7")
     client.set(b"hotkv/1/abc/7/0/hash", b"bytes")

@@ -93,7 +93,7 @@ def test_flushes_keep_their_contract(cluster: Cluster) -> None:
     check_flushes(store)
 
 
-def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
+def test_flush_answered_after_blocks_came_counts(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with over(cluster) as node_a, over(cluster) as node_b:
@@ -171,7 +171,7 @@ def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
     return [(one.get("cmdstat_cluster|slots"), one.get("errorstat_MOVED")) for one in said]
 
 
-def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
+def test_failover_under_load_costs_no_block(tmp_path: Path) -> None:
     """Kills the server that has the generation (a number that each flush raises), while blocks are
     read. After its replica has taken over, all blocks must be found, and the generation must be
     that of the last flush."""
@@ -270,7 +270,7 @@ def test_a_pipe_that_is_closed_leaves_no_connection(cluster: Cluster) -> None:
     wait_for(lambda: held() == [0] * NUM_NODES, "a connection stays")
 
 
-def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> None:
+def test_hung_server_is_given_up_in_time(cluster: Cluster) -> None:
     with over(cluster, connections=1, timeout_s=0.3, connect_timeout_s=0.3) as bench:
         numbers = list(range(16))
         bench.fill(numbers, numbers)
@@ -288,7 +288,7 @@ def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> Non
 
 
 @pytest.mark.parametrize("has_old_map", [False, True])
-def test_a_server_that_has_left_the_cluster_hides_no_other(
+def test_server_outside_the_cluster_hides_none(
     cluster: Cluster, tmp_path: Path, has_old_map: bool
 ) -> None:
     """The first address in the settings is a server that has left the cluster: it has no slots, or

@@ -43,7 +43,7 @@ def node_a(server: Server) -> Iterator[ValkeyTier]:
         yield tier
 
 
-def test_a_flush_between_two_parts_refuses_the_whole_call(
+def test_flush_between_parts_refuses_the_call(
     server: Server, proxy: FaultProxy, node_a: ValkeyTier
 ) -> None:
     now = generation(node_a)
@@ -109,7 +109,7 @@ def info(run_id: bytes, now_s: float, up_s: int) -> bytes:
     return b"\r\n".join((b"# Server", *lines)) % (run_id, int(now_s * 1e6), up_s)
 
 
-def test_a_server_that_has_just_started_is_not_trusted_with_older_generations() -> None:
+def test_just_started_servers_old_generations_are_distrusted() -> None:
     clock, start_s = StoreClock(), 1_790_000_000.0
     below = clock.restored_below(info(b"one", start_s + 2.9, 2), 100.0)
     assert begun(int(start_s * 1e6)) <= below <= begun(int((start_s + 1) * 1e6))
@@ -132,7 +132,7 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_generations() 
         assert abs(now_us(said) - time.time_ns() // 1000) < 60_000_000
 
 
-def test_what_a_server_brings_back_is_not_trusted_at_once(tmp_path: Path) -> None:
+def test_what_a_server_brings_back_is_distrusted(tmp_path: Path) -> None:
     with (
         running(tmp_path / "kept", appendonly="yes", appendfsync="always") as server,
         tier_over(f"unix:{server.path}") as (tier, _),

@@ -73,7 +73,7 @@ def of_another_kind(client: Any, number: int) -> None:
         *((flip, at) for at in (0, 2, 8, 15, 16, 23, 24, 5000, SLOT_BYTES + HEAD_BYTES - 1)),
     ],
 )
-def test_another_value_is_corrupt_goes_and_stays_out_of_the_arena(
+def test_foreign_value_is_corrupt_and_leaves(
     server: Server, bench: Bench, spoil: Callable[[Any, int], None], number: int
 ) -> None:
     spoil(server.client, number)
@@ -90,7 +90,7 @@ def test_a_block_of_another_size_is_corrupt(bench: Bench) -> None:
     assert not bench.arena.any()
 
 
-def test_a_value_of_another_version_is_absent_and_stays(server: Server, bench: Bench) -> None:
+def test_value_of_another_version_is_absent(server: Server, bench: Bench) -> None:
     server.damage(key(2), 4)
     assert read_three(bench)[1] == Read.ABSENT
     assert server.client.exists(key(2))
@@ -135,7 +135,7 @@ def test_times_to_live_fall_from_all_to_half() -> None:
     assert ttl_ms(1.0, 1 << 40) == 500
 
 
-def test_a_large_call_is_cut_and_comes_back_whole(server: Server) -> None:
+def test_large_call_is_cut_and_comes_whole(server: Server) -> None:
     count, size = 300, 32768
     arena = arena_of(2 * count * size)
     bytes_ = arena.array()
@@ -159,7 +159,7 @@ def test_a_large_call_is_cut_and_comes_back_whole(server: Server) -> None:
         tier.close()
 
 
-def test_what_is_left_over_on_a_connection_ends_it(bench: Bench, proxy: FaultProxy) -> None:
+def test_leftover_bytes_end_the_connection(bench: Bench, proxy: FaultProxy) -> None:
     def chatty(piece: bytes) -> Iterator[bytes]:
         yield piece + b":1\r\n"
 
@@ -179,7 +179,7 @@ def test_closing_gives_connections_back(server: Server, bench: Bench) -> None:
     wait_for(lambda: len(server.client.client_list()) == 1, "connections are left")
 
 
-def test_a_slow_read_is_no_stall_while_bytes_arrive(server: Server, proxy: FaultProxy) -> None:
+def test_slow_read_with_bytes_is_no_stall(server: Server, proxy: FaultProxy) -> None:
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1, timeout_s=60) as bench:
         bench.fill([3], [0])
         assert bench.write([3], [0]).tolist() == [Write.STORED]
@@ -202,7 +202,7 @@ def test_a_slow_read_is_no_stall_while_bytes_arrive(server: Server, proxy: Fault
         assert asked.wait("read") == [Read.FOUND]
 
 
-def test_a_lookup_does_not_wait_until_blocks_are_written(server: Server, proxy: FaultProxy) -> None:
+def test_lookup_does_not_wait_for_writes(server: Server, proxy: FaultProxy) -> None:
     """Holds back, in a proxy, the blocks that the tier writes. A probe (a lookup of keys) must be
     answered all the same."""
     held, opened = list[bytes](), threading.Event()

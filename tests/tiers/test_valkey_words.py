@@ -88,7 +88,7 @@ def problem_of(bench: Bench) -> str:
         ({"user": f"kv on >{SECRET} ~other/* +@all"}, "kv", "allow it ~hotkv/1/*"),
     ],
 )
-def test_a_server_that_refuses_the_user_and_no_word_of_the_password(
+def test_server_refusing_the_user_shows_no_password(
     tmp_path: Path,
     password_file: Path,
     caplog: pytest.LogCaptureFixture,
@@ -135,7 +135,7 @@ def test_a_server_without_hello_and_without_a_password() -> None:
 
 
 @pytest.mark.parametrize("code", ["ERR", "NOPERM", "NOAUTH", "OTHER"])
-def test_a_server_that_repeats_what_it_does_not_know(
+def test_server_may_repeat_unknown_words(
     password_file: Path, caplog: pytest.LogCaptureFixture, code: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -215,9 +215,7 @@ def test_errors_that_speak_about_the_whole_server(
         assert words in problem_of(bench)
 
 
-def test_a_user_who_may_only_read_loses_no_read(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_read_only_user_loses_no_read(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with bench_over(f"unix:{server.path}") as bench:
         bench.fill([1], [0])
         bench.write([1], [0])
@@ -250,7 +248,7 @@ def test_a_server_that_takes_no_more_is_full(code: bytes) -> None:
         (b"-ERR no", None, ""),
     ],
 )
-def test_a_flush_of_a_full_server_counts_if_it_removes_the_generation(
+def test_full_servers_flush_counts_by_removing_generation(
     removed: bytes, expected: int | None, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_generation = [b"$0\r\n\r\n", b"_\r\n", b"$2\r\n77\r\n", b"-OOM no\r\n", removed + b"\r\n"]
@@ -369,7 +367,7 @@ def test_what_a_server_of_a_cluster_says(
         assert words in caplog.text if words else not bench.tier.problem()
 
 
-def test_what_a_server_says_is_quoted_in_printable_characters() -> None:
+def test_servers_words_are_quoted_printably() -> None:
     assert quoted(b"a\x1b[31m\x00\xff" + b"x" * 999) == repr("a?[31m?\ufffd" + "x" * 192)
 
 

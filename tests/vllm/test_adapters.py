@@ -46,7 +46,7 @@ def ask(watch: AdapterWatch, request: LoRARequest) -> str:
     return answers(watch, asked=((1, request),))[1][0]
 
 
-def test_an_identity_is_of_the_bytes_and_of_nothing_else() -> None:
+def test_identity_depends_on_bytes_alone() -> None:
     files = {"/a": 1, "/b": 1, "/c": 2}
     names = [
         ask(AdapterWatch(Manager(files)), lora(number, path[1:], path))
@@ -84,7 +84,7 @@ def test_whatever_a_read_gives_counts(place: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["evicted", "in place", "asked"])
-def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> None:
+def test_changed_bytes_under_known_id_are_reported(how: str) -> None:
     manager = Manager({"/a": 1, "/b": 1}, capacity=1)
     watch = AdapterWatch(manager)
     ask(watch, lora())
@@ -110,7 +110,7 @@ def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> N
     assert manager.add_adapter(lora(load_inplace=True)) == 1 and ask(watch, lora()) == UNKNOWN
 
 
-def test_a_reload_in_place_reads_the_files_whatever_was_read_ahead() -> None:
+def test_reload_in_place_reads_the_files_again() -> None:
     manager = Manager({"/a": 1})
     watch = AdapterWatch(manager)
     ask(watch, lora(load_inplace=True))
@@ -118,7 +118,7 @@ def test_a_reload_in_place_reads_the_files_whatever_was_read_ahead() -> None:
     assert manager.add_adapter(lora(load_inplace=True)) == 2 and not watch.is_trusted
 
 
-def test_few_adapters_are_read_ahead_and_the_rest_are_named_as_places_come_free() -> None:
+def test_few_adapters_are_read_ahead_others_named() -> None:
     manager = Manager({f"/{number}": number for number in range(1, 8)})
     watch = AdapterWatch(manager, max_ahead=2)
     requests = [lora(number, str(number), f"/{number}") for number in range(1, 8)]
@@ -142,7 +142,7 @@ def test_what_cant_be_read_or_found_is_unknown(caplog: Any) -> None:
     assert ask(AdapterWatch(manager), lora()) == UNKNOWN
 
 
-def test_the_manager_of_the_worker_that_registers_its_caches_is_found() -> None:
+def test_manager_of_the_registering_worker_is_found() -> None:
     class Runner:
         vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=3), lora_config=SimpleNamespace(max_loras=1)
@@ -199,9 +199,7 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
     assert set(one.requests["cold0"].block_hashes[: HIT // BLOCK_TOKENS]) <= stored
 
 
-def test_without_a_manager_adapters_bypass_and_it_is_said_once(
-    engine: Any, server: Any, caplog: Any
-) -> None:
+def test_without_a_manager_adapters_bypass_said_once(engine: Any, server: Any, caplog: Any) -> None:
     one = engine()
     with caplog.at_level(logging.WARNING):
         for name in "ab":
@@ -213,7 +211,7 @@ def test_without_a_manager_adapters_bypass_and_it_is_said_once(
     assert caplog.text.count("the workers can't tell") == 1
 
 
-def test_files_that_change_between_match_and_first_step_change_nothing(engine: Any) -> None:
+def test_files_changing_before_first_step_change_nothing(engine: Any) -> None:
     one, other = engine(), engine()
     with_adapters(one, {"/a": 1})
     manager = with_adapters(other, {"/a": 1})
@@ -230,9 +228,7 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     assert other.contents == {"warm": 1, "later": 2}
 
 
-def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
-    engine: Any, server: Any
-) -> None:
+def test_plans_on_old_bytes_drop_with_notice(engine: Any, server: Any) -> None:
     one, other = engine(), engine()
     for each in (one, other):
         with_adapters(each, {"/a": 1})
@@ -272,9 +268,7 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
         pytest.param(200, True, marks=LONG),
     ],
 )
-def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
-    engine: Any, pipelined: bool, length: int
-) -> None:
+def test_no_block_of_other_bytes_is_stored(engine: Any, pipelined: bool, length: int) -> None:
     """Rewrites an adapter's files while requests use it, so that a later step loads other bytes.
     One request with the adapter runs all the time, so the scheduler has no reason to ask the
     workers about the adapter again. Then engines with the old bytes and with the new ones run the

@@ -59,7 +59,7 @@ def arrive(all_of: Adapters, request: LoRARequest, now_s: float = 0.0) -> FakeRe
     return one
 
 
-def test_keys_wait_for_all_ranks_and_depend_on_what_each_holds() -> None:
+def test_keys_wait_for_all_ranks_adapters() -> None:
     one, _ = adapters(2)
     request = arrive(one, lora())
     ((number, _),) = one.take_work(0.0).asked
@@ -82,7 +82,7 @@ def test_keys_wait_for_all_ranks_and_depend_on_what_each_holds() -> None:
     assert same.keys(third) == keys
 
 
-def test_keys_grow_with_the_request_and_follow_what_vllm_takes_back() -> None:
+def test_keys_follow_the_request_and_vllm() -> None:
     one, _ = adapters()
     request = arrive(one, lora())
     answer(one, "x")
@@ -98,7 +98,7 @@ def test_keys_grow_with_the_request_and_follow_what_vllm_takes_back() -> None:
     assert one.keys(plain) is plain.block_hashes
 
 
-def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> None:
+def test_workers_are_asked_once_per_living_requests() -> None:
     one, _ = adapters()
     first, second = arrive(one, lora()), arrive(one, lora())
     assert len(one.take_work(0.0).asked) == 1
@@ -116,7 +116,7 @@ def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> No
 
 
 @pytest.mark.parametrize("how", ["changed", "unknown", "other id", "other id first"])
-def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once(how: str) -> None:
+def test_adapter_with_two_identities_is_excluded_once(how: str) -> None:
     one, said = adapters()
     request = arrive(one, lora())
     answer(one, "x")
@@ -302,7 +302,7 @@ def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
     assert pair.all.take_work(pair.now_s + ASK_AGAIN_S) is NO_WORK
 
 
-def test_an_adapter_comes_back_under_another_id_and_none_is_kept_after_its_requests() -> None:
+def test_adapter_returns_under_another_id() -> None:
     pair = Pair()
     first = arrive(pair.all, lora(1))
     pair.lose_report()
@@ -317,7 +317,7 @@ def test_an_adapter_comes_back_under_another_id_and_none_is_kept_after_its_reque
     assert not pair.watch._ahead
 
 
-def test_a_release_that_was_lost_is_said_again_with_the_next_question_that_waits() -> None:
+def test_lost_release_is_repeated_with_next_question() -> None:
     pair = Pair()
     pair.watch._max_ahead = 1
     first = arrive(pair.all, lora(1))

@@ -19,7 +19,7 @@ __all__ = ["desk"]
 
 
 @pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
-def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patience_s: float) -> None:
+def test_request_waits_a_moment_for_workers(desk: Any, patience_s: float) -> None:
     """A request arrives while a worker has lost its connection to the server, or before any worker
     has sent its first handshake. For `patience_s` seconds the request must wait, because the worker
     may reconnect. Then it must get no hit, and compute its prompt."""
@@ -41,7 +41,7 @@ def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patienc
     assert (told.miss is Miss.NO_SERVER) == (patience_s == LINKS_PATIENCE_S)
 
 
-def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_them(
+def test_request_ended_before_handshakes_isnt_resumed(
     desk: Any,
 ) -> None:
     one = desk()
@@ -52,7 +52,7 @@ def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_t
 
 
 @pytest.mark.parametrize("has", ["media", "embeddings", "nothing"])
-def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has: str) -> None:
+def test_request_with_unnamed_media_shares_nothing(desk: Any, has: str) -> None:
     """Sends a request whose block hashes may not cover its content. vLLM may identify images by a
     counter instead of their content, and hashes may not distinguish an embedding from token id 0.
     Such a request must not look up, load or store blocks."""
@@ -88,7 +88,7 @@ class WithAdapter:
 
 
 @pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room", "weights"])
-def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> None:
+def test_impossible_load_is_reported_as_failed(desk: Any, why: str) -> None:
     one = desk()
     asks = request("a", LONG)
     if why in ("no room", "weights"):
@@ -128,7 +128,7 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
         (16, 17, 33, [[1]], 1),
     ],
 )
-def test_blocks_that_are_full_at_the_end_are_stored(
+def test_full_blocks_at_the_end_are_stored(
     desk: Any, prompt: int, decoded: int, computed: int, tail: list[list[int]], only_reads: int
 ) -> None:
     one = desk()
@@ -139,9 +139,7 @@ def test_blocks_that_are_full_at_the_end_are_stored(
 
 
 @pytest.mark.parametrize("why", ["absent worker", "failed load"])
-def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_failed(
-    desk: Any, why: str
-) -> None:
+def test_ended_request_stores_nothing_after_failure(desk: Any, why: str) -> None:
     one = desk()
     asks = request("a", LONG, computed=LONG)
     one.arrive(asks)
@@ -153,7 +151,7 @@ def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_faile
     assert "a" not in one.parts.finder.failed_loads
 
 
-def test_a_preempted_request_stores_again_what_the_server_lacks(desk: Any) -> None:
+def test_preempted_request_stores_what_server_lacks(desk: Any) -> None:
     """Stores a request's blocks. Reports the store as aborted, as if vLLM had given the blocks to
     another request. When the request is scheduled again, its blocks must be stored again."""
     one = desk()
@@ -169,7 +167,7 @@ def test_a_preempted_request_stores_again_what_the_server_lacks(desk: Any) -> No
 
 
 @pytest.mark.parametrize("how", ["ended", "computed", "abandoned", "loading"])
-def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) -> None:
+def test_trial_without_loading_costs_no_later_one(desk: Any, how: str) -> None:
     assert desk(load="always").desk.choice._prefill is None
     one = desk()
     assert one.desk.choice._prefill is not None
@@ -195,7 +193,7 @@ class Rows(Memory):
         super().ended(request_id, now_s)
 
 
-def test_rows_follow_every_request_and_the_memory_those_that_have_a_name(desk: Any) -> None:
+def test_rows_follow_requests_memory_the_named(desk: Any) -> None:
     memory = Memory()
     one = desk(memory=memory)
     one.desk.rows = rows = Rows()
@@ -210,7 +208,7 @@ def test_rows_follow_every_request_and_the_memory_those_that_have_a_name(desk: A
     assert not one.edge.broken
 
 
-def test_a_load_whose_callback_broke_is_reported_as_failed_and_never_begun(desk: Any) -> None:
+def test_load_of_broken_callback_fails_never_begins(desk: Any) -> None:
     one = desk()
     one.load("a")
     one.desk.alloc_broke("a", 4 * TOKENS)
@@ -221,9 +219,7 @@ def test_a_load_whose_callback_broke_is_reported_as_failed_and_never_begun(desk:
 
 
 @pytest.mark.parametrize("why", ["callback broke", "no cache", "no state"])
-def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
-    desk: Any, why: str
-) -> None:
+def test_failed_load_is_forgotten_with_its_request(desk: Any, why: str) -> None:
     """A failed load is recorded until its request ends. The record must be deleted even after an
     exception in a callback (connector method that vLLM calls). If it remained, all other requests
     would lose their hits for ever."""

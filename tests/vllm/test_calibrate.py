@@ -194,7 +194,7 @@ def test_bad_arguments_are_refused_before_an_engine_starts(
     assert status == 2 and message in printed
 
 
-def test_a_folder_that_must_not_be_written_is_refused_before_an_engine_starts(
+def test_forbidden_folder_is_refused_before_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -203,7 +203,7 @@ def test_a_folder_that_must_not_be_written_is_refused_before_an_engine_starts(
     assert f"--output: no file {tmp_path}/a.npz can be written" in capsys.readouterr().err
 
 
-def test_an_engine_of_too_short_contexts_is_named_and_no_text_is_blamed(
+def test_engine_of_short_contexts_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1088))

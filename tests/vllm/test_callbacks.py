@@ -81,7 +81,7 @@ def _code(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
-def test_each_callback_has_a_fallback_or_nothing_that_could_break(name: str) -> None:
+def test_each_callback_has_a_fallback(name: str) -> None:
     if name in FALLBACKS:
         assert len(FALLBACKS[name]) > 10
     else:
@@ -379,7 +379,7 @@ def test_a_callback_that_breaks_at_the_start(bench: Bench, callback: str) -> Non
             one.shutdown()
 
 
-def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
+def test_rank_without_handshake_leaves_engine_off(bench: Bench) -> None:
     with broken(inspect.unwrap(HotKVConnector.get_handshake_metadata)):
         one = bench.new()
     bench.server.blocks.clear()

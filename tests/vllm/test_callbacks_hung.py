@@ -51,9 +51,7 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
 
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
-def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
-    engine: Any, server: Any, way: str
-) -> None:
+def test_engine_pauses_and_sleeps_while_holding_blocks(engine: Any, server: Any, way: str) -> None:
     """Pauses an engine, or puts it to sleep (`way`), while hotkv withholds the device blocks of a
     hung load. vLLM first resets its prefix cache, which works only if no block is in use. So the
     withheld blocks must not count as used."""
@@ -90,7 +88,7 @@ def heard(monkeypatch: pytest.MonkeyPatch, level: str = "warning") -> list[str]:
     return lines
 
 
-def test_a_refused_worker_is_said_once_and_nothing_is_offered(
+def test_refused_worker_is_logged_once_offers_nothing(
     engine: Any, server: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server refuses the worker's session (connection). Until it accepts the session, the
@@ -115,7 +113,7 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     assert sum(text.startswith("hotkv on") for text in lines) == 1
 
 
-def test_the_log_says_a_change_of_a_session_once_and_the_reason(
+def test_session_change_is_logged_once_with_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines: list[tuple[int, str]] = []
@@ -151,7 +149,7 @@ def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     assert len(lines) == 5 and f"({address}: Connection refused)" in lines[-1][1]
 
 
-def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens() -> None:
+def test_start_without_patience_opens_no_session() -> None:
     session: Any = SimpleNamespace(wait_connected=lambda _: False, wait_opened=lambda _: True)
     assert [await_server(session, wait_s, 7.0) for wait_s in (0.0, 0.5)] == [False, True]
 

@@ -125,9 +125,7 @@ def connector_over(layers: Layers) -> HotKVConnector:
 
 
 @pytest.mark.parametrize("function", ["begin_step", "will_write"])
-def test_a_step_whose_rows_are_not_known_is_dense(
-    function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_with_unknown_rows_is_dense(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = Layers()
     one = connector_over(layers)
     batch, query = (
@@ -164,7 +162,7 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert worker.stores.take_everything_back.call_count == 2 and worker.rank.shared is None
 
 
-def test_a_worker_whose_scheduler_lost_track_discards_all_sketches(
+def test_lost_scheduler_makes_worker_discard_all_sketches(
     engine: Any, server: Any, toy: Any
 ) -> None:
     """Sends the worker the message of a scheduler side that does not know which blocks vLLM has

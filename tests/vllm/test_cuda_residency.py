@@ -77,7 +77,7 @@ def check_sketches(engine: Engine, one: Request) -> None:
         assert (differs < 0.02).all(), differs
 
 
-def test_what_is_counted_before_the_start_is_what_is_allocated(
+def test_counted_before_start_equals_allocated(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated: list[int] = []
@@ -101,7 +101,7 @@ def test_what_is_counted_before_the_start_is_what_is_allocated(
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(make: Any, is_v2: bool) -> None:
+def test_contexts_beyond_pool_are_prefilled_exactly(make: Any, is_v2: bool) -> None:
     engine = make(is_v2=is_v2)
     one, other = prefilled(engine, "a", 600, 80), engine.add("b", 330, 60)
     assert one.freed > 10, "old blocks were given back while the prompt was computed"
@@ -139,7 +139,7 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
         assert max(map(len, engine.attended.values())) <= budget
 
 
-def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(make: Any) -> None:
+def test_prompt_goes_on_beyond_its_hot_slots(make: Any) -> None:
     """A step computes a single token in the middle of a prompt. Because vLLM may replay such a step
     from a CUDA graph, it attends sparsely, from the request's hot slots (device blocks for copies
     of old KV). The rest of the prompt has more blocks than there are hot slots. It must
@@ -156,7 +156,7 @@ def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(ma
 
 
 @pytest.mark.parametrize("left", [1, 40])
-def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
+def test_prefix_hit_is_scored_by_arena_keys(make: Any, left: int) -> None:
     """After a prefix hit, one token or many are left to compute. The hit's blocks are in the arena.
     Their sketches (compact summaries of keys) must equal those that a prefill would build.
     """
@@ -171,7 +171,7 @@ def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> No
 @pytest.mark.parametrize(
     ("seed", "replays_decode"), [(5, True), (0, False)], ids=["graphs", "eager"]
 )
-def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
+def test_sparse_rows_are_those_the_scheduler_counts(
     make: Any, seed: int, replays_decode: bool
 ) -> None:
     """Runs random requests: prompts of one token, prefix hits, preempted requests, and prompt
@@ -228,9 +228,7 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any, is_captured: 
     assert not engine.lost
 
 
-def test_a_step_in_the_same_block_names_no_row_again(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_in_the_same_block_names_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker tells the device which request writes into which block. It must not repeat this in
     a step that writes the same block again. With runner V2, a batch is built before the worker gets
     the step's message, which must make no difference."""
@@ -287,7 +285,7 @@ def leave_out(fault: int) -> Callable[[Engine, pytest.MonkeyPatch], None]:
         pytest.param(leave_out(1), 0, id="address"),
     ],
 )
-def test_a_request_whose_bytes_a_step_could_not_read_is_lost(
+def test_request_with_unreadable_bytes_is_lost(
     make: Any,
     monkeypatch: pytest.MonkeyPatch,
     lose: Callable[[Engine, pytest.MonkeyPatch], None],
@@ -308,7 +306,7 @@ def test_a_request_whose_bytes_a_step_could_not_read_is_lost(
     assert engine.worker.take_counters().get("sparse_faults", 0) == num_faults
 
 
-def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
+def test_lost_preemption_message_begins_request_anew(make: Any) -> None:
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     edge: Any = None
@@ -327,7 +325,7 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
         assert engine.worker.take_lost() == reported
 
 
-def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:
+def test_row_planned_before_known_loss_reports_once(make: Any) -> None:
     """The worker reports a lost request (whose bytes in the arena can't be read) by the id of its
     first block. A step that was planned before the scheduler received the report must not report
     the request again, because by then the block may belong to another request."""
@@ -344,7 +342,7 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(mak
     assert engine.worker.take_lost() == {one.table[0]}, "its blocks were never named"
 
 
-def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
+def test_batch_that_cannot_be_planned_loses_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Makes the planning of a batch raise. All requests of the batch must be lost, even a short one
@@ -379,7 +377,7 @@ def test_arenas_of_servers_that_are_gone_are_unregistered(make: Any) -> None:
     assert not mapped.readable_bytes
 
 
-def test_a_request_that_was_stored_anew_reads_only_the_new_arena(
+def test_request_stored_anew_reads_new_arena_only(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With residency "auto", all blocks of a request are still on the device when the server comes
@@ -429,7 +427,7 @@ def test_too_few_rows_for_sketches_lose_the_request(make: Any) -> None:
         ("groups", 2, "not all layers are of plain full attention"),
     ],
 )
-def test_layers_that_the_kernels_can_not_serve_are_refused(
+def test_layers_unfit_for_kernels_are_refused(
     make: Any, field: str, value: Any, words: str
 ) -> None:
     engine = make()
@@ -445,7 +443,7 @@ def test_layers_that_the_kernels_can_not_serve_are_refused(
         )
 
 
-def test_engines_that_do_not_ask_get_vllms_own_classes(
+def test_engines_without_residency_get_vllms_classes(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, backend = full_spec(), cuda_backend.HotFlashBackend
@@ -460,6 +458,6 @@ def test_engines_that_do_not_ask_get_vllms_own_classes(
     assert backend.get_name() == "FLASH_ATTN" and backend.customize_spec(spec) is spec
 
 
-def test_graphs_hold_decode_only_and_nothing_is_scheduled_ahead() -> None:
+def test_graphs_hold_decode_only() -> None:
     support = HotFlashBuilder.get_cudagraph_support(None, None)  # type: ignore[arg-type]
     assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -64,7 +64,7 @@ def test_random_lag(
     lag(one, server, device, random.Random(f"{kind}{model}{num_events}{pipelined}"), KINDS)
 
 
-def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
+def test_marks_after_reconnect_suit_the_server(
     engine: Any, server: Any, device: ScriptedDevice
 ) -> None:
     one = engine(device=device)
@@ -147,7 +147,7 @@ def test_a_cpu_loads_before_the_steps_forward_pass(engine: Any, server: Any, v2:
 
 
 @pytest.mark.parametrize("saves_late", [False, True], ids=["0.32", "0.33"])
-def test_stores_behind_a_drafter_are_right_in_either_order(
+def test_stores_behind_a_drafter_work_either_way(
     make: Any, server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, saves_late: bool
 ) -> None:
     more = speculating(monkeypatch, tmp_path)
@@ -174,7 +174,7 @@ def test_stores_behind_a_drafter_are_right_in_either_order(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_load_that_is_cancelled_while_it_waits_ends(
+def test_load_cancelled_while_waiting_ends(
     engine: Any, server: Any, device: ScriptedDevice, kind: OrderKind
 ) -> None:
     engine().generate("a", PROMPT, 1)

@@ -35,7 +35,7 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         one.shutdown()
 
 
-def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
+def test_server_reads_words_and_says_its_order(make: Make) -> None:
     """The engine offers two kinds of marks (points in the device's queue): words in memory that its
     device writes, and CUDA events. The server has no device, so it must choose words. If the engine
     offers only events, the server must choose none of them and give the reason."""

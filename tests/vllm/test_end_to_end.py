@@ -57,7 +57,7 @@ def test_parity_and_sharing_between_processes(
     assert totals["hit_requests"] > 0 and not {"failed_loads", "callback_errors"} & totals.keys()
 
 
-def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
+def test_server_comes_hangs_and_is_killed_midway(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
     # These times are longer than the pauses of a process on a busy machine. But together they are

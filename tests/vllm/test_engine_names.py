@@ -30,7 +30,7 @@ run."""
         ({"POD_NAME": "a\x1bb" + 300 * "c"}, ID, "ab" + 198 * "c"),
     ],
 )
-def test_an_engine_is_called_by_its_pod_or_its_process(
+def test_engine_is_named_by_pod_or_process(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], engine_id: str, name: str
 ) -> None:
     for variable in VARIABLES:

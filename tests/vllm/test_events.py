@@ -56,7 +56,7 @@ def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "gemma3"])
-def test_the_server_tells_of_each_block_what_the_engine_told(
+def test_server_publishes_what_the_engine_published(
     engines: Engines, tmp_path: Path, kind: str
 ) -> None:
     with runtime_folder(256 << 20) as folder:

@@ -31,9 +31,7 @@ def approximate(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return functools.partial(make, Approximate, extra=SPARSE)
 
 
-def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_context_too(
-    approximate: Any, engine: Any
-) -> None:
+def test_sparse_engines_share_prompts_and_short_answers(approximate: Any, engine: Any) -> None:
     sparse = approximate()
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
@@ -44,9 +42,7 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
 
-def test_answers_of_requests_whose_context_the_budget_covers_are_shared(
-    approximate: Any, engine: Any
-) -> None:
+def test_answers_within_the_budget_are_shared(approximate: Any, engine: Any) -> None:
     sparse, dense = approximate(extra={"sparse": SPARSE["sparse"] | {"sparse_topk": 192}}), engine()
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     # Here the budget is 192 tokens. So the KV of the token at position 192 is the first inexact
@@ -54,9 +50,7 @@ def test_answers_of_requests_whose_context_the_budget_covers_are_shared(
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 192
 
 
-def test_answers_of_engines_whose_workers_can_not_decode_sparsely_are_shared(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_workers_answers_are_shared(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cannot_install(monkeypatch)
     one, other = engine(extra=SPARSE), engine()
     answer, _ = one.generate("a", prompt(1, 40), 200)
@@ -74,7 +68,7 @@ def streamed(one: Any) -> list[int]:
     return context
 
 
-def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, engine: Any) -> None:
+def test_streamed_input_behind_sparse_answer_isnt_shared(approximate: Any, engine: Any) -> None:
     """Streams a first chunk of input, gets an answer by sparse decode, and streams a second chunk.
     The second chunk begins in the middle of a block whose first tokens are the answer's. The KV of
     such an answer is not exact, so another engine must get a hit only on the blocks before the
@@ -89,7 +83,7 @@ def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, e
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("speculates", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize("model", [full_model, states_and_full_model])
-def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_kv(
+def test_later_streamed_turn_shares_from_right_kv(
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
     """Streams a second chunk of input after an answer. vLLM may compute it from wrong KV: with a
@@ -115,9 +109,7 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
     assert other.generate("c", [*context, 7], 1)[1] == shared
 
 
-def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
-    server: Any, engine: Any
-) -> None:
+def test_dense_connector_beside_sparse_stores_nothing_either(server: Any, engine: Any) -> None:
     """An engine has two hotkv connectors, as in vLLM's MultiConnector, and the other one announces
     that it decodes sparsely. This connector, which does not, must store only the blocks of the
     prompt, because answers are inexact."""

@@ -81,7 +81,7 @@ def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
     assert pair.sharing.ask("sample", requests=batch)["cached"] == hits(batch)
 
 
-def test_prompts_of_embeddings_meet_only_where_they_are_equal(pair: Pair) -> None:
+def test_prompts_of_equal_embeddings_alone_meet(pair: Pair) -> None:
     cold, warm = pair.sample(requests=[{"embeds": [1, 200]}])
     assert warm["cached"] == [192] and same(cold, warm)
     # vLLM gives all prompts of embeddings the same token ids, but hotkv must distinguish them.
@@ -131,7 +131,7 @@ def test_drafters(start: Starter, tmp_path: Path, method: str) -> None:
     assert same(cold, warm) and engine.ask("drafted")["tokens"] > 0 and clean(engine)
 
 
-def test_vectors_of_a_decoder_are_equal_after_a_hit(start: Starter, tmp_path: Path) -> None:
+def test_decoder_vectors_equal_after_a_hit(start: Starter, tmp_path: Path) -> None:
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed")
     batch = requests(37)

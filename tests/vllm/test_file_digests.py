@@ -185,7 +185,7 @@ def test_a_file_is_read_once(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("place", range(6))
-def test_a_kept_digest_of_another_state_is_not_believed(reader: Reader, place: int) -> None:
+def test_digest_of_another_state_is_not_believed(reader: Reader, place: int) -> None:
     reader.ask()
     kept = json.loads(reader.record().read_text())
     kept["stamp"][place] = "/other" if place == 0 else kept["stamp"][place] + 1
@@ -202,16 +202,14 @@ def test_a_file_that_changed_is_read_again(reader: Reader) -> None:
     assert reader.ask() != before and reader.reads == 2
 
 
-def test_the_digest_of_a_file_just_written_is_not_kept(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digest_of_a_fresh_file_isnt_kept(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_digests, "RACY_S", RACY_S)
     reader.ask()
     assert not list(reader.folder.glob("*.json"))
 
 
 @pytest.mark.parametrize(("kind", "reads"), [("squashfs", 2), ("fuse", 2), ("", 2), ("xfs", 1)])
-def test_times_of_an_image_or_gateway_are_not_believed(
+def test_image_and_gateway_times_are_not_believed(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, kind: str, reads: int
 ) -> None:
     monkeypatch.setattr(file_digests, "_file_system", lambda _: kind)
@@ -240,21 +238,19 @@ def test_ranks_of_one_start_share_a_digest_everywhere(
     ],
     ids=["damaged", "no record", "writable", "link", "folder writable"],
 )
-def test_a_record_that_others_could_have_written_is_not_believed(
-    reader: Reader, spoil: object
-) -> None:
+def test_record_others_could_write_is_not_believed(reader: Reader, spoil: object) -> None:
     first = reader.ask()
     assert callable(spoil)
     spoil(reader.record())
     assert reader.ask() == first and reader.reads == 2
 
 
-def test_a_folder_that_cannot_be_used_costs_only_time(reader: Reader) -> None:
+def test_unusable_folder_costs_only_time(reader: Reader) -> None:
     reader.folder.write_text("a file")
     assert reader.ask() == reader.ask() and reader.reads == 2
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
+def test_file_changing_while_read_is_refused(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_threads = file_digests._on_threads

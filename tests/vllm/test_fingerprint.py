@@ -107,7 +107,7 @@ class Changed:
     """A value that differs from the value of any field."""
 
 
-def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
+def test_each_field_is_harmless_or_changes_key(config: Any) -> None:
     """Changes each field of each object in this engine's config. The fingerprint must change,
     unless the field is listed as harmless."""
 
@@ -141,7 +141,7 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
     assert not unlike and seen > 270
 
 
-def test_fields_of_each_kind_of_layer_but_outer_strides_are_in_the_key_space(config: Any) -> None:
+def test_layer_fields_are_in_the_key_space(config: Any) -> None:
     mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 
     def of(**layers: Any) -> Any:
@@ -167,7 +167,7 @@ def test_residency_leaves_the_key_space_as_it_is(config: Any, residency: str) ->
     assert key_space_factors(config, {"a": dense}) == key_space_factors(config, {"a": resident})
 
 
-def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_apart(
+def test_unknown_variables_and_versions_keep_engines_apart(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = factors(config)
@@ -196,7 +196,7 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
             assert factors(config) != before
 
 
-def test_a_length_that_vllm_has_fitted_to_its_memory_is_not_in_the_key_space(config: Any) -> None:
+def test_fitted_length_is_not_in_key_space(config: Any) -> None:
     """With `max_model_len` -1, vLLM reduces the length after it has loaded the model, to fit the
     memory that is left. Engines must share blocks whatever this length is, also with an engine that
     has the model's own length. They must not share if the model sizes images and videos by the
@@ -219,7 +219,7 @@ def test_a_length_that_vllm_has_fitted_to_its_memory_is_not_in_the_key_space(con
     assert "dots3_note" in str(readers)
 
 
-def test_the_memory_of_ngram_tables_is_not_in_the_key_space(config: Any) -> None:
+def test_ngram_memory_is_not_in_key_space(config: Any) -> None:
     """vLLM keeps the tables of an n-gram model on the host, and shares them between the ranks if
     /dev/shm has room. Settings of this sharing must not change the fingerprint, but tables on the
     device must."""
@@ -229,7 +229,7 @@ def test_the_memory_of_ngram_tables_is_not_in_the_key_space(config: Any) -> None
     assert len(shared) == 1 and len({factors(config), on_device, *shared}) == 3
 
 
-def test_what_is_canonical_has_no_address_and_no_order() -> None:
+def test_canonical_form_has_no_address_or_order() -> None:
     one = SimpleNamespace(a={3, 1, 2}, b={"x": 1, "y": torch.bfloat16}, c=object())
     two = SimpleNamespace(c=object(), b={"y": torch.bfloat16, "x": 1}, a={2, 3, 1})
     assert digest(one) == digest(two) and "0x" not in json.dumps(canonical(one))
@@ -285,9 +285,7 @@ def test_only_settings_that_change_kv_keep_engines_apart(
 
 
 @pytest.mark.parametrize("other", [{"model": "another/place"}, {"revision": "another"}], ids=str)
-def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(
-    config: Any, other: dict[str, str]
-) -> None:
+def test_drafters_model_is_in_key_space(config: Any, other: dict[str, str]) -> None:
     def with_draft(method: str, draft: Any) -> Any:
         speculative = object.__new__(SpeculativeConfig)
         speculative.__dict__.update(method=method, draft_model_config=draft, draft_load_config=None)
@@ -300,7 +298,7 @@ def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(
         assert plain == ngram != eagle
 
 
-def test_scales_of_an_image_encoder_are_named_by_their_content(config: Any, tmp_path: Path) -> None:
+def test_image_encoder_scales_are_named_by_content(config: Any, tmp_path: Path) -> None:
     scales, seen = tmp_path / "scales.json", {model_weights.weights_identity(config)}
     media = copy.copy(config.model_config.multimodal_config)
     media.mm_encoder_fp8_scale_path = str(scales)
@@ -344,7 +342,7 @@ def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> s
         ("auto", 0, torch.uint8),
     ],
 )
-def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
+def test_other_fp8_forms_do_not_share_fp8(
     config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int, dtype: torch.dtype
 ) -> None:
     """With the same backend and settings, AMD's MI300 writes FP8 as e4m3fnuz and the MI350 as
@@ -366,7 +364,7 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
     assert seen == {of_mode + form for form in forms}
 
 
-def test_engines_that_pack_any_layer_otherwise_do_not_share(
+def test_differently_packed_layers_do_not_share(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Describes how two layers pack KV, for CPUs with and without AMX, and for three other backends
@@ -395,7 +393,7 @@ def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.Mo
     assert len(seen) == 5
 
 
-def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:
+def test_loading_quantized_weights_keeps_the_key_space(config: Any) -> None:
     """When vLLM loads quantized weights, it changes its config: it writes the time of quantization,
     and lists whose order differs at each start. Neither may change the fingerprint."""
 
@@ -417,7 +415,7 @@ def test_producers_and_consumers_of_images_share(config: Any, tmp_path: Path) ->
     assert len({factors(engine) for engine in engines}) == 1
 
 
-def test_adapters_and_compilation_do_not_split_the_base_model(config: Any) -> None:
+def test_adapters_and_compilation_keep_the_base_model(config: Any) -> None:
     """An engine with LoRA and an engine without compilation must have the same fingerprint as a
     plain engine. Without compilation a GPU engine uses other kernels, but for the same operations.
     """

@@ -35,7 +35,7 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
         ([0, 23], ((2, 16),), [1, 1]),
     ],
 )
-def test_layers_at_equal_distances_are_one_tensor_unless_they_overlap(
+def test_equally_spaced_layers_are_one_tensor(
     bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
 ) -> None:
     """Describes layers at the addresses `bases` as tensors of a memory layout. The layout must be

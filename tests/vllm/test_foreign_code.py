@@ -91,7 +91,7 @@ def test_a_plugin_stands_with_its_version(plug: Plug, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("direct_url", ["", '{"dir_info": {"editable": true}}', "none at all"])
-def test_code_without_a_fixed_version_stands_with_its_bytes(plug: Plug, direct_url: str) -> None:
+def test_code_without_fixed_version_counts_its_bytes(plug: Plug, direct_url: str) -> None:
     if direct_url != "none at all":
         plug.install("1.0", direct_url)
     else:

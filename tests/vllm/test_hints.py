@@ -36,7 +36,7 @@ def ended(server: Any) -> list[EndedRequest]:
     return [one for kind, batch in server.calls if kind == "ended" for one in batch]
 
 
-def test_hints_go_with_the_report_and_wait_for_the_end(engine: Any, server: Any) -> None:
+def test_hints_go_with_report_await_the_end(engine: Any, server: Any) -> None:
     one = engine()
     pinned = {"ttl_s": 60, "token_range": [0, 64]}
     asked = envelope(("pin", pinned), ("kv.release", {}), ("explode", {}))
@@ -114,7 +114,7 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
         ({"hotkv.priority": 2, "hotkv.ttl_s": "x", "hotkv.pin": True}, RETAIN, Retention(2), 2),
     ],
 )
-def test_short_forms_are_actions_and_wrong_values_are_counted_and_logged(
+def test_short_forms_are_actions_wrong_ones_logged(
     warnings: list[str], params: Any, kinds: list[str], retention: Retention, num_wrong: int
 ) -> None:
     """Reads hints from a request's `kv_transfer_params` (`hotkv.priority` and others). A wrong
@@ -136,7 +136,7 @@ def test_short_forms_are_actions_and_wrong_values_are_counted_and_logged(
     assert stats.data.get("wrong_hints", 0) == 3 * num_wrong
 
 
-def test_a_client_may_choose_any_id_for_its_request(engine: Any, server: Any) -> None:
+def test_client_may_choose_any_request_id(engine: Any, server: Any) -> None:
     one = engine()
     for name in ("a\nb\ud800", "x" * 500):
         one.add(name, PROMPT, 3, transfer={"hotkv.priority": 3})

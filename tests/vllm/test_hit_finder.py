@@ -39,7 +39,7 @@ def asking(**settings: Any) -> tuple[Parts, Any]:
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["table", "calls"])
-def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
+def test_hit_asks_for_no_more_than_usable(table: bool) -> None:
     parts = Parts()
     parts.server.table = table
     parts.put("a", range(5))
@@ -59,9 +59,7 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["probe", "lookup"])
 @pytest.mark.parametrize("age, asks", [(0.5, False), (1, True), (2, True)])
-def test_what_an_arrival_found_is_used_once_and_for_a_moment(
-    kind: str, age: float, asks: bool
-) -> None:
+def test_arrivals_finding_is_used_once_briefly(kind: str, age: float, asks: bool) -> None:
     """The finder looks up a request's blocks when the request arrives, and remembers the result for
     `HINT_MEMORY_S` seconds. Then a fourth block is stored. When vLLM later asks for the hit, the
     finder must find this block only after it has forgotten the first result.
@@ -82,7 +80,7 @@ def test_what_an_arrival_found_is_used_once_and_for_a_moment(
     assert (parts.server.count(kind) > before) == asks and state.hit.hint is None
 
 
-def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
+def test_miss_is_remembered_briefly_counted_once() -> None:
     parts = Parts([FULL, WINDOW])
     state = parts.state(request("a", LONG))
     assert parts.match(state) == NO_HIT
@@ -101,7 +99,7 @@ def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
     assert parts.count("miss_requests") == 1 and not parts.count("offered_requests")
 
 
-def test_an_offer_is_counted_once_and_what_is_loaded_too() -> None:
+def test_offer_and_load_are_each_counted_once() -> None:
     parts = Parts()
     state = loading(parts)
     for _ in range(2):
@@ -127,7 +125,7 @@ def test_a_hit_counts_once_its_load_has_succeeded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
-def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
+def test_request_waits_for_an_answer_until_deadline(kind: str) -> None:
     parts, state = asking()
     parts.server.table, parts.server.hold = kind == "acquire", {kind}
     assert parts.match(state) == ASK_AGAIN
@@ -157,7 +155,7 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     assert not parts.hit(state) and state.hit.miss is Miss.ABSENT
 
 
-def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
+def test_shorter_grant_shortens_the_hit() -> None:
     parts, state = asking()
     for limit, blocks, num_short in ((2, 2, 1), (0, 0, 2), (1 << 30, 4, 2)):
         parts.server.grant_limit = limit
@@ -171,7 +169,7 @@ def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [4 * TOKENS, 4 * TOKENS + 1, 5 * TOKENS - 1])
-def test_with_a_drafter_a_hit_is_whole_that_ends_before_the_last_full_block(
+def test_drafters_hit_may_end_before_last_block(
     num_tokens: int,
 ) -> None:
     parts = Parts(drafts=[0])
@@ -186,7 +184,7 @@ def test_with_a_drafter_a_hit_is_whole_that_ends_before_the_last_full_block(
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
-def test_a_hit_on_the_device_is_whole_if_no_hit_is_longer(specs: Any) -> None:
+def test_device_hit_is_whole_without_longer_hit(specs: Any) -> None:
     parts = Parts(specs)
     state, computed = parts.state(request("a", LONG)), (LONG - 1) // TOKENS * TOKENS
     masks = parts.finder.table.ready(state.request, computed)
@@ -194,7 +192,7 @@ def test_a_hit_on_the_device_is_whole_if_no_hit_is_longer(specs: Any) -> None:
     assert not parts.hit(state, computed) and state.hit.miss is Miss.PARTIAL_BLOCK
 
 
-def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
+def test_shorter_hit_stays_within_the_lease() -> None:
     """The server grants a lease without the last block of the full-attention group. The remaining
     hit of three blocks would need the sliding-window group's second block, which is ready but not
     leased. So the finder must offer no hit."""
@@ -211,9 +209,7 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 
 
 @pytest.mark.parametrize("given_s, life_s", [(4.0, 4.0), (0.0, 10.0)])
-def test_a_grant_is_answered_again_until_half_its_life_is_over(
-    given_s: float, life_s: float
-) -> None:
+def test_grant_is_repeated_until_half_its_life(given_s: float, life_s: float) -> None:
     """vLLM asks for the same hit again and again. The finder must offer it under the same lease
     until half of the lease's time is over. Then it must acquire a new lease and release the old
     one.
@@ -237,7 +233,7 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
 
 
 @pytest.mark.parametrize("waits_s", [9.9, 10.0])
-def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_s: float) -> None:
+def test_lease_expiring_unread_is_taken_once_more(waits_s: float) -> None:
     """vLLM does not ask for the hit of a request that waits behind others. So the request's lease
     may expire before the finder reads that it was granted. The finder must then acquire a second
     lease, but not a third: steps may last longer than leases.
@@ -260,7 +256,7 @@ def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, TOKENS), (TOKENS, 0)])
-def test_a_grant_for_another_hit_on_the_device_is_replaced(before: int, after: int) -> None:
+def test_grant_for_another_device_hit_is_replaced(before: int, after: int) -> None:
     """While the finder waits for a lease, vLLM's own hit on the device changes from `before` to
     `after` tokens, for example because another request computes a common prefix. The finder must
     then offer the rest of the prompt under a new lease, and release the old one. The request must
@@ -299,7 +295,7 @@ def test_a_lease_ends_with_its_connection() -> None:
         (4, 9, 30.0, False),
     ],
 )
-def test_no_load_is_longer_than_its_lease_or_its_table(
+def test_load_fits_its_lease_and_table(
     external: int, table: int, waits_s: float, fits: bool
 ) -> None:
     parts = Parts(lease_ttl_s=30.0)
@@ -315,7 +311,7 @@ def test_no_load_is_longer_than_its_lease_or_its_table(
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> None:
+def test_failed_loads_bound_a_requests_offers(retries: int) -> None:
     parts = Parts(max_load_retries=retries)
     state = loading(parts)
     for failed in range(1, retries + 2):
@@ -330,7 +326,7 @@ def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> N
 
 
 @pytest.mark.parametrize("why", ["late", "cancelled", "server lost", "server back"])
-def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, why: str) -> None:
+def test_load_failing_without_bad_blocks_hides_none(desk: Any, why: str) -> None:
     one = desk()
     one.load()
     if why == "cancelled":
@@ -360,7 +356,7 @@ def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
         assert state.hit.miss is (Miss.PARTIAL_BLOCK if hits else Miss.FAILED_LOAD)
 
 
-def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() -> None:
+def test_unseen_and_abandoned_load_ends_count_failed() -> None:
     parts = Parts(max_load_retries=1)
     state = loading(parts)
     parts.finder.give_back(state)
@@ -376,7 +372,7 @@ def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() 
     assert parts.match(state) == NO_HIT and "a" in parts.finder.failed_loads
 
 
-def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> None:
+def test_grant_does_not_wait_behind_failed_load() -> None:
     parts = Parts()
     state = granted(parts)
     parts.finder.load_failed(parts.state(request("other", LONG)))
@@ -392,7 +388,7 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
 
 
 @pytest.mark.parametrize("failed_too", [False, True])
-def test_what_is_void_is_forgotten_and_a_load_under_way_goes_on(failed_too: bool) -> None:
+def test_void_is_forgotten_running_load_continues(failed_too: bool) -> None:
     parts = Parts()
     state = granted(parts)
     lease_id, state.hit.failed_loads = state.hit.lease_id, 1

@@ -91,9 +91,7 @@ def test_kept_states(
 
 
 @pytest.mark.parametrize("model", HYBRIDS)
-def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
-    engine: Any, server: Any, model: Any
-) -> None:
+def test_every_length_hits_all_it_can(engine: Any, server: Any, model: Any) -> None:
     """Stores a long prompt, then runs prefixes of many lengths. Only blocks that some hit needs may
     be stored, each prefix must hit as much as possible, and only the needed blocks may be loaded.
     The harness checks the KV that attention reads."""
@@ -154,7 +152,7 @@ def test_a_drafters_hit_knows_the_token_behind_it(
 
 
 @pytest.mark.parametrize("has_drafter", [False, True])
-def test_a_state_before_the_end_of_a_prompt_is_stored_if_one_step_computes_the_prompt(
+def test_state_before_prompt_end_stores_in_one(
     make: Any,
     server: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -175,7 +173,7 @@ def test_a_state_before_the_end_of_a_prompt_is_stored_if_one_step_computes_the_p
     check_stored(server, [one])
 
 
-def test_a_hit_on_the_device_revokes_no_store_of_its_state(engine: Any, server: Any) -> None:
+def test_device_hit_revokes_no_store_of_state(engine: Any, server: Any) -> None:
     """A request is still being stored when a second request hits its blocks on the device. The
     second request reads the recurrent state at the end of the hit, and does not write it."""
     one, tokens = engine(specs=states_and_full_model()), prompt(1, 200)
@@ -189,9 +187,7 @@ def test_a_hit_on_the_device_revokes_no_store_of_its_state(engine: Any, server: 
     assert engine(specs=states_and_full_model()).hit(tokens) == 192
 
 
-def test_a_hit_on_the_device_stores_the_state_that_the_server_has_lost(
-    engine: Any, server: Any
-) -> None:
+def test_device_hit_stores_state_the_server_lost(engine: Any, server: Any) -> None:
     one, tokens = engine(specs=states_and_full_model()), prompt(1, 200)
     one.fill(tokens)
     server.blocks.clear()

@@ -199,7 +199,7 @@ def test_a_quiet_step_leaves_nothing_out(
         (BLOCK_TOKENS, 1, False),
     ],
 )
-def test_a_request_is_short_if_it_fills_no_block(
+def test_request_filling_no_block_is_short(
     engine: Any, server: Any, num_tokens: int, answer_tokens: int, is_short: bool
 ) -> None:
     """A request that is not short stores a block."""
@@ -216,7 +216,7 @@ def test_a_request_is_short_if_it_fills_no_block(
     [{"transfer": {"hotkv.session": "chat"}}, {"resumable": True}],
     ids=["hints", "streamed"],
 )
-def test_a_request_with_hints_or_more_input_is_followed(engine: Any, more: Any) -> None:
+def test_request_with_hints_or_input_is_followed(engine: Any, more: Any) -> None:
     one = engine()
     one.add("a", prompt(1, 10), 1, **more)
     assert "a" in one.connector._scheduler.requests.states

@@ -83,7 +83,7 @@ def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
     return kv_groups.cache_groups(vllm_config(**engine), kv_config(*groups))
 
 
-def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
+def test_each_layer_kind_is_a_known_group() -> None:
     """Converts a KV cache group of each kind from vLLM's form to hotkv's. A group that vLLM does
     not cache must be left out, and the others must keep their numbers."""
     specs = [
@@ -105,7 +105,7 @@ def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
     )
 
 
-def test_a_window_is_as_wide_as_the_widest_layer_with_what_it_keeps_besides() -> None:
+def test_window_is_as_wide_as_widest_layer() -> None:
     wide = replace(window_spec(), sliding_window=WINDOW + 5, extra_retained_tokens=0)
     keeps = replace(window_spec(), extra_retained_tokens=9)
     for spec, tokens in (
@@ -133,7 +133,7 @@ def test_a_window_is_as_wide_as_the_widest_layer_with_what_it_keeps_besides() ->
         ),
     ],
 )
-def test_what_a_hit_could_not_restore_is_refused_with_the_reason(
+def test_unrestorable_hit_is_refused_with_reason(
     config: Any, engine: dict[str, int], why: str
 ) -> None:
     with pytest.raises(Unsupported, match=why):
@@ -148,7 +148,7 @@ def test_an_engine_without_prefill_ranks_has_one() -> None:
     assert kv_groups.cache_groups(engine, kv_config(group(states())))
 
 
-def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
+def test_blocks_shared_by_ranks_count_all_tokens() -> None:
     """With decode context parallelism on two ranks, a block of a sharded group must count the
     tokens of both ranks. For a group that vLLM does not cache, `group_block_tokens` and
     `hit_block_tokens` must return 0, because vLLM allocates its blocks also for the tokens of a
@@ -196,13 +196,13 @@ def test_which_groups_hold_a_drafters_layers(
     assert kv_groups.draft_groups(engine, groups) == dropping
 
 
-def test_the_tokens_that_a_drafter_of_several_modules_computes_again_are_unfinished() -> None:
+def test_drafters_recomputed_tokens_are_unfinished() -> None:
     for lookahead, tokens in ((0, 0), (1, 0), (3, 2)):
         engine = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
         assert kv_groups.unfinished_tokens(engine) == tokens
 
 
-def test_hits_are_multiples_of_vllms_granularity_and_of_every_block() -> None:
+def test_hits_are_multiples_of_all_sizes() -> None:
     groups = tuple(CacheGroup(0, GroupKind.MLA, tokens) for tokens in (15, 9))
     for given, alignment in ((0, 45), (1, 45), (10, 90)):
         found = kv_groups.hit_alignment_tokens(kv_config(alignment=given), groups)

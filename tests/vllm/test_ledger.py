@@ -22,7 +22,7 @@ from tests.vllm.parts import TOKENS, Parts, request
 PROMPT = prompt(1, 200)
 
 
-def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: Any) -> None:
+def test_reports_say_misses_and_load_ends(engine: Any, server: Any) -> None:
     one = engine()
     one.generate("cold", PROMPT, 2)
     one.add("unasked", PROMPT, 2).skip_reading_prefix_cache = True
@@ -84,7 +84,7 @@ class Reported:
     ("device", "external", "hits"),
     [(0, 0, (0, 0)), (16, 16, (16, 32)), (36, 16, (36, 37)), (99, 0, (37, 37))],
 )
-def test_a_request_is_reported_once_with_what_it_hit(
+def test_request_is_reported_once_with_its_hits(
     device: int, external: int, hits: tuple[int, int]
 ) -> None:
     one = Reported(one=request("a", 37, decoded=30))
@@ -97,7 +97,7 @@ def test_a_request_is_reported_once_with_what_it_hit(
     assert one.sent(99, at_s=101.0) == [report] and one.parts.count("reported_requests") == 1
 
 
-def test_reports_without_a_block_are_sent_and_have_an_id_of_their_own_and_no_negative_age() -> None:
+def test_blockless_reports_have_ids_and_no_age() -> None:
     short, other = Reported(one=request("a", 5)), Reported()
     short.state.arrived_s = 200.0
     (report,) = short.sent(at_s=110.0)
@@ -131,7 +131,7 @@ def test_a_request_that_asked_nobody_says_so(refusal: Any, is_up: bool, said: Mi
         (False, False, Miss.FAILED_LOAD),
     ],
 )
-def test_a_load_that_the_engine_has_cancelled_says_why(
+def test_load_cancelled_by_the_engine_says_why(
     is_late: bool, is_cancelled: bool, said: Miss
 ) -> None:
     one = Reported()
@@ -152,7 +152,7 @@ def test_waits_for_answers_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [r.wait_s for r in one.sent(at_s=now_s[0])] == [5.0]
 
 
-def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
+def test_savings_begin_behind_the_device_hit() -> None:
     prefill = PrefillSpeed(HotKVStats())
     prefill.end_step(prefill.begin_step([(1000, 0)], 10.0), 11.0)
     one = Reported(prefill)

@@ -114,7 +114,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
 
 
-def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(
+def test_export_breaking_midway_closes_what_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storages = {f"{number}": torch.zeros(1 << 16).untyped_storage() for number in range(3)}
@@ -168,7 +168,7 @@ def test_shutdown_at_any_time_and_twice(
         assert all(session.closed for session in server.sessions)
 
 
-def test_an_engine_without_a_server_waits_no_longer_than_is_set(
+def test_engine_without_server_waits_as_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Starts an engine whose server does not exist. The engine may wait only at its start, at most

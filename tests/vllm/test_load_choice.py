@@ -169,7 +169,7 @@ def test_hits_that_win_are_loaded() -> None:
     assert world.count("judged_choices") == world.count("right_choices") == 11
 
 
-def test_earlier_times_are_forgotten_once_the_server_has_changed() -> None:
+def test_earlier_times_are_forgotten_with_the_server() -> None:
     costs, slow_s = ServerCosts(), 0.001 * CHANGED + SLACK_S
     changed_s = slow_s + 1e-6
     for seconds, known_s in (
@@ -219,7 +219,7 @@ TWENTY = 20 / TOKENS_PER_S
         ),
     ],
 )
-def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_again(
+def test_slow_server_costs_little_recovery_is_found(
     num_tokens: int,
     slow: dict[str, Any],
     well: dict[str, Any],
@@ -258,7 +258,7 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
         max_size=60,
     )
 )
-def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
+def test_trials_spend_at_most_their_share(steps: list[Any]) -> None:
     """Runs random requests at a server whose speed changes at random. Trial loads (which only
     measure whether loading is faster again) may cost at most TRIED_SHARE of the time of computing
     the prompts. Any other load must take at most twice the time of computing."""
@@ -278,7 +278,7 @@ def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[A
     assert tried_s <= TRIED_SHARE * computed_s + 0.003 * world.count("tried_requests") + 1e-6
 
 
-def test_what_is_not_known_is_loaded_and_always_means_always() -> None:
+def test_unknown_is_loaded_and_always_means_always() -> None:
     fresh = World()
     fresh.prefill._costs.clear()
     fresh.prefill._fit = None
@@ -288,7 +288,7 @@ def test_what_is_not_known_is_loaded_and_always_means_always() -> None:
         assert not world.count("left_requests")
 
 
-def test_a_hit_that_is_shorter_than_hoped_is_left_if_it_loses() -> None:
+def test_shorter_hit_is_left_if_losing() -> None:
     world = World()
     world.fixed_s, world.token_s = 0.3, 0.0
     for at in range(COSTED):
@@ -299,7 +299,7 @@ def test_a_hit_that_is_shorter_than_hoped_is_left_if_it_loses() -> None:
     assert world.request(1000) < 0.4
 
 
-def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
+def test_miss_and_instant_failure_say_nothing() -> None:
     world = World()
     assert world.request(1000, hit=0) >= 1.0
     assert world.choice.costs.load_s(1000) == 0
@@ -347,7 +347,7 @@ def test_requests_without_a_hit_cost_no_trials() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_rank_that_fails_says_nothing_of_the_servers_speed(late: bool) -> None:
+def test_failing_rank_says_nothing_of_speed(late: bool) -> None:
     world = World()
     world.fixed_s = 0.1
     world.many(3, 1000)
@@ -360,7 +360,7 @@ def test_a_rank_that_fails_says_nothing_of_the_servers_speed(late: bool) -> None
     assert (world.choice.costs.load_s(1000) == known_s) != late
 
 
-def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> None:
+def test_untimed_trial_has_share_and_wins() -> None:
     world = World()
     world.fixed_s = 9.0
     world.many(5, 1000)
@@ -404,7 +404,7 @@ def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000
 
 
 @given(st.floats(0.0, 1000.0), st.sampled_from([200, 600, 2000]), st.integers(0, 12))
-def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
+def test_stall_silences_hits_for_bounded_requests(
     stall_s: float, num_tokens: int, num_trials: int
 ) -> None:
     """A server stalls for `stall_s`, then recovers. The engine continues to compute its hits until
@@ -427,7 +427,7 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 
 
-def test_trials_that_always_stall_are_paid_for_in_full_and_their_debt_fades() -> None:
+def test_stalling_trials_are_paid_debt_fades() -> None:
     world = fallen(200, stall_s=10.0)
     spent_s = sum(world.many(10_000, 200))
     assert spent_s <= 1.06 * 10_000 * 0.2 + USUAL_TRIALS * world.cancel_s

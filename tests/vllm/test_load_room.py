@@ -45,7 +45,7 @@ def stored(
 
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
-def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tokens: int) -> None:
+def test_request_needs_the_blocks_vllm_reserves(engine: Any, num_tokens: int) -> None:
     """hotkv counts the blocks that a request needs, including those for draft tokens. The count
     must equal vLLM's own, which is right as long as the request holds no blocks."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -58,9 +58,7 @@ def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tok
 
 
 @pytest.mark.parametrize(("held", "need", "beside"), [(6, 6, 0), (7, 6, 0), (4, 6, 2)])
-def test_a_load_may_take_the_last_block_that_the_others_can_spare(
-    engine: Any, held: int, need: int, beside: int
-) -> None:
+def test_load_may_take_the_last_spare_block(engine: Any, held: int, need: int, beside: int) -> None:
     """A new request wants to load while another request is admitted. If the device has exactly as
     many blocks as both need, the load may begin; with one block fewer, it must wait.
 
@@ -103,7 +101,7 @@ def test_requests_that_load_together_all_end(engine: Any, server: Any, model: An
 
 @pytest.mark.parametrize("fails", [False, True])
 @MODELS
-def test_loads_that_fit_go_on_together_and_those_that_failed_make_room(
+def test_fitting_loads_go_together_failures_make_room(
     engine: Any, server: Any, model: Any, fails: bool
 ) -> None:
     prompts = {f"{number}": prompt(number, LONGEST) for number in range(3)}
@@ -127,7 +125,7 @@ def test_loads_that_fit_go_on_together_and_those_that_failed_make_room(
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @MODELS
-def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
+def test_only_vllms_preferred_requests_pass_room_waiters(
     engine: Any, server: Any, model: Any, policy: str
 ) -> None:
     """Two small requests fit on the device together; the large one fits only alone. First a small
@@ -151,7 +149,7 @@ def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
     assert tight.outputs == answers
 
 
-def test_a_request_about_which_vllm_does_not_ask_delays_no_load(engine: Any, server: Any) -> None:
+def test_unasked_request_delays_no_load(engine: Any, server: Any) -> None:
     """hotkv delays a request's load for lack of room. Then vLLM skips this request, because a
     running request uses the only LoRA adapter that a batch may have. When there is room again, the
     load of another request must begin, although it came later."""
@@ -235,9 +233,7 @@ def test_requests_with_a_common_prefix_load_it_once(
         assert hits == {"a": (192, 0), "b": (0, 192), "c": (0, 192)}
 
 
-def test_no_request_waits_for_a_load_whose_windows_vllm_does_not_keep(
-    engine: Any, server: Any
-) -> None:
+def test_no_waiting_for_windows_vllm_drops(engine: Any, server: Any) -> None:
     """Two requests of a hybrid model have a common prefix and then differ. For the second to hit
     the first one's load, vLLM would have to keep the sliding-window blocks of the prefix, which it
     does not. So the second must begin its own load at once."""

@@ -59,7 +59,7 @@ def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> d
     return answer
 
 
-def test_an_adapter_is_found_in_another_engine_and_nothing_else_is(three: Three) -> None:
+def test_adapter_alone_is_found_in_another_engine(three: Three) -> None:
     a, b = (write_adapter(three.folder / name, seed) for seed, name in enumerate("ab"))
     cold = ask(three.one, prompt(1), a)
     base = ask(three.plain, prompt(1))
@@ -77,7 +77,7 @@ def test_an_adapter_is_found_in_another_engine_and_nothing_else_is(three: Three)
         assert warm["tokens"] == expected["tokens"] and difference(warm, expected) < NOISE
 
 
-def test_an_adapter_that_was_added_before_its_first_request_is_found(three: Three) -> None:
+def test_adapter_added_before_first_request_is_found(three: Three) -> None:
     path = write_adapter(three.folder / "added", 3)
     for engine in three[:2]:
         assert engine.ask("add_adapter", adapter=adapter(path))["added"]
@@ -87,7 +87,7 @@ def test_an_adapter_that_was_added_before_its_first_request_is_found(three: Thre
     assert difference(warm, cold) < NOISE
 
 
-def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_engine(
+def test_rewritten_adapter_is_another_one_next_time(
     three: Three,
 ) -> None:
     path = write_adapter(three.folder / "rewritten", 4)

@@ -26,7 +26,7 @@ from tests.vllm.ordered_workers import KINDS
 @pytest.mark.parametrize("wanted", ["auto", "events", "flags", "host"])
 @pytest.mark.parametrize("has_events", [True, False])
 @pytest.mark.parametrize("has_words", [True, False])
-def test_what_is_wanted_and_can_be_done_is_offered(
+def test_wanted_and_possible_orders_are_offered(
     wanted: str, has_events: bool, has_words: bool
 ) -> None:
     marks = Marks(ScriptedDevice(has_events=has_events, has_words=has_words), wanted)
@@ -39,7 +39,7 @@ def test_what_is_wanted_and_can_be_done_is_offered(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_mark_is_of_the_kind_that_the_session_has_chosen(kind: OrderKind) -> None:
+def test_mark_is_of_the_sessions_kind(kind: OrderKind) -> None:
     """Makes three marks (points in the device's queue for which transfers wait). They must be of
     the kind that the server has chosen. Marks by CUDA events must use three different events."""
     marks = Marks(ScriptedDevice(), "auto")
@@ -49,7 +49,7 @@ def test_a_mark_is_of_the_kind_that_the_session_has_chosen(kind: OrderKind) -> N
         assert [after.mark.index for after in made if after] == [0, 1, 2]
 
 
-def test_on_a_cpu_all_marks_have_passed_and_nothing_is_offered() -> None:
+def test_all_marks_have_passed_on_a_cpu() -> None:
     marks = Marks()
     mark = marks.make(OrderKind.EVENTS)
     assert marks.order == NO_ORDER and mark.passed() and mark.lets_send() and mark.after is None
@@ -58,7 +58,7 @@ def test_on_a_cpu_all_marks_have_passed_and_nothing_is_offered() -> None:
     assert marks_for(torch.device("cpu"), "auto").order == NO_ORDER
 
 
-def test_an_event_that_could_not_be_recorded_is_still_free() -> None:
+def test_unrecorded_event_is_still_free() -> None:
     device = ScriptedDevice()
     marks = Marks(device, "events")
     device.on_record = lambda event: 1 // 0
@@ -82,7 +82,7 @@ def test_events_of_this_process_are_used_again(kind: OrderKind) -> None:
     assert made == [{"interprocess": False}] and len(marks._spare) == 1
 
 
-def test_a_mark_passes_when_the_device_is_there_and_stays_passed() -> None:
+def test_mark_passes_with_device_and_stays_passed() -> None:
     device = ScriptedDevice()
     device.give(lambda: None)
     marks = Marks(device, "host")

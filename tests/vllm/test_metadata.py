@@ -139,13 +139,13 @@ def test_reports_are_joined_field_by_field() -> None:
     assert said.aggregate(object()) is said  # type: ignore[arg-type]
 
 
-def test_each_field_names_its_join_and_is_tried_here() -> None:
+def test_each_field_names_its_tried_join() -> None:
     names = [one.name for one in dataclasses.fields(StepReport)]
     assert [name for name, _ in JOINS] == names == list(SAID)
 
 
 @pytest.mark.parametrize("name", [name for name in SAID if name != "counters"])
-def test_a_report_joined_with_itself_stays_as_it_is(name: str) -> None:
+def test_report_joined_with_itself_stays(name: str) -> None:
     """Counters are the only field that adds up."""
 
     @given(SAID[name])
@@ -218,16 +218,14 @@ def test_messages_joined_anyhow_and_repeatedly_say_the_same(
 
 @pytest.mark.parametrize("make", [of_own, of_door])
 @given(data=st.data(), late=st.booleans())
-def test_a_report_counts_in_the_step_that_first_brings_it(
-    make: Any, data: st.DataObject, late: bool
-) -> None:
+def test_report_counts_when_it_first_comes(make: Any, data: st.DataObject, late: bool) -> None:
     first, second = make(data, 0), make(data, 1)
     known, alone = SeenReports(), heard(second, SeenReports())
     heard(first, known)
     assert heard(first.aggregate(second) if late else second.aggregate(first), known) == alone
 
 
-def test_heard_reports_are_bounded_and_ids_of_a_new_process_are_new() -> None:
+def test_seen_reports_are_bounded_new_process_unique() -> None:
     known, ids = SeenReports(), [report_ids(rank) for rank in (0, 1)]
     for _ in range(MOST_HEARD):
         said = [next(one) for one in ids]

@@ -33,7 +33,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
         (3 * BLOCK_TOKENS + 1, 2, 2, {"miss": 1}),
     ],
 )
-def test_misses_that_a_cache_could_not_answer_do_not_count(
+def test_unanswerable_misses_do_not_count(
     engine: Any,
     server: Any,
     num_tokens: int,
@@ -60,7 +60,7 @@ def test_misses_that_a_cache_could_not_answer_do_not_count(
     } == counted
 
 
-def test_a_request_that_may_not_read_is_no_miss(engine: Any, server: Any) -> None:
+def test_request_that_may_not_read_isnt_missing(engine: Any, server: Any) -> None:
     one = engine()
     request = one.add("a", prompt(1, 100), 2)
     request.skip_reading_prefix_cache = True

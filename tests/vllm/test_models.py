@@ -101,9 +101,7 @@ def test_warm_is_as_good_as_cold(
 @pytest.mark.parametrize(
     "interval", [0, pytest.param(256, marks=LONG), pytest.param(1 << 20, marks=CAMPAIGN)]
 )
-def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
-    start: Starter, interval: int
-) -> None:
+def test_states_are_kept_at_intervals_and_ends(start: Starter, interval: int) -> None:
     """Runs a conversation on a model with recurrent states; each prompt extends the previous one.
     Each turn must hit up to the last full block of the previous turn's prompt, whatever the setting
     `state_interval_tokens` (distance between stored states) is."""

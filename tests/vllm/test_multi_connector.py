@@ -59,9 +59,7 @@ def test_beside_one_that_checks_its_handshake(
 
 
 @BOTH_ORDERS
-def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
-    engine: Make, plan: Plan, ours_first: bool
-) -> None:
+def test_hit_counts_only_if_loaded_from_hotkv(engine: Make, plan: Plan, ours_first: bool) -> None:
     """Both connectors offer a hit for a prompt. vLLM uses that of the connector that is listed
     first. hotkv must count hit tokens only if it is the first."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
@@ -74,7 +72,7 @@ def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
 
 
 @BOTH_ORDERS
-def test_a_prompt_that_another_connector_is_to_fetch_is_left_to_it(
+def test_another_connectors_prompt_is_left_to_it(
     engine: Make, plan: Plan, ours_first: bool
 ) -> None:
     """hotkv has the first blocks of a prompt, and the request says that another connector can fetch
@@ -174,7 +172,7 @@ def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: F
     assert other.generate("kept", PROMPT, 4)[1] == USABLE
 
 
-def test_a_reset_before_the_handshakes_ends_before_the_first_request(
+def test_reset_before_handshakes_ends_before_first_request(
     engine: Make, server: FakeServer
 ) -> None:
     """Resets the cache in the server before the engine's first step. The idle engine must run the

@@ -98,7 +98,7 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
         ),
     ],
 )
-def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
+def test_warm_equals_cold_until_a_rank_dies(
     shared_daemon: Daemon, start_ranks: Start, kind: str, settings: dict[str, Any]
 ) -> None:
     batch = prompts(9, LENGTHS)
@@ -121,9 +121,7 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
 
 
 @pytest.mark.long
-def test_of_ranks_with_the_same_kv_the_first_one_writes(
-    shared_daemon: Daemon, start_ranks: Start
-) -> None:
+def test_first_of_ranks_with_same_kv_writes(shared_daemon: Daemon, start_ranks: Start) -> None:
     """With latent attention (MLA) both ranks hold the same KV. Only the first rank must store it,
     as the only shard of each slot, and both ranks must load it. On CPUs a hit changes the answer,
     so the test compares a hit in hotkv with a hit in vLLM's own cache."""
@@ -145,9 +143,7 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
 
 
 @pytest.mark.long
-def test_a_data_parallel_engine_hits_what_its_sibling_stored(
-    shared_daemon: Daemon, start_ranks: Start
-) -> None:
+def test_data_parallel_siblings_blocks_hit(shared_daemon: Daemon, start_ranks: Start) -> None:
     """Starts two data-parallel engines, each with its own engine id and its own connections to the
     server. They share a key space, so the second engine must hit all blocks that the first has
     stored."""

@@ -47,7 +47,7 @@ class Server:
 
 
 @given(st.lists(st.lists(SHARES, max_size=8), max_size=120))
-def test_waits_are_bounded_in_each_step_and_rare_after_waits_in_vain(
+def test_waits_are_bounded_and_rare_after_failures(
     steps: list[list[float]],
 ) -> None:
     server = Server()
@@ -76,7 +76,7 @@ def test_waits_are_bounded_in_each_step_and_rare_after_waits_in_vain(
         assert sum(server.waits) <= ANSWER_PATIENCE_S * (1 + 1e-9)
 
 
-def test_it_really_waits_for_an_answer_and_no_longer_than_it_may() -> None:
+def test_wait_is_real_and_no_longer() -> None:
     patience = Patience()
     assert not patience.awaits(Future())
     patience = Patience()
@@ -86,7 +86,7 @@ def test_it_really_waits_for_an_answer_and_no_longer_than_it_may() -> None:
 
 
 @pytest.mark.parametrize("table", [True, False])
-def test_answers_that_come_at_once_cost_no_further_step(table: bool) -> None:
+def test_immediate_answers_cost_no_further_step(table: bool) -> None:
     parts = Parts()
     parts.server.table = table
     parts.put("a", range(4))

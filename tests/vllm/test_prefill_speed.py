@@ -21,7 +21,7 @@ def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
     st.lists(st.tuples(st.integers(LEAST_STEP_TOKENS, 8192), st.integers(0, 3)), min_size=1),
     st.booleans(),
 )
-def test_it_is_that_of_the_steps_whatever_lies_between_them(
+def test_speed_is_the_steps_whatever_between_them(
     steps: list[tuple[int, int]], is_pipelined: bool
 ) -> None:
     """Runs prefill steps at 1000 tokens/s, with pauses between them. A pipelined engine plans a
@@ -41,7 +41,7 @@ def test_it_is_that_of_the_steps_whatever_lies_between_them(
     assert abs(speed.tokens_per_s - 1000) < 1e-3
 
 
-def test_decode_small_steps_and_lost_results_do_not_count() -> None:
+def test_decode_small_and_lost_steps_dont_count() -> None:
     speed = PrefillSpeed(HotKVStats())
     assert speed.begin_step([], 0.0) == 0
     assert speed.begin_step([(4, 500)] * 1000, 0.0) == 0
@@ -67,7 +67,7 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
     assert round(speed.tokens_per_s) == 1001
 
 
-def test_a_longer_context_costs_more_if_steps_say_so() -> None:
+def test_longer_context_costs_more_if_measured() -> None:
     """Runs prefill steps in which a token takes 1 ms, plus 1 us for each token before it, as with
     attention. Predictions for other prompts must be right within 2 %, although one of the steps
     took 9 s too long."""

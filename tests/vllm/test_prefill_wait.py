@@ -43,7 +43,7 @@ def times_s(longest_s: float) -> Any:
     remote=st.sampled_from([None, True, False, "yes"]),
     fetches=st.sampled_from([False, False, False, True]),
 )
-def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_compute(
+def test_waiting_never_exceeds_computing(
     come_s: list[float],
     prefill_s: float,
     leaves_s: float,
@@ -109,7 +109,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
-def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
+def test_decoding_engine_hits_blocks_coming_meanwhile(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     """An engine of role `kv_consumer` must wait for the prompt's blocks, which another engine

@@ -98,9 +98,7 @@ DAMAGES: list[Callable[[RankNote], RankNote]] = [
 
 @settings(max_examples=150, deadline=None)
 @given(shape=SHAPES, data=st.data())
-def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
-    shape: Any, data: st.DataObject
-) -> None:
+def test_ranks_decide_alike_whatever_the_order(shape: Any, data: st.DataObject) -> None:
     stages, (tp_size, replicas) = shape
     notes = notes_of(stages, tp_size, replicas)
     damaged = data.draw(
@@ -147,7 +145,7 @@ def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPla
         assert group.layer_names == tuple(dict.fromkeys(names))
 
 
-def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None:
+def test_differently_cut_or_packed_stages_dont_share() -> None:
     even, uneven = (
         ranks.decide(notes_of(stages, 1, 1), 0)[0] for stages in ([[2], [2]], [[1], [3]])
     )
@@ -185,7 +183,7 @@ def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[i
     return came_to
 
 
-def test_notes_reach_all_ranks_and_one_that_never_comes_is_named() -> None:
+def test_notes_reach_all_ranks_missing_one_named() -> None:
     notes = notes_of([[2], [1]], 2, 1)
     assert len(set(exchanged(notes, 4, 20.0).values())) == 1
     notes[2] = replace(notes[2], space=None, why_off="no room")
@@ -195,7 +193,7 @@ def test_notes_reach_all_ranks_and_one_that_never_comes_is_named() -> None:
     assert came_to[0].startswith("rank 1 has not said within 0 s what it found")
 
 
-def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_in_the_process_groups_store(monkeypatch: pytest.MonkeyPatch) -> None:
     note = notes_of([[1]], 2, 1)[0]
     assert ranks.agree(note, 1, "engine")[1].rank == note.place.rank
     with pytest.raises(Unsupported, match="can't exchange what they found"):
@@ -212,7 +210,7 @@ def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.Monk
         ranks.agree(note, 2, "engine")
 
 
-def test_a_rank_tells_the_others_whatever_breaks_in_it(
+def test_rank_tells_others_whatever_breaks(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[RankNote] = []
@@ -235,9 +233,7 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
         assert one.generate("a", prompt(1, 200), 1)[1] == 0 and not server.sessions
 
 
-def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_missed_a_note_tells_others(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank misses the other rank's note (`RankNote`, a description of its KV memory). Then the
     engine sleeps and wakes up, after which the ranks exchange notes again. The rank's new note must
     say that it missed one, so that the other ranks switch hotkv off too."""
@@ -262,9 +258,7 @@ def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
     ],
 )
-def test_what_no_rank_can_do_is_refused_without_asking_the_others(
-    parallel: dict[str, Any], words: str
-) -> None:
+def test_impossible_is_refused_without_asking_others(parallel: dict[str, Any], words: str) -> None:
     sizes = {"prefill_context_parallel_size": 1, "nnodes_within_dp": 1, "world_size": 2}
     shape = sizes | {"distributed_executor_backend": "mp"}
     alone = {"distributed_executor_backend": "external_launcher", "world_size": 1}

@@ -87,7 +87,7 @@ def test_what_ranks_report_is_summed(
 
 
 @pytest.mark.parametrize("model", [full_model, states_and_full_model])
-def test_ranks_that_share_out_the_tokens_of_a_block(make: Any, model: Any) -> None:
+def test_ranks_share_out_tokens_of_a_block(make: Any, model: Any) -> None:
     def specs() -> dict[str, Any]:
         full = full_spec()
         found = model().items()
@@ -152,7 +152,7 @@ def end_all(server: FakeServer, engines: list[RankedEngine]) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_blocks_of_a_hung_load_stay_held_over_failed_steps(
+def test_hung_loads_blocks_stay_held_over_failures(
     ranked: Ranked, server: FakeServer, monkeypatch: pytest.MonkeyPatch, repeats: int
 ) -> None:
     """A load hangs in rank 1 and has ended in rank 0, which says so in each step. vLLM joins the
@@ -252,7 +252,7 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
 ]
 
 
-def test_at_a_wake_up_a_rank_that_has_turned_off_tells_the_others_which_wait_for_it(
+def test_disabled_rank_tells_others_at_wake_up(
     ranked: Ranked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, reasons = ranked(), []

@@ -173,7 +173,7 @@ class Machine(RuleBasedStateMachine):
             )
 
 
-def test_a_wake_up_does_not_end_a_check_whose_answer_was_lost() -> None:
+def test_wake_up_ends_no_unanswered_check() -> None:
     one = Machine()
     one.start(1, False, False)
     one.write_for_a_step(1, lost=True)
@@ -184,7 +184,7 @@ def test_a_wake_up_does_not_end_a_check_whose_answer_was_lost() -> None:
     one.teardown()
 
 
-def test_blocks_of_weights_that_came_and_went_between_two_checks_are_not_trusted() -> None:
+def test_weights_changed_between_checks_are_not_trusted() -> None:
     one = Machine()
     one.start(1, False, False)
     one.write_past_everything_and_reset(1)
@@ -196,7 +196,7 @@ def test_blocks_of_weights_that_came_and_went_between_two_checks_are_not_trusted
 
 
 @pytest.mark.parametrize("is_overtaken", [False, True])
-def test_a_check_after_a_pause_that_is_repeated_before_the_engine_computes_finds_no_old_media(
+def test_repeated_check_after_pause_finds_no_media(
     is_overtaken: bool,
 ) -> None:
     one = Machine()
@@ -217,7 +217,7 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
+def test_requests_wait_once_for_the_ranks() -> None:
     scheduler = Rekeying(1)
     scheduler.suspect()
     assert scheduler.waits(0.0) and scheduler.under_way
@@ -245,7 +245,7 @@ def refuse_threads(server: Any, monkeypatch: pytest.MonkeyPatch, *roles: Role) -
     return refused
 
 
-def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
+def test_start_refused_a_thread_is_retried(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = refuse_threads(server, monkeypatch, Role.SCHEDULER, Role.SCHEDULER)
@@ -254,7 +254,7 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
     assert one.hit(PROMPT) == 192 and not refused
 
 
-def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
+def test_weights_change_in_pause_before_handshakes(updated: Any) -> None:
     """In a MultiConnector the ranks send their handshakes only with the first step. Before that,
     pauses an engine and changes its weights, which hotkv does not notice. The blocks that the
     engine then stores must not be hit by an engine with the original weights."""
@@ -267,7 +267,7 @@ def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_media_that_were_encoded_before_the_ranks_say_hello_are_of_weights_in_doubt(
+def test_media_encoded_before_handshakes_are_in_doubt(
     updated: Any, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
@@ -343,7 +343,7 @@ def pausing() -> Any:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_step_waits_for_the_session_of_new_weights_only_if_a_server_was_there(
+def test_step_awaits_new_session_only_with_server(
     updated: Any, server: Any, monkeypatch: pytest.MonkeyPatch, *, is_there: bool
 ) -> None:
     one, waits_s = updated(extra={"startup_wait_s": 0.25}), []
@@ -371,7 +371,7 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
     assert one.hit(PROMPT) == 192
 
 
-def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
+def test_engines_with_older_files_share_by_memory(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's files may have been replaced while two engines loaded them, so the files may not
@@ -417,7 +417,7 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
     assert not server.leases
 
 
-def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
+def test_old_weights_leftovers_are_not_stored(updated: Any) -> None:
     """After a change of weights, vLLM keeps its own prefix cache until it is reset, and continues
     running requests. Such KV comes from old weights, so hotkv must not store it under the key space
     of the new ones."""
@@ -438,7 +438,7 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
     assert other.hit([*OTHER, 5]) == 32
 
 
-def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encodings(
+def test_media_are_shared_once_encodings_are_dropped(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes weights several times: after a reset in a pause (`pauses` True), after a reset without
@@ -475,7 +475,7 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("told", ["noticed", "while asked", "reports lost"])
 @pytest.mark.parametrize("in_decode", [False, True], ids=["prefill", "decode"])
-def test_weights_that_are_others_for_a_step_and_then_the_first_again(
+def test_weights_change_for_a_step_and_return(
     updated: Any, pipelined: bool, told: str, in_decode: bool
 ) -> None:
     """The weights change for one step, then the original weights return before the ranks check

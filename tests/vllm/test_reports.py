@@ -46,9 +46,7 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_hints_go_with_the_report_and_with_every_store(
-    engine: Any, server: Any, pipelined: bool
-) -> None:
+def test_hints_go_with_report_and_every_store(engine: Any, server: Any, pipelined: bool) -> None:
     """One of two requests has hints: a priority, a time to live and a pin. The hints must arrive
     with that request's report and with all its stores, including those of blocks that fill during
     decode."""
@@ -96,9 +94,7 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_stores_say_what_else_is_hashed_if_tokens_are_wanted(
-    engine: Any, server: Any, wanted: bool
-) -> None:
+def test_stores_say_hashed_extras_if_tokens_wanted(engine: Any, server: Any, wanted: bool) -> None:
     """Stores a request with a cache salt. If the server wants token ids, the store of the first
     block must also name the salt, because vLLM hashes it into the first block. (Routers need all
     that is hashed.)"""

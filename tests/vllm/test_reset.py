@@ -62,7 +62,7 @@ def test_a_reset_of_the_device_is_noticed_once(engine: Any) -> None:
     assert clears.since_last(manager) and not clears.since_last(manager)
 
 
-def test_a_hit_from_before_a_reset_is_not_loaded(filled: Any, server: Any) -> None:
+def test_hit_from_before_a_reset_isnt_loaded(filled: Any, server: Any) -> None:
     """Lets the server grant a request's hit, and resets the cache before the request has seen the
     grant. The request must not load the blocks, although its lease still pins them."""
     one = filled()
@@ -174,7 +174,7 @@ def test_a_request_that_loads_during_a_reset(
     assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0]
 
 
-def test_a_reset_of_an_idle_engine_ends_before_its_next_request(engine: Any, server: Any) -> None:
+def test_idle_engines_reset_ends_before_next_request(engine: Any, server: Any) -> None:
     """Resets the cache in the server while the engine is idle and its scheduler does not know yet
     that its last stores have ended. The engine must run the steps in which it learns this and
     deletes its blocks once more. If it did so with its next request, it would delete blocks that
@@ -191,7 +191,7 @@ def test_a_reset_of_an_idle_engine_ends_before_its_next_request(engine: Any, ser
     assert engine().hit(PROMPT) == 192
 
 
-def test_a_reset_that_the_server_confirms_late_is_not_repeated(engine: Any, server: Any) -> None:
+def test_late_confirmed_reset_is_not_repeated(engine: Any, server: Any) -> None:
     """The server confirms a reset after the engine has stopped waiting for the confirmation. The
     engine must not repeat the reset with its next request, because it would delete blocks that
     another engine has stored since."""
@@ -207,7 +207,7 @@ def test_a_reset_that_the_server_confirms_late_is_not_repeated(engine: Any, serv
     assert engine().hit(PROMPT) == 192
 
 
-def test_tiers_that_a_flush_is_not_in_yet_are_named(
+def test_tiers_still_pending_a_flush_are_named(
     engine: Any, server: Any, warnings: list[str]
 ) -> None:
     one = engine()

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "is_async",
     [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
 )
-def test_tokens_are_those_of_a_device_that_holds_everything(
+def test_tokens_equal_a_device_that_holds_everything(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Runs two requests whose contexts together are about twice as long as the device's block pool.
@@ -84,7 +84,7 @@ def test_a_prefix_hit_moves_next_to_nothing(
         pytest.param(False, id="sparse", marks=pytest.mark.long),
     ],
 )
-def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
+def test_sparse_rows_are_those_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:
     """Runs requests with sparse decode. In every step, the requests for which attention selects
@@ -110,7 +110,7 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     "is_async",
     [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
 )
-def test_requests_that_may_become_long_run_at_once_and_all_finish(
+def test_possibly_long_requests_run_and_finish(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Four requests start together and may grow to 62 blocks each, but the server can pin only 98
@@ -135,7 +135,7 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
     assert not {"failed_residencies", "lost_residencies", "callback_errors"} & counted.keys()
 
 
-def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
+def test_context_within_hot_slots_is_not_staged(
     start: Start, daemon: Daemon, references: References
 ) -> None:
     """Answers a prompt of 1,500 tokens, whose blocks all fit into the request's hot slots (device

@@ -37,7 +37,7 @@ def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[flo
     return [now.get(name, 0.0) - before.get(name, 0.0) for name in names]
 
 
-def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
+def test_requests_move_once_pool_is_full(
     start: Start, daemon: Daemon, references: References
 ) -> None:
     """Runs two requests of 145 blocks together, in a pool of 104 blocks: a request must move to
@@ -89,7 +89,7 @@ def test_moves_at_any_step_change_no_token(
 
 
 @pytest.mark.long
-def test_a_hit_is_loaded_whole_if_there_is_room(
+def test_hit_loads_whole_if_there_is_room(
     start: Start, daemon: Daemon, references: References
 ) -> None:
     target = daemon.start().target

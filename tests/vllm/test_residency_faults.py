@@ -104,7 +104,7 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
 
 
 @SCHEDULING
-def test_requests_that_fit_on_the_device_run_without_the_server(
+def test_requests_fitting_the_device_need_no_server(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Runs requests of about 700 tokens in a pool with room for all, without a server, and with a

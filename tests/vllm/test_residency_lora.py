@@ -73,7 +73,7 @@ def ask(engine: EngineProcess, tokens: list[int], path: Path) -> dict[str, Any]:
     return answer
 
 
-def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> None:
+def test_adapters_context_in_host_memory_hits(two: Two) -> None:
     a, b = (write_adapter(two.folder / name, seed) for seed, name in enumerate("ab"))
     (prompt,) = prompts(1, LENGTH)
     expected, other = (ask(two.reference, prompt, path) for path in (a, b))
@@ -86,7 +86,7 @@ def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> No
     assert first_of_b["cached"] == [0] and same(first_of_b, other)
 
 
-def test_an_adapter_that_is_left_out_of_sharing_still_outgrows_the_device(two: Two) -> None:
+def test_unshared_adapter_still_outgrows_the_device(two: Two) -> None:
     """Changes an adapter's files while the engine runs, so its requests can't share blocks with
     other engines. These requests must still move their old blocks to host memory, and give the
     right tokens without hits."""

@@ -23,7 +23,7 @@ LEFT_OUT = range(1, 3)
 only the first and the last one."""
 
 
-def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> None:
+def test_residents_server_blocks_are_neither_leased() -> None:
     parts = Parts(left_out=LEFT_OUT, represented=[0])
     parts.put("a", range(4))
     parts.put("a", range(4), group=1)
@@ -38,7 +38,7 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
+def test_failed_load_hides_only_its_blocks(is_named: bool) -> None:
     """A load of the first and the last block of a hit fails. (With residency the blocks between
     stay in host memory.) Later lookups must miss these two blocks, but not the blocks between them.
 
@@ -57,12 +57,12 @@ def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
 
 
 @pytest.mark.parametrize("table", [[1, 2, 0, 4], [1, 0, 3, 4], [1, 2, 3, 4]])
-def test_what_is_left_out_of_a_lease_can_not_be_loaded(table: list[int]) -> None:
+def test_blocks_left_out_of_lease_cant_load(table: list[int]) -> None:
     parts = Parts(left_out=LEFT_OUT)
     assert parts.load(granted(parts), 4 * TOKENS, [table]) is None
 
 
-def test_a_block_of_a_resident_that_came_without_its_sketch_is_looked_at_again() -> None:
+def test_resident_block_without_sketch_is_reexamined() -> None:
     parts = Parts(left_out=LEFT_OUT, represented=[0])
     parts.put("a", [0], group=1)
     state = granted(parts)
@@ -78,7 +78,7 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [0, 2, 4])
-def test_no_more_of_a_hit_is_offered_than_a_request_can_use(desk: Any, num_blocks: int) -> None:
+def test_hit_offers_no_more_than_usable(desk: Any, num_blocks: int) -> None:
     """A request with residency (its KV stays in host memory) can use only the first `num_blocks`
     blocks of its hit. The connector must offer vLLM a hit of just these blocks, with a lease on
     just these."""
@@ -128,9 +128,7 @@ class SmallPool:
 
 
 @pytest.mark.parametrize("why", ["off", "no residencies", "unknown"])
-def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
-    desk: Any, why: str
-) -> None:
+def test_outgrowing_without_keeper_ends_as_error(desk: Any, why: str) -> None:
     one = desk()
     first = request("a", LONG)
     one.arrive(first)
@@ -143,7 +141,7 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
     assert "outgrows the device" in pool.failed["a"]
 
 
-def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
+def test_preempted_between_steps_resumes_two_steps_later(
     desk: Any,
 ) -> None:
     """A request was preempted between two steps. The next step must first report the preemption to
@@ -160,7 +158,7 @@ def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_nex
     assert one.desk.match(first, 0) == NO_HIT
 
 
-def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
+def test_resident_streamed_input_ends_as_error(desk: Any) -> None:
     """A request with streamed input no longer fits on the device. It must end with an error: vLLM
     does not ask the connector about later input, so the request would otherwise wait for ever."""
     one = desk()
@@ -173,7 +171,7 @@ def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
     assert "streamed input" in pool.failed["a"]
 
 
-def test_a_broken_callback_of_a_resident_engine_ends_its_request(desk: Any) -> None:
+def test_broken_callback_ends_the_resident_request(desk: Any) -> None:
     one = desk()
     one.arrive(request("a", LONG))
     one.desk._pool = pool = SmallPool()
@@ -181,7 +179,7 @@ def test_a_broken_callback_of_a_resident_engine_ends_its_request(desk: Any) -> N
     assert "broke" in pool.failed["a"]
 
 
-def test_the_last_block_of_what_outgrows_the_device_is_not_stored(desk: Any) -> None:
+def test_last_block_of_outgrowing_request_isnt_stored(desk: Any) -> None:
     """Ends a request that has outgrown the device, so that its old blocks are in host memory. Its
     last block must not be stored, because steps in progress may have failed to read the old blocks.
     """
@@ -206,9 +204,7 @@ def test_residencies_learn_of_the_end_of_each_step(engine: Any) -> None:
     ("mode", "replays"),
     [("FULL_AND_PIECEWISE", True), ("FULL_DECODE_ONLY", True), ("PIECEWISE", False)],
 )
-def test_on_cuda_rows_are_decided_within_what_its_kernels_can_do(
-    desk: Any, mode: str, replays: bool
-) -> None:
+def test_cuda_rows_are_decided_within_kernel_limits(desk: Any, mode: str, replays: bool) -> None:
     one = desk()
     one.desk._pool = SimpleNamespace(spec=object(), has_away={"away"}.__contains__)
 

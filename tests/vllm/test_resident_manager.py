@@ -38,7 +38,7 @@ def test_specs_of_other_kinds_do_not_merge() -> None:
     assert ResidentSpec.merge([one, spec_of("host")]) == one
 
 
-def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
+def test_engine_with_hotkv_off_has_vllms_spec(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If hotkv is off, the engine must keep vLLM's KV cache spec, with which vLLM refuses a block
@@ -60,7 +60,7 @@ def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
 
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
-def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None:
+def test_engine_unfit_for_residency_learns_why(residency: str) -> None:
     """Checks an engine whose settings do not allow residency (KV in host memory). It must not
     start, and the error must give the reason. For example, in an engine that stores nothing, long
     requests would fill the device and wait for ever."""
@@ -89,7 +89,7 @@ def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None
             check(**settings)
 
 
-def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
+def test_engine_starts_only_with_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, sparse = spec_of("host"), CONFIG["host"]
@@ -116,7 +116,7 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
         totals.check_memory(vllm_config, kv_config, config)
 
 
-def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
+def test_device_holdings_follow_from_the_settings() -> None:
     """Computes how many device blocks a request with residency holds. Always: one block of sinks
     (the first block), a recent window of one block, 2 + 2 blocks for two steps in progress, and one
     partly filled block. For copies of old blocks: hot slots for two selections of 6 blocks, and
@@ -128,7 +128,7 @@ def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
     assert [spec.gap(blocks * TOKENS) for blocks in (7, 8)] == [range(0), range(1, 7)]
 
 
-def test_a_request_whose_stores_end_at_once_stays_within_the_bound() -> None:
+def test_instantly_ending_stores_stay_within_bound() -> None:
     engine = ResidentEngine("host")
     engine.arrive(700, 40)
     while engine.requests:

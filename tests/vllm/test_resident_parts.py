@@ -64,7 +64,7 @@ def test_only_a_copy_of_a_mebibyte_starts_threads() -> None:
         assert (target[:count] == 7).all() and (copier._threads is not None) == (count == 256)
 
 
-def test_a_copy_for_which_the_system_refuses_a_thread_is_made_once(
+def test_copy_refused_a_thread_is_made_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copier, source = PageCopier(num_threads=3), np.full((3, 1 << 20), 7, np.uint8)
@@ -115,7 +115,7 @@ def test_as_many_rows_are_allocated_as_are_counted(parts: list[int], num_rows: i
     assert len(kept.sources(0)[ROT].pool) == num_rows_for(sum(parts)) == num_rows
 
 
-def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:
+def test_sources_are_the_pools_after_calibration_too() -> None:
     built = pool((ROT, "mix2"))
     assert not built.is_calibrated(0), "one of the formats needs axes"
     kept = KeptRows(built)
@@ -140,7 +140,7 @@ def test_workers_are_told_hot_slots_once() -> None:
     assert one.news(1, 1, 0, (7, 6), 10, 1).hot_blocks == (7, 6)
 
 
-def test_the_arena_of_an_earlier_server_is_unmapped_with_the_last_request_that_reads_it() -> None:
+def test_earlier_arena_unmaps_with_its_last_reader() -> None:
     sequences, mapped = ResidentSequences(KeptRows(pool())), list[Any]()
     memories = list[weakref.ref[np.ndarray]]()
     sequences.arena_of = lambda: mapped[-1]
@@ -165,7 +165,7 @@ def resident_worker() -> ResidentWorker:
     return ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
 
 
-def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() -> None:
+def test_request_ending_before_key_change_is_forgotten() -> None:
     """The worker must forget a request that ends just before the key space changes. Only the step's
     `SparseRows` name this request as ended, because the scheduler side's new `ResidentRequests` do
     not know it."""
@@ -175,7 +175,7 @@ def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() ->
     assert not worker.residents
 
 
-def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
+def test_lost_preemption_message_begins_request_anew() -> None:
     """The worker has reported a request as lost (its bytes in host memory can't be read), but the
     message that preempts the request never arrives. A later step lists the request as having all
     its blocks on the device. So it has begun again, and must not count as lost."""
@@ -188,7 +188,7 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
     assert not worker.residents.is_lost("a") and worker.residents.is_lost("b")
 
 
-def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
+def test_row_planned_before_known_loss_reports_once() -> None:
     """The worker reports a lost request (whose bytes in host memory can't be read) by the id of its
     first block. Steps that were planned before this report still list the request. They must not
     cause a second report, because another request may have got the block by then."""
@@ -208,7 +208,7 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -
         assert worker.residents.take_lost() == lost
 
 
-def test_rows_that_no_message_names_are_lost_if_they_need_blocks_of_the_arena() -> None:
+def test_unnamed_rows_needing_the_arena_are_lost() -> None:
     residents = resident_worker().residents
     residents.begin_step((ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)))
     for first_block, has_gaps, lost in ((3, False, {3}), (4, False, set()), (9, True, {9})):
@@ -217,7 +217,7 @@ def test_rows_that_no_message_names_are_lost_if_they_need_blocks_of_the_arena() 
 
 
 @pytest.mark.parametrize("missing", [[], [2, 4, 5], [2, 3, 4, 5]])
-def test_sketches_of_blocks_in_the_arena_are_read_there_or_built(
+def test_arena_blocks_sketches_are_read_or_built(
     monkeypatch: pytest.MonkeyPatch, missing: list[int]
 ) -> None:
     """The worker needs the sketches (compact summaries of keys) of blocks that are only in
@@ -272,7 +272,7 @@ def arena_of(path: Path, start_number: int) -> Arena:
         return Arena(file.fileno(), size, words.words_offset_bytes(size), words.WORD_COUNT)
 
 
-def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path) -> None:
+def test_request_stored_anew_reads_new_arena_only(tmp_path: Path) -> None:
     """With residency "auto", a request's blocks are all still on the device when the server comes
     back with an empty arena. So the request stores them there again. When it later reads them
     there, it must not count as lost, and the earlier server's arena must not stay mapped."""
@@ -295,7 +295,7 @@ def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path)
 
 
 @pytest.mark.parametrize("freed", [10, 20])
-def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
+def test_row_with_broken_selection_spoils_no_other(freed: int) -> None:
     """Two requests have blocks only in host memory. The selection of blocks for the second request
     raises, after which the hot sets (blocks in device slots) of both requests are discarded. Each
     must attend to its own whole context.
@@ -351,7 +351,7 @@ def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
         assert torch.equal(found, pages[torch.from_numpy(blocks[row])])
 
 
-def test_copies_of_pages_do_not_count_as_time_of_selections(
+def test_page_copies_dont_count_as_selection_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer, clock_s = Cache(25, 64, torch.float32).layer(), [0.0]

@@ -17,7 +17,7 @@ BOUND_S = 150.0
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_the_blocks_of_a_request_stay_pinned_until_its_last_step_has_ended(
+def test_blocks_stay_pinned_until_last_step_ends(
     make: Callable[..., Any], server: FakeServer, pipelined: bool, role: str
 ) -> None:
     """Aborts a request while a step that reads its blocks in host memory is in progress. The
@@ -35,7 +35,7 @@ def test_the_blocks_of_a_request_stay_pinned_until_its_last_step_has_ended(
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_requests_behind_one_that_waits_for_room_run_although_it_may_not_read_caches(
+def test_requests_behind_a_room_waiter_still_run(
     make: Callable[..., Any], server: FakeServer, pipelined: bool
 ) -> None:
     """The server has room for one long request, which runs. A second long request waits for room;
@@ -59,7 +59,7 @@ def test_requests_behind_one_that_waits_for_room_run_although_it_may_not_read_ca
 @pytest.mark.parametrize("how", ["absent", "killed", "frozen"])
 @pytest.mark.parametrize("residency", ["host", "auto"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_requests_that_fit_on_the_device_need_no_server(
+def test_parked_requests_fitting_the_device_need_no_server(
     make: Callable[..., Any], server: FakeServer, pipelined: bool, residency: str, how: str
 ) -> None:
     """Requests of up to 700 tokens run in a pool of some 1,500. Meanwhile the server is away, or

@@ -77,7 +77,7 @@ def test_no_more_is_moved_than_is_needed(demand: BlockDemand, reliefs: dict[str,
         assert not able or most < demand.first
 
 
-def test_the_one_that_gives_most_goes_first_and_of_equals_the_first() -> None:
+def test_greatest_giver_goes_first_ties_by_age() -> None:
     reliefs = {"a": Relief(3), "b": Relief(9, 1), "c": Relief(9, 5)}
     assert to_move(BlockDemand(0, 0, 4, None), reliefs) == ["b"]
     assert to_move(BlockDemand(0, 0, 0, 4), reliefs) == ["c"]
@@ -299,7 +299,7 @@ TestResidents.settings = settings(max_examples=100, stateful_step_count=30, dead
 # ---------------------------------------------------------------------------- requests and the pool
 
 
-def test_a_request_that_fits_stays_whole_and_one_that_outgrows_the_pool_moves_once() -> None:
+def test_fitting_request_stays_outgrowing_moves_once() -> None:
     engine = ResidentEngine()
     engine.arrive(600, 50)
     engine.run(75)
@@ -314,7 +314,7 @@ def test_a_request_that_fits_stays_whole_and_one_that_outgrows_the_pool_moves_on
     assert engine.count("moved_residencies") <= 2
 
 
-def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None:
+def test_hit_begins_whole_or_as_if_moved() -> None:
     engine = ResidentEngine()
     engine.arrive(500, 1)
     engine.run(20)
@@ -325,7 +325,7 @@ def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None
     assert sum(block.is_null for block in blocks) > 20
 
 
-def test_a_hit_that_the_server_pins_in_part_is_used_in_part(
+def test_partly_pinned_hit_is_used_in_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lookup finds 40 blocks of a prompt, but the server pins only the first 20, because it has
@@ -348,7 +348,7 @@ def test_a_hit_that_the_server_pins_in_part_is_used_in_part(
     assert not engine.requests and max(hits) == 20 * TOKENS
 
 
-def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(
+def test_outgrowing_request_waits_its_turn_for_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request outgrows the device's block pool while another request has reserved all of the
@@ -363,7 +363,7 @@ def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(
     assert not engine.requests and engine.preempted == [second]
 
 
-def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
+def test_without_server_requests_preempt_and_end() -> None:
     """Runs requests in an engine with a small block pool and without a server. Requests that fit
     the pool must finish, after preemptions as in vLLM alone. A request that outgrows the pool must
     end with an error."""
@@ -381,7 +381,7 @@ def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
     assert not engine.requests and engine.count("failed_residencies") == 1
 
 
-def test_what_waits_begins_once_a_running_request_has_moved() -> None:
+def test_waiting_begins_once_a_request_moved() -> None:
     """A waiting request finds too few free device blocks. A running request must move its old
     blocks to host memory, which frees enough, and the waiting request must begin in the same step.
     """
@@ -404,7 +404,7 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
 
 @pytest.mark.parametrize("how", ["absent", "frozen"])
 @pytest.mark.parametrize("residency", ["host", "auto"])
-def test_requests_that_fit_on_the_device_run_without_the_server(residency: str, how: str) -> None:
+def test_requests_fitting_the_device_need_no_server(residency: str, how: str) -> None:
     """A request that needs more blocks than the pool waits, and ends with an error, within the
     bound."""
     engine = ResidentEngine(residency)
@@ -425,7 +425,7 @@ def test_requests_that_fit_on_the_device_run_without_the_server(residency: str, 
 
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
-def test_a_request_that_has_begun_is_computed_anew_on_the_device(residency: str) -> None:
+def test_begun_request_is_computed_anew_on_device(residency: str) -> None:
     engine = ResidentEngine(residency)
     name = engine.arrive(500, 200)
     other = engine.arrive(500, 200, "b")
@@ -438,7 +438,7 @@ def test_a_request_that_has_begun_is_computed_anew_on_the_device(residency: str)
     assert not engine.count("failed_residencies")
 
 
-def test_a_server_that_freezes_before_it_pins_a_hit_is_not_waited_for() -> None:
+def test_server_frozen_before_pinning_is_not_awaited() -> None:
     engine = ResidentEngine("host")
     engine.arrive(500, 1)
     engine.run(40)
@@ -448,7 +448,7 @@ def test_a_server_that_freezes_before_it_pins_a_hit_is_not_waited_for() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_what_began_on_the_device_moves_once_the_server_is_back() -> None:
+def test_device_requests_move_once_server_is_back() -> None:
     engine = ResidentEngine("host")
     engine.die(empty=True)
     engine.arrive(500, 200)
@@ -471,7 +471,7 @@ def test_on_cuda_no_request_begins_without_the_server() -> None:
     assert engine.count("failed_residencies") == 1 and not engine.requests
 
 
-def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
+def test_nothing_moves_for_requests_vllm_may_not_run() -> None:
     """vLLM may limit active requests (`max_num_active_seqs`) to fewer than `max_num_seqs`. A
     running request must not move to host memory for a waiting request that this limit holds
     back."""
@@ -483,7 +483,7 @@ def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
     assert not engine.requests and not engine.count("moved_residencies")
 
 
-def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
+def test_last_of_all_held_gives_up_room() -> None:
     """Two requests fill the server's room, so both pause, each waiting for room. The second must
     release its room, so that the first continues, but not while a step of the second is in
     progress. A request whose bytes are lost must not pause: vLLM preempts only requests that it
@@ -512,7 +512,7 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
+def test_least_priority_gives_its_room_up() -> None:
     """Two requests fill the server's room. The first has a lower priority in vLLM's scheduler than
     the second and than a later request. So the first must release its room, and get room again only
     after the other two."""
@@ -531,7 +531,7 @@ def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
+def test_unbegun_request_gives_room_to_running_ones() -> None:
     """Two running and two waiting requests have reserved all room of the server. The first running
     request needs more room, so the waiting requests must release theirs. As long as the second
     running request runs, the first may pause only briefly. In the end all must finish."""
@@ -549,7 +549,7 @@ def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_a_request_that_releases_its_room_before_it_begins_does_so_at_once() -> None:
+def test_release_before_beginning_happens_at_once() -> None:
     """Two waiting requests have reserved room in the server, which has pinned blocks of their hits.
     A running request needs room for its next block. One of the two must release its room at once,
     although with asynchronous scheduling a step is always in progress; the other must keep its
@@ -577,7 +577,7 @@ def test_a_request_that_releases_its_room_before_it_begins_does_so_at_once() -> 
     assert engine.count("parked_residencies") and engine.requests.keys() == {*waiting}
 
 
-def test_vllm_waits_for_no_device_blocks_of_a_request_that_has_none() -> None:
+def test_vllm_waits_for_no_unneeded_device_blocks() -> None:
     """A waiting request has asked the server to pin the blocks of its hit, but the server hangs.
     When another request needs a device block, vLLM must not wait for the first request, because it
     has no device blocks that it could free."""
@@ -595,7 +595,7 @@ def test_vllm_waits_for_no_device_blocks_of_a_request_that_has_none() -> None:
     assert not engine.requests
 
 
-def test_requests_in_the_queue_leave_room_to_other_engines() -> None:
+def test_queued_requests_leave_room_to_other_engines() -> None:
     """The server has room for all requests, but the device only for some at a time. The requests in
     the queue must reserve little of the room, which other engines may need, and all must end."""
     engine = ResidentEngine("host")
@@ -607,7 +607,7 @@ def test_requests_in_the_queue_leave_room_to_other_engines() -> None:
     assert not engine.count("failed_residencies") and not engine.preempted
 
 
-def test_a_refused_request_that_vllm_skips_keeps_no_other_waiting() -> None:
+def test_skipped_refused_request_keeps_no_other_waiting() -> None:
     """The server refuses room to a request. Then vLLM skips the request, for example because all
     LoRA adapters are in use. Once there is room for both, a later request must get room although
     the refused one has waited longer."""
@@ -643,7 +643,7 @@ def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
     assert not engine.server.residencies.open
 
 
-def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
+def test_preempted_request_uses_nothing_before_a_reset() -> None:
     """The server has pinned blocks of a request, but the engine has not yet received their places
     in the arena. After a preemption and a reset of the cache, the request must use none of these
     blocks."""
@@ -656,7 +656,7 @@ def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
     assert engine.pinned(engine.requests[name]) is None
 
 
-def test_a_request_that_loads_during_a_reset_uses_no_block_of_before() -> None:
+def test_loading_during_reset_uses_nothing_before_it() -> None:
     """The cache is reset while a request loads its hit. So the load is cancelled and the request is
     computed. It must use none of the blocks that the server has pinned for the hit."""
     engine = ResidentEngine("host")
@@ -671,7 +671,7 @@ def test_a_request_that_loads_during_a_reset_uses_no_block_of_before() -> None:
     assert engine.pinned(engine.requests[name]) is None and not engine.books.kept_tokens(name)
 
 
-def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
+def test_blocks_before_preemption_dont_stop_other_names() -> None:
     """A request is preempted, and computed again without a hit. Meanwhile KV on the device becomes
     inexact, so the request's blocks get other keys than before. The server still pins the earlier
     blocks, and the engine does not know it. The request must still finish."""
@@ -686,7 +686,7 @@ def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_an_answer_of_before_a_restart_says_nothing_about_the_new_residency() -> None:
+def test_answer_before_restart_says_nothing_of_residency() -> None:
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
@@ -703,7 +703,7 @@ def test_an_answer_of_before_a_restart_says_nothing_about_the_new_residency() ->
     assert len(pinned.names) * TOKENS >= engine.books.kept_tokens(name)
 
 
-def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
+def test_server_accepts_any_request_ids_residency() -> None:
     """Request ids may be any text, because vLLM reads them from the header X-Request-Id. hotkv
     makes the ids of residencies (room reserved for requests) from them. They must be valid and
     unique for long, odd and empty request ids."""
@@ -713,7 +713,7 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
         assert fields.name("residency_id", first) == first != second
 
 
-def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
+def test_request_awaiting_its_load_isnt_lost() -> None:
     """Reports the bytes in a request's device blocks as lost, while the request waits for its load.
     It must not count as lost: vLLM preempts only running requests, so it would wait for ever. Once
     it runs, the same report must preempt it."""
@@ -734,7 +734,7 @@ def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_give
 
 
 @pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
-def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_blocks: int) -> None:
+def test_preempted_between_steps_resumes_with_hit(exact_blocks: int) -> None:
     """Preempts a request between two steps. It must resume with a hit in the server, of which it
     loads only the first and latest blocks; the others stay in host memory.
 
@@ -751,7 +751,7 @@ def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_bloc
     assert not engine.requests and not engine.count("lost_residencies")
 
 
-def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
+def test_reset_recomputes_nothing_on_the_device() -> None:
     """Resets the cache while a request's blocks are all on the device. The request must not count
     as lost (which means: to be preempted and computed again). For a lost request that has loaded
     its hit and waits to run, vLLM would wait for ever."""
@@ -768,7 +768,7 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [14, 18])
-def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: int) -> None:
+def test_request_may_fill_all_possible_room(num_blocks: int) -> None:
     """The server has 20 blocks in all. A request asks for room ahead of its need, and so for more
     than 20 blocks: on arrival if it has 18 blocks, later if it has 14. The server's refusal comes
     late, when the request has no room left for its next block. The request must continue until it
@@ -794,7 +794,7 @@ def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: i
 
 
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
-def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
+def test_request_waiting_during_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
     """A request waits to begin while the cache is reset; afterwards it must begin with a hit.
 
     is_asked: if True, the call that pins the hit's blocks is in progress meanwhile.
@@ -816,7 +816,7 @@ def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, die
     assert engine.device.has_away(name)
 
 
-def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> None:
+def test_long_waiting_request_precedes_later_ones() -> None:
     engine = ResidentEngine("host", most_blocks=56)
     running, first = (engine.arrive(400, 300, family) for family in "ab")
     engine.run(2)
@@ -832,7 +832,7 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
-def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
+def test_blocks_the_server_refuses_end_the_request(passed_s: float) -> None:
     """A request that may not begin on the device must end with an error if the server has stored
     none of its blocks for `TIMEOUT_S` seconds. A slow step counts as at most one second.
 
@@ -852,7 +852,7 @@ def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -
     assert engine.count("failed_residencies") == 1
 
 
-def test_a_request_whose_room_others_got_after_a_restart_begins_anew(
+def test_request_that_lost_room_at_restart_restarts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = ResidentEngine("host", most_blocks=48, pool=60)
@@ -870,7 +870,7 @@ def test_a_request_whose_room_others_got_after_a_restart_begins_anew(
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -> None:
+def test_lost_store_report_costs_half_the_patience() -> None:
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(4)
@@ -887,7 +887,7 @@ def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -
     assert not engine.books.is_freeing(engine.now_s), "the request is preempted anyway"
 
 
-def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
+def test_bytes_lost_repeatedly_end_the_request() -> None:
     """Reports a request's bytes in host memory as lost, several times. The request must end with an
     error after `MAX_LOSSES` losses in a row. A token between two losses resets the count."""
     engine = ResidentEngine("host")
@@ -905,7 +905,7 @@ def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
 
 
 @pytest.mark.parametrize("length", [2, 7])
-def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
+def test_answer_about_other_blocks_keeps_none(length: int) -> None:
     """The engine asks the server to pin blocks; the answer has another number of blocks. The engine
     must then treat no block as pinned, because it frees the device's copies of pinned blocks."""
     engine = ResidentEngine("host")
@@ -922,7 +922,7 @@ def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int
     assert engine.books.kept_tokens(name) == 0
 
 
-def test_what_was_asked_of_a_residency_that_was_given_up_means_nothing() -> None:
+def test_answers_to_an_abandoned_residency_mean_nothing() -> None:
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.run(20)
@@ -938,7 +938,7 @@ def test_what_was_asked_of_a_residency_that_was_given_up_means_nothing() -> None
     assert engine.count("lost_residencies") == 1
 
 
-def test_a_connection_that_breaks_again_during_the_comparison_loses_no_block() -> None:
+def test_connection_breaking_during_comparison_loses_nothing() -> None:
     engine = ResidentEngine("host")
     engine.arrive(400, 300)
     engine.run(20)
@@ -958,7 +958,7 @@ def test_a_connection_that_breaks_again_during_the_comparison_loses_no_block() -
 @pytest.mark.parametrize(
     ("residency", "waits", "num_lost"), [("host", False, 1), ("host", True, 1), ("auto", False, 0)]
 )
-def test_an_empty_server_costs_only_what_is_not_on_the_device(
+def test_empty_server_costs_only_off_device_blocks(
     residency: str, waits: bool, num_lost: int
 ) -> None:
     """The server restarts with an empty arena. With residency "host" the request must be lost and

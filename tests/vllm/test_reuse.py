@@ -148,7 +148,7 @@ def answers_as_vllm(model: Model) -> None:
 POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
 
 
-def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
+def test_every_model_and_pooling_answers_as_vllm() -> None:
     """Compares hotkv's decision whether KV may be reused with vLLM's, for all combinations of
     attention type, pooling type and model config on which vLLM's decision depends."""
     found: set[bool] = set()
@@ -188,7 +188,7 @@ WINDOWED_ANSWERS = RSWASpec(
         ((full_spec(), window_spec(), one_group(full_spec())), ""),
     ],
 )
-def test_one_layer_whose_kv_is_not_a_prefixs_is_enough(specs: tuple[Any, ...], why: str) -> None:
+def test_one_layer_without_prefix_kv_is_enough(specs: tuple[Any, ...], why: str) -> None:
     found = reuse.why_forbidden(*engine(None, *specs))
     assert found.startswith(FORBIDDEN + why) if why else not found
 
@@ -282,9 +282,7 @@ def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
 
 
 @pytest.mark.long
-def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
-    start: Starter, tmp_path: Path
-) -> None:
+def test_prefix_lm_answers_alike_whatever_others_asked(start: Starter, tmp_path: Path) -> None:
     """Runs a prefix LM, in which the KV of each prompt token depends on the whole prompt, so that
     prompts can't share a prefix. hotkv must be off, and other prompts must not change an answer."""
     engine = start(write_prefix_lm(tmp_path / "model"))

@@ -101,7 +101,7 @@ Words.TestCase.settings = settings(max_examples=60, stateful_step_count=40, dead
 test_words = Words.TestCase
 
 
-def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> None:
+def test_missing_or_other_page_is_refused(tmp_path: Path) -> None:
     page, other = SharedFence(), SharedFence()
     revocations = Revocations([page.place, other.place])
     assert page._words[: fence.SHARED_WORDS + 1].tolist() == [0, *[1] * (fence.SHARED_WORDS - 1), 0]
@@ -119,7 +119,7 @@ def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> No
             page.hold(index)
 
 
-def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
+def test_unreachable_fence_turns_hotkv_off(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1 << 30)

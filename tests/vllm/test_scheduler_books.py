@@ -22,7 +22,7 @@ PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
 
 
 @given(st.lists(PLANNED, max_size=16), st.integers(0, 2))
-def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
+def test_blocks_anothers_load_may_lack_arent_stored(
     steps: list[tuple[bool, int, str, bool]], behind: int
 ) -> None:
     """Another connector loads in some steps, and its loads may fail. A request may have used such a
@@ -75,7 +75,7 @@ def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
         (64, 80, "p", 0.0, False),
     ],
 )
-def test_a_load_is_awaited_if_it_brings_half_of_what_a_request_would_load(
+def test_load_is_awaited_if_it_brings_half(
     computed: int, hit: int, prompt: str, now_s: float, is_awaited: bool
 ) -> None:
     """A load of the first 64 tokens of prompt `p` is in progress, until time 1 at most. A request
@@ -106,9 +106,7 @@ def asks(name: str, computed: int = 0) -> Any:
     "matched, computed, num_hit",
     [(0, 0, 0), (16, 0, 1), (31, 0, 1), (0, 32, 2), (16, 32, 2), (32, 16, 2)],
 )
-def test_blocks_behind_what_a_request_hit_are_new_to_it(
-    matched: int, computed: int, num_hit: int
-) -> None:
+def test_blocks_behind_a_requests_hit_are_new(matched: int, computed: int, num_hit: int) -> None:
     """Allocates blocks for a request with a hit. Only the blocks after the hit must count as
     written by it; in a group of recurrent states, all must.
 

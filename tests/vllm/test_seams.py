@@ -20,7 +20,7 @@ def connect_again(one: Engine) -> None:
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
 
-def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
+def test_original_weights_after_second_start_differ(updated: Any) -> None:
     """One engine's weights change, its scheduler side connects again, then the original weights
     return. Now the engine must share blocks with an engine that never had other weights."""
     one, two = updated(), updated()
@@ -35,9 +35,7 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
     assert two.hit(prompt(4, 200)) == 192
 
 
-def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
-    engine: Any, server: Any
-) -> None:
+def test_second_starts_old_reports_end_nothing(engine: Any, server: Any) -> None:
     """Connects the scheduler side to the server again during stores and a load. The load must be
     cancelled, and the workers' reports of the old stores must not end the new stores."""
     engine().generate("before", PROMPT, 1)
@@ -61,7 +59,7 @@ def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     assert len(planner.in_flight) == len(worker.stores)
 
 
-def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> None:
+def test_awaited_word_is_given_to_nobody_else() -> None:
     page = SharedFence()
     first = Revocations([page.place])
     index = first.take()
@@ -74,7 +72,7 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
     assert second.take() == index and not page.is_revoked(index)
 
 
-def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
+def test_rank_without_new_session_stores_nothing_old(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changes the weights, so that the rank must open another session (connection with another key

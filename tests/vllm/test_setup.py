@@ -64,9 +64,7 @@ PROMPT = prompt(1, 200)
         ("hotkv.tls_key", "/engine.key", "set both"),
     ],
 )
-def test_wrong_setting_names_key_value_and_what_is_allowed(
-    setting: str, value: Any, allowed: str
-) -> None:
+def test_wrong_setting_names_key_value_and_choices(setting: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as error:
         ConnectorConfig.from_extra_config({setting: value})
     assert all(text in str(error.value) for text in (setting, repr(value), allowed))
@@ -100,7 +98,7 @@ def test_settings_of_arguments_with_dots() -> None:
     assert completed["secondary_tiers"][0]["hotkv.tenant"] == "a"
 
 
-def test_the_connector_opens_the_session_of_a_tier_that_the_user_has_named() -> None:
+def test_connector_opens_the_named_tiers_session() -> None:
     """A user may name hotkv's tier in vLLM's settings, for example to put it before another tier.
     The connector must then pass its own settings to the tier, and mark it as one whose session
     (connection to the server) the connector opens. Settings of the tier that contradict the
@@ -128,7 +126,7 @@ def test_an_offloading_without_tiers_is_refused() -> None:
     ("setting", "value", "allowed"),
     [("hotkv.target", "node7:50051", "unix:/absolute/path"), ("hotkv.use_table", False, "true")],
 )
-def test_residency_needs_a_server_whose_memory_the_engine_maps(
+def test_residency_needs_a_mapping_engine(
     residency: str, setting: str, value: Any, allowed: str
 ) -> None:
     extra = {"hotkv.target": DEFAULT_TARGET, "hotkv.sparse": {"residency": residency}}

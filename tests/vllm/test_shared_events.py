@@ -251,7 +251,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("connector", ["HotKVConnector", "HotKVOffloadingConnector"])
-def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
+def test_dynamo_credits_engines_with_shared_stores(
     server: Server, tmp_path: Path, connector: str
 ) -> None:
     """Runs two real engines with Dynamo's indexer as the router. A block that either engine has

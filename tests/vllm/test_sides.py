@@ -36,7 +36,7 @@ CALLED = sorted(
 
 
 @pytest.mark.parametrize(("path", "method"), CALLED)
-def test_each_answer_is_one_that_the_method_could_give(path: str, method: str) -> None:
+def test_each_answer_is_one_the_method_gives(path: str, method: str) -> None:
     wanted = typing.get_type_hints(getattr(OWNERS[path], method))["return"]
     side: Any = NoSide()
     for part in path.split(".")[1:]:
@@ -49,7 +49,7 @@ def test_no_answer_and_no_part_is_of_nothing() -> None:
     assert {path.partition(".")[2] for path, _ in CALLED} - {""} == PARTS
 
 
-def test_if_a_fallback_raises_too_vllm_gets_the_last_answer(
+def test_broken_fallback_gives_vllm_its_last_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(callbacks, "CALLBACKS", {})

@@ -48,7 +48,7 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     assert not server.blocks
 
 
-def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: Any) -> None:
+def test_kept_requests_go_on_and_share(engine: Any, server: Any) -> None:
     """Sleeps in mode "keep" during a request, which vLLM recomputes after the wake-up. The answer
     must be right, and the request's blocks must be stored."""
     one = engine()
@@ -62,7 +62,7 @@ def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: An
     assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0] and len(server.blocks) == 8
 
 
-def test_the_server_holds_no_memory_of_a_sleeping_engine(
+def test_server_holds_no_memory_of_sleeping_engine(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = engine()
@@ -258,7 +258,7 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
+def test_load_vllm_put_off_leaves_no_store(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
     """vLLM 0.33 may admit a request with a load, but call `update_state_after_alloc` some steps

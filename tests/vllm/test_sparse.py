@@ -152,7 +152,7 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_a_hit_brings_sketches_and_nothing_is_built_again(start: Start, daemon: Daemon) -> None:
+def test_hit_brings_sketches_builds_nothing_again(start: Start, daemon: Daemon) -> None:
     """A second engine with the same settings must load blocks with their sketches (compact
     summaries of their keys), and answer as the first engine does. An engine with another format of
     sketches must share only the blocks."""

@@ -35,7 +35,7 @@ from tests.vllm.sparse_pools import (
 __all__ = ["toy"]
 
 
-def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
+def test_kind_distinguishes_all_that_gives_bytes_meaning() -> None:
     random_mu = np.random.default_rng(0).standard_normal((HEADS, SIZE)).astype(np.float32)
     centres = Centres("m", 2048, {1: LayerCentre(random_mu, {})})
     plain = [layer_of(1, ("rot2u",)), layer_of(2, ("rot2u",))]
@@ -68,7 +68,7 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
     assert described(half, centres, 2).kinds[0].shard_bytes == kinds[6].shard_bytes * 2
 
 
-def test_without_a_group_of_hotkvs_there_is_nothing_to_share() -> None:
+def test_no_hotkv_group_means_nothing_to_share() -> None:
     with pytest.raises(Unsupported, match="no group"):
         described([layer_of(1, ("rot2u",), group=7)])
 

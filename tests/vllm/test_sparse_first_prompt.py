@@ -143,7 +143,7 @@ def self_calibrating() -> Engine:
     return engine
 
 
-def test_rows_attend_to_everything_until_their_layer_is_calibrated() -> None:
+def test_rows_are_dense_until_their_layer_calibrates() -> None:
     engine = self_calibrating()
     assert set(engine.worker.first_prompt.waiting) == {2, 7}
     assert engine.step("a") == [None, None]
@@ -210,7 +210,7 @@ def test_what_an_engine_calibrates_itself_is_not_shared() -> None:
         described([layer_of(1, ("mix2",)), layer_of(2, ("rot2u",))])
 
 
-def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
+def test_files_axes_are_part_of_a_kind() -> None:
     kinds = []
     for seed in (0, 1):
         dice = np.random.default_rng(seed)
@@ -242,7 +242,7 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
         pytest.param(SELECTING, id="selecting"),
     ],
 )
-def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
+def test_engine_calibrates_itself_exact_within_budgets(
     start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
     """Runs prompts twice, in chunks of 128 tokens. Together they are long enough to calibrate the
@@ -303,7 +303,7 @@ def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyP
     assert known(monkeypatch, rotary(64, 1e4, cos_sin_cache=None)) is None
 
 
-def test_models_whose_turning_is_not_known_need_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_unknown_rotation_need_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=77))
     assert _turning([layer_of(1, ("rot2u",))], config) is NO_TURNING

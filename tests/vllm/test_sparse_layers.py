@@ -126,7 +126,7 @@ def test_residency_on_cuda_is_allowed_by_nothing_else(value: object) -> None:
     assert cuda_settings({ALLOW_CUDA: True}) is None
 
 
-def test_settings_need_fit_no_group_that_is_never_sparse() -> None:
+def test_settings_need_not_fit_never_sparse_groups() -> None:
     sparse_layers.check_sparse(engine(), groups(window_spec()), SparseConfig(**TIGHT))
 
 
@@ -191,7 +191,7 @@ def found(kv_cache: Any, **layers: Any) -> list[tuple[int, int]]:
     ]
 
 
-def test_layers_of_full_attention_are_found_in_the_models_order() -> None:
+def test_full_attention_layers_keep_the_models_order() -> None:
     assert found(groups(full_spec(), full_spec())) == [(0, 0), (1, 0), (2, 1), (3, 1)]
     mixed = groups(window_spec(), full_spec(), next(reversed(chunked_model().values())))
     assert found(mixed) == [(2, 1), (3, 1)]
@@ -209,14 +209,14 @@ def test_layers_of_full_attention_are_found_in_the_models_order() -> None:
         {"alibi_slopes": [1.0]},
     ],
 )
-def test_layers_that_do_not_attend_to_all_of_their_own_keys_are_left_out(
+def test_layers_not_attending_all_keys_are_excluded(
     change: dict[str, Any],
 ) -> None:
     assert found(FULL, **{"1": plain(**change)}) == [(0, 0)]
     assert found(FULL, **{"1": plain(sliding_window=-1)}) == [(0, 0), (1, 0)]
 
 
-def test_layers_without_attention_or_whose_spec_has_a_window_are_left_out() -> None:
+def test_layers_without_attention_or_windowed_are_excluded() -> None:
     assert found(FULL, **{"0": SimpleNamespace(impl=None)}) == [(1, 0)]
     assert found(FULL, **{"0": SimpleNamespace()}) == [(1, 0)]
     for change in ({"sliding_window": 64}, {"attention_chunk_size": 64}, {"non_causal": True}):

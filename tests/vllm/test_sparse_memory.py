@@ -273,7 +273,7 @@ TestSparseMemory = SparseMemoryMachine.TestCase
 TestSparseMemory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
+def test_sequence_ends_with_its_requests_last_selections() -> None:
     side = Side()
     side.arrive("a", 7, 20)
     assert side.step() == ()
@@ -316,7 +316,7 @@ def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
     assert side.memory._ending == {}
 
 
-def test_blocks_that_the_server_refused_once_are_sent_again(
+def test_once_refused_blocks_are_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For a while, the server has no memory for the hashes of a request's new blocks. Once it has,
@@ -383,7 +383,7 @@ def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
 # ------------------------------------------------------------------------------------------- worker
 
 
-def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
+def test_reports_omit_nothing_and_most_are_none() -> None:
     engine, reference = Engine(), Engine()
     reporter = SparseReporter(engine.worker)
     gathered, expected = SparseReport(), SparseReport()

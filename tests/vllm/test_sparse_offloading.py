@@ -251,7 +251,7 @@ def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
     model.handler.close()
 
 
-def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> None:
+def test_block_the_server_lacks_is_no_host_block(engine: PagedEngine) -> None:
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     with pytest.raises(HotKVError, match=r"arena.bytes|share"):
         residency.open("large", 1 << 24)
@@ -302,9 +302,7 @@ def test_a_block_of_two_sequences_outlives_either(
     assert np.array_equal(residency.read(LAYERS[0], blocks), pages)
 
 
-def test_a_store_without_an_answer_never_has_the_pages_of_the_next_block(
-    server: Server, engine: PagedEngine
-) -> None:
+def test_unanswered_store_never_has_next_pages(server: Server, engine: PagedEngine) -> None:
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     pages, blocks = np.ones((1, PAGE), np.uint8), np.zeros(1, np.int32)
     for name in "abc":
@@ -369,7 +367,7 @@ def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("results", [(False, True), (True, False), (False, False)])
-def test_a_block_that_two_stores_write_is_freed_only_if_both_fail(
+def test_block_of_two_stores_needs_both_failing(
     results: tuple[bool, bool],
 ) -> None:
     """Two requests with the same prefix store the same block at the same time, into one host block.
@@ -417,7 +415,7 @@ def test_refusals_and_failed_stores() -> None:
     model.handler.close()
 
 
-def test_a_wait_for_an_unknown_job_drops_no_other_job() -> None:
+def test_wait_for_unknown_job_drops_no_other() -> None:
     model, nothing = Model(CONFIG, 32), np.empty(0, np.int32)
     spec = SwapSpec("a", LAYERS[0], nothing, nothing, nothing, True)
     model.handler.transfer_async(1, spec)

@@ -173,7 +173,7 @@ def attention(
     return torch.einsum("qt,tqd->qd", scores.softmax(dim=1), values)
 
 
-def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
+def test_rewritten_row_changes_no_other(
     vllm_config: VllmConfig,
 ) -> None:
     """Runs a batch in which two long decodes attend only to chosen blocks. The other rows must
@@ -213,7 +213,7 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     assert given.seq_lens.tolist() == seq_lens
 
 
-def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
+def test_layers_share_tables_attend_to_their_own(vllm_config: VllmConfig) -> None:
     """Runs four layers of a KV cache group in turn, which all rewrite the same block tables. The
     layers choose different numbers of blocks, then other blocks, then all blocks for one of the two
     requests, then for both. Each layer must attend to its own choice."""
@@ -283,7 +283,7 @@ def sketches(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManage
     start=st.integers(400, 900),
     gaps=st.lists(st.sampled_from([1, 1, 1, 1, 31, 33, 200, -40]), min_size=1, max_size=60),
 )
-def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
+def test_sequence_attends_its_due_within_its_moves(
     seed: int,
     topk: float,
     most: int,
@@ -329,7 +329,7 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
         before = attended
 
 
-def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
+def test_unloaded_blocks_are_there_next_step() -> None:
     config = SparseConfig(sparse_topk=640, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
     _, manager = sketches(rng, 60)
@@ -345,7 +345,7 @@ def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
     assert two.num_prefetched == min(len(missing), 8) and np.isin(missing[:1], two.blocks).all()
 
 
-def test_new_blocks_of_the_window_leave_a_step_its_corrections() -> None:
+def test_new_window_blocks_leave_room_for_corrections() -> None:
     """The hot set grows with the context, so the window's new blocks have room in it. They must not
     count against `max_correction_blocks`."""
     config = SparseConfig(sparse_topk=0.4, max_correction_blocks=1, min_context_tokens=256)
@@ -363,7 +363,7 @@ def test_new_blocks_of_the_window_leave_a_step_its_corrections() -> None:
 # --------------------------------------------------------------------------------------------- rows
 
 
-def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None:
+def test_scheduler_names_decoding_requests_by_written_block() -> None:
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32), (2, 16)])
     tables = {
         "a": ([1, 2, 3, 4], [9], [11, 12, 13, 14, 15, 16, 17, 18]),
@@ -398,9 +398,7 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
 
 
 @pytest.mark.parametrize(("residency", "covered"), [("off", 250), ("host", 0)])
-def test_a_request_whose_context_the_budget_covers_is_not_named(
-    residency: str, covered: int
-) -> None:
+def test_request_within_the_budget_is_not_named(residency: str, covered: int) -> None:
     """If the budget (number of tokens to attend to) covers a request's context, the request attends
     to all its blocks, so the scheduler must not list it as sparse. With residency (contexts in host
     memory) the scheduler must list it nevertheless: its worker then copies its blocks into hot
@@ -438,9 +436,7 @@ def test_a_step_is_decided_once() -> None:
 
 @pytest.mark.parametrize("replays_decode", [True, False])
 @pytest.mark.parametrize("beside", [1, 2])
-def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
-    replays_decode: bool, beside: int
-) -> None:
+def test_on_cuda_only_ungraphable_rows_break_rules(replays_decode: bool, beside: int) -> None:
     """On CUDA only resident requests decode sparsely; their old blocks may be in host memory only.
     A CUDA graph can't attend to the whole of such a context. So if a step may be replayed from a
     graph, requests with such blocks must attend sparsely even where they would otherwise attend
@@ -475,7 +471,7 @@ def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
 # ------------------------------------------------------------------------------------------- plugin
 
 
-def test_vllm_finds_the_plugin_and_our_attention_only_where_it_is_configured(
+def test_plugin_and_attention_apply_only_where_configured(
     vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = entry_points(group="vllm.general_plugins", name="hotkv")

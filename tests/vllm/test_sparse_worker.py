@@ -80,7 +80,7 @@ def test_attention_gets_no_more_tokens_than_the_budget(
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     strength=st.sampled_from([0.1, 1.0, 30.0]),
 )  # fmt: skip
-def test_mass_read_from_packed_pages_is_that_of_their_keys(
+def test_mass_from_packed_pages_is_their_keys(
     seed: int,
     heads: int,
     group: int,
@@ -113,7 +113,7 @@ def test_mass_read_from_packed_pages_is_that_of_their_keys(
     )
 
 
-def test_pages_follow_their_memory_and_refuse_blocks_that_are_not_there() -> None:
+def test_pages_follow_memory_and_refuse_absent_blocks() -> None:
     pages = torch.randn((4, HEADS, BLOCK, 128))
     one, query, blocks = (
         KeyPages(pages, KeyPacking(32, 1)),
@@ -132,7 +132,7 @@ def test_pages_follow_their_memory_and_refuse_blocks_that_are_not_there() -> Non
 # ----------------------------------------------------------------------------------------- counters
 
 
-def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
+def test_layer_counters_add_up_swaps_in_bytes() -> None:
     engine = Engine(recall_steps=3)
     sums: dict[str, float] = {}
     layers: dict[int, dict[str, float]] = {}
@@ -173,7 +173,7 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     }
 
 
-def test_estimated_and_true_mass_count_learned_sinks_as_attended() -> None:
+def test_masses_count_learned_sinks_as_attended() -> None:
     """A layer has learned sinks (logits without tokens) that get more than .99 of the attention. A
     step that leaves blocks out still attends to the sinks. So the share of attention that the step
     covers must be above .99, both as estimated and as measured."""
@@ -219,7 +219,7 @@ def test_steps_tell_what_any_layer_selected() -> None:
 # ------------------------------------------------------------------------------------------- faults
 
 
-def test_a_layer_that_goes_on_breaking_rests_and_comes_back(
+def test_repeatedly_broken_layer_rests_and_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Engine()

@@ -61,7 +61,7 @@ def test_pages_are_those_that_were_asked_for(calls: list[Any], num_cores: int) -
             assert np.array_equal(found, wanted)
 
 
-def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_copies_ahead_on_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_cores, num_ahead in ((2, 2 * 5), (1, 0)):
         staging = staging_of(monkeypatch, num_cores)
         for index in range(NUM_LAYERS):
@@ -72,7 +72,7 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("group", "page_bytes"), [(1, PAGE), (0, 2 * PAGE)])
-def test_nothing_is_copied_ahead_for_a_layer_with_other_pages(
+def test_layer_with_other_pages_copies_nothing_ahead(
     monkeypatch: pytest.MonkeyPatch, group: int, page_bytes: int
 ) -> None:
     """The next layer is of another group, whose blocks have other slots, or has larger pages. So
@@ -92,7 +92,7 @@ def test_nothing_is_copied_ahead_for_a_layer_with_other_pages(
     assert staging.num_ahead == 0
 
 
-def test_where_the_system_refuses_the_thread_nothing_is_copied_ahead(
+def test_without_a_thread_nothing_is_copied_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("threading.Thread.start", refused)
@@ -102,7 +102,7 @@ def test_where_the_system_refuses_the_thread_nothing_is_copied_ahead(
     assert not staging.num_ahead
 
 
-def test_an_area_grows_ahead_up_to_the_longest_context() -> None:
+def test_area_grows_ahead_to_the_longest_context() -> None:
     staging = PageStaging(LAYERS, PLACES, PageCopier(), usual_blocks=10)
     for count, most in ((4, 4), (5, 8), (9, 10), (12, 12)):
         filled(staging, 0, list(range(count)), [], False)

@@ -110,7 +110,7 @@ def image(name: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=name, mm_position=position)
 
 
-def test_hashes_of_prompts_that_mix_token_ids_and_embeddings() -> None:
+def test_prompts_mixing_ids_and_embeddings_hash_right() -> None:
     """Makes requests whose prompts mix token ids and embeddings. If two of them have the same block
     hashes in vLLM but other inputs, `covers_embeddings` must exclude at least one of them from
     sharing."""
@@ -171,7 +171,7 @@ ENDS = st.integers(-5, 5) | st.none()
 
 
 @given(st.lists(st.integers(0, 99)), ENDS, ENDS)
-def test_a_table_that_is_read_in_place_reads_as_a_list(
+def test_table_read_in_place_equals_a_list(
     ids: list[int], first: int | None, stop: int | None
 ) -> None:
     table = steps.BlockIds([SimpleNamespace(block_id=one) for one in ids])
@@ -185,7 +185,7 @@ def test_a_table_that_is_read_in_place_reads_as_a_list(
 
 
 @pytest.mark.parametrize("watching", [False, True])
-def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
+def test_decode_reads_constant_ids_per_step(
     engine: Any, monkeypatch: pytest.MonkeyPatch, watching: bool
 ) -> None:
     """Counts the block ids that hotkv reads from vLLM in each decode step. The number must not grow
@@ -233,9 +233,7 @@ def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
         pytest.param(40, [0, 0, 0, 0, 0, 0, 7, 8], [0, 0, 0, 0, 0, 0, 7, 8], id="none before it"),
     ],
 )
-def test_chunks_of_windows_have_each_block_in_its_place(
-    window: int, ids: list[int], stored: list[int]
-) -> None:
+def test_window_chunks_keep_blocks_in_place(window: int, ids: list[int], stored: list[int]) -> None:
     assert without_holes(window, ids) == stored
 
 
@@ -276,7 +274,7 @@ def without_holes(
     return state.block_ids
 
 
-def test_chunks_that_vllm_stores_at_a_requests_end_have_no_holes() -> None:
+def test_final_chunks_have_no_holes() -> None:
     """When a request ends, vLLM considers once more to store the chunks (four blocks each) after
     the last position at which a hit may end. Of such a chunk, too, `leave_out_holes` must leave out
     the blocks if a needed block is missing."""

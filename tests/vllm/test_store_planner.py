@@ -41,7 +41,7 @@ def planned(parts: Parts, name: str, num_blocks: int, *table: int, **more: Any) 
     return state, plan(parts, (state, TOKENS * num_blocks), tables=tables, **more)[0]
 
 
-def test_a_request_is_looked_at_when_another_block_is_full() -> None:
+def test_request_is_examined_at_each_full_block() -> None:
     parts = Parts()
     one = request("a", 100)
     state = parts.state(one)
@@ -67,7 +67,7 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     assert not parts.planner.due(states, {"a": 16}, (), {})
 
 
-def test_tokens_whose_kv_the_next_step_may_change_are_not_stored() -> None:
+def test_tokens_next_step_may_change_arent_stored() -> None:
     parts = Parts(unfinished=2)
     one = request("a", 100)
     state = parts.state(one)
@@ -121,7 +121,7 @@ class WithPrivateNames(AllResident):
 
 
 @pytest.mark.parametrize("private_from", [0, 2, 4, 9])
-def test_blocks_that_no_other_request_finds_are_the_first_to_go(private_from: int) -> None:
+def test_unshared_blocks_are_the_first_to_go(private_from: int) -> None:
     """Some blocks of a request, from index `private_from` on, have names (keys) that no other
     request looks up. They are of no use after the request, so they must be stored with the least
     priority, without a pin, and as private (not copied to tiers). They must be stored without
@@ -160,7 +160,7 @@ def test_blocks_that_no_other_request_finds_are_the_first_to_go(private_from: in
     ],
 )
 @given(prompt=st.integers(1, 150), chunk=st.integers(1, 70), answer=st.integers(0, 300))
-def test_an_answer_takes_few_stores_and_no_block_is_left_out(
+def test_answer_takes_few_stores_omits_nothing(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
     """Plans the stores of a prompt and its answer. Every full block must be stored once. Blocks of
@@ -212,7 +212,7 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
-def test_a_tail_ends_before_a_block_that_is_written(has_tokens: bool) -> None:
+def test_tail_ends_before_a_block_being_written(has_tokens: bool) -> None:
     parts = Parts()
     parts.server.wants_token_ids = has_tokens
     salted = request("a", 80)
@@ -229,7 +229,7 @@ def test_a_tail_ends_before_a_block_that_is_written(has_tokens: bool) -> None:
 
 
 @pytest.mark.parametrize("written", [2, 11, 12])
-def test_a_tail_of_several_groups_is_kept_or_dropped_as_a_whole(written: int) -> None:
+def test_tail_of_several_groups_is_all_or_nothing(written: int) -> None:
     parts = Parts([FULL, FULL])
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2], [11, 12]], 32)
     assert plan(parts, written=[written]) == ((), ())
@@ -237,7 +237,7 @@ def test_a_tail_of_several_groups_is_kept_or_dropped_as_a_whole(written: int) ->
     assert stored(plan(parts, written=[3])[0]) == [(0, [1, 2]), (1, [11, 12])]
 
 
-def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
+def test_two_requests_never_store_one_block() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
@@ -268,7 +268,7 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
         (0, 48, 47, False),
     ],
 )
-def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary(
+def test_state_has_its_boundary_blocks_hash(
     group: int, boundary: int, exact_tokens: int, is_stored: bool
 ) -> None:
     parts = Parts([STATES], by_handoff=[0])
@@ -283,7 +283,7 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
         assert (run.depth, [*run.hashes]) == (depth, [state.request.block_hashes[depth]])
 
 
-def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
+def test_excess_stores_wait_the_last_is_dropped() -> None:
     """Limits the stores in progress to four blocks (`max_inflight_store_mib`). Further blocks must
     wait for a later step. If their request ends first, they are dropped."""
     parts = Parts(max_inflight_store_mib=1)
@@ -305,7 +305,7 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     assert stored(jobs) == [(0, [21, 22])] and fourth.store.stored_blocks == [0]
 
 
-def test_a_store_that_nothing_could_revoke_is_not_sent() -> None:
+def test_irrevocable_store_is_not_sent() -> None:
     parts = Parts()
     parts.planner.in_flight.fence.revocations = SimpleNamespace(take=lambda: 0)  # type: ignore[assignment]
     assert plan(parts, (parts.state(request("a", 32)), 32)) == ((), ())
@@ -314,7 +314,7 @@ def test_a_store_that_nothing_could_revoke_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("why", ["is_held", "is_rekeying"])
-def test_no_store_begins_during_a_reset_or_while_the_weights_change(why: str) -> None:
+def test_no_store_begins_during_reset_or_update(why: str) -> None:
     parts = Parts()
     _, (under_way,) = planned(parts, "a", 2)
     setattr(parts.planner, why, True)
@@ -325,7 +325,7 @@ def test_no_store_begins_during_a_reset_or_while_the_weights_change(why: str) ->
     assert stored(plan(parts, (state, 32), tables=[[8, 9]])[0]) == [(0, [8, 9])]
 
 
-def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
+def test_step_waits_for_stores_it_overwrites() -> None:
     parts = Parts()
     _, (one,) = planned(parts, "a", 2)
     _, (two,) = planned(parts, "b", 2, 11, 12)
@@ -337,7 +337,7 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
+def test_unreported_store_is_listed_once_then_forgotten(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     """No rank reports the end of a store. After `UNREPORTED_S` seconds, the planner must list the
@@ -371,7 +371,7 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
         ([[STORED] * 3, [PRESENT] * 2], (2, 0, 1)),
     ],
 )
-def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
+def test_block_is_stored_once_every_rank_stored(
     ranks: list[list[BlockResult]], counts: tuple[int, int, int]
 ) -> None:
     parts = Parts(num_ranks=len(ranks))
@@ -393,7 +393,7 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     assert mask.sum() == counts[0] + counts[1]
 
 
-def test_a_store_has_no_more_runs_than_the_server_accepts() -> None:
+def test_store_has_at_most_the_accepted_runs() -> None:
     """Many requests each complete a block in the same step. Their blocks must be divided into
     stores, each with at most as many runs (chains of consecutive blocks) as the server accepts."""
     runs = [BlockRun(0, [b"%032d" % n], np.array([n], np.int32)) for n in range(3 * MAX_LISTS)]

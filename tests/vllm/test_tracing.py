@@ -81,9 +81,7 @@ def test_a_request_that_stores_and_one_that_loads(traced: Any, collector: OtlpRe
         assert "secret" not in repr(span) and words <= {"absent", "partial_block", "unknown"}
 
 
-def test_requests_of_one_step_have_stores_of_their_own_if_traced(
-    engine: Any, collector: OtlpReceiver
-) -> None:
+def test_traced_requests_of_a_step_store_separately(engine: Any, collector: OtlpReceiver) -> None:
     """Runs two traced requests and one untraced request in the same steps. Each traced request must
     have stores of its own, and so spans of its own, even if its blocks are sent only with the next
     step."""
@@ -102,7 +100,7 @@ def test_requests_of_one_step_have_stores_of_their_own_if_traced(
     assert blocks == {TRACE: 2, f"{0x123:032x}": 1}
 
 
-def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
+def test_failed_and_cancelled_loads_say_so(
     engine: Any, traced: Any, server: Any, collector: OtlpReceiver
 ) -> None:
     engine().generate("cold", PROMPT, 2)
@@ -125,7 +123,7 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
 
 
 @pytest.mark.parametrize("how", ["it breaks", "its end breaks", "hotkv is off", "other ranks"])
-def test_a_request_that_goes_on_without_hotkv_has_its_span(
+def test_request_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
     """hotkv switches off, or a callback raises, while a request runs. The request's span must be
@@ -186,7 +184,7 @@ def test_without_tracing_its_package_is_not_needed(
     assert one.external["hit"] == 192 and "callback_errors" not in one.counters
 
 
-def test_wrong_settings_and_a_missing_package_say_what_to_do(
+def test_wrong_settings_and_missing_package_advise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for setting, value in (("tracing", "collector:4317"), ("tracing_sample_ratio", 2)):

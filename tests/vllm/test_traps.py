@@ -26,7 +26,7 @@ SHARES_WITH_LBHNC = {"LBHNC": True, "BLHNC": True, "LHBNC": True, "BHLNC": True,
 
 
 @pytest.mark.parametrize("v2", [True, False])
-def test_an_engine_of_either_runner_hits_what_another_one_stored(engine: Any, v2: bool) -> None:
+def test_engine_of_either_runner_hits_the_other(engine: Any, v2: bool) -> None:
     engine(v2=v2).fill(PROMPT)
     assert engine(v2=False).hit(PROMPT) == USABLE
 
@@ -43,9 +43,7 @@ def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCach
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_a_block_is_stored_with_the_step_that_fills_it(
-    engine: Any, server: Any, pipelined: bool
-) -> None:
+def test_block_is_stored_with_its_filling_step(engine: Any, server: Any, pipelined: bool) -> None:
     """Each step of a prefill fills a block and must store it. A block that an answer completes must
     be stored too, although with asynchronous scheduling the scheduler learns of the block's last
     token a step later."""
@@ -86,7 +84,7 @@ def test_ready_blocks_are_not_stored_again(
 
 
 @pytest.mark.parametrize("how", ["never admitted", "not taken", "skips", "salted"])
-def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: str) -> None:
+def test_unused_hit_leaves_no_lease(engine: Any, server: Any, how: str) -> None:
     engine().fill(PROMPT)
     one = engine()
     request = one.add("a", PROMPT, **{"cache_salt": "other"} if how == "salted" else {})
@@ -128,9 +126,7 @@ def test_keys_of_failed_loads_are_offered_again(
     assert one.hit(PROMPT) == USABLE
 
 
-def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
-    engine: Any, server: Any
-) -> None:
+def test_failed_keys_hide_until_stored_again(engine: Any, server: Any) -> None:
     engine().fill(PROMPT)
     one = engine()
     server.fail_loads, server.hold = True, {"store"}
@@ -152,7 +148,7 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
     assert len(hidden) == 0
 
 
-def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
+def test_engine_runs_while_servers_come_and_go(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -176,7 +172,7 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
     assert one.counters["unserved_requests"] == 5
 
 
-def test_a_request_that_waited_while_the_server_restarted_hits(engine: Any, server: Any) -> None:
+def test_request_waiting_over_a_restart_hits(engine: Any, server: Any) -> None:
     one = leased(engine, server)
     server.die(empty=False)
     server.come_back()
@@ -196,7 +192,7 @@ def leased(engine: Any, server: Any) -> Engine:
     return one
 
 
-def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_broke(
+def test_request_leased_before_broken_handshakes_is_computed(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = leased(engine, server)
@@ -209,7 +205,7 @@ def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_b
     assert one.hit(PROMPT) == USABLE
 
 
-def test_a_state_whose_block_was_given_away_is_not_stored(
+def test_state_of_a_reassigned_block_is_not_stored(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = engine(specs=states_and_full_model())
@@ -241,9 +237,7 @@ class RingEngine(Engine):
         self._cells("layer.1")[self.tables[name][1]] = -1
 
 
-def test_a_block_that_becomes_the_ring_of_a_request_with_a_hit_is_not_stored(
-    make: Any, server: Any
-) -> None:
+def test_hits_ring_block_is_not_stored(make: Any, server: Any) -> None:
     specs = {"layer.0": full_spec(), "layer.1": CircularBufferSpec(**SIZES)}
     one = make(RingEngine, specs=specs, blocks=9)
     one.generate("a", PROMPT[:100])
@@ -269,7 +263,7 @@ def test_random_hash_seed_turns_sharing_off(
 
 
 @pytest.mark.parametrize("settle_at_once", [True, False])
-def test_failed_loads_do_not_block_each_other_for_memory(
+def test_failed_loads_dont_block_each_others_memory(
     engine: Any, server: Any, settle_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two loads fail on a device that is too small for both requests. Both requests must finish.
@@ -301,7 +295,7 @@ def test_failed_loads_do_not_block_each_other_for_memory(
 
 
 @MODELS
-def test_a_failed_load_costs_no_request_whatever_the_policy(
+def test_failed_load_costs_no_request_under_any_policy(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
     """Sets vLLM's `kv_load_failure_policy` to its default, "fail". hotkv must change it to
@@ -319,9 +313,7 @@ def test_a_failed_load_costs_no_request_whatever_the_policy(
 
 
 @MODELS
-def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
-    engine: Any, server: Any, model: Any
-) -> None:
+def test_request_vllm_ends_leaves_nothing_behind(engine: Any, server: Any, model: Any) -> None:
     """If hotkv can't change the setting `kv_load_failure_policy`
     (`test_multi_connector.test_policy_out_of_reach_is_said`), vLLM ends a request whose load has
     failed with an error. No blocks, leases or state of the request may remain."""
@@ -345,7 +337,7 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @MODELS
-def test_a_step_of_very_many_blocks_is_stored_in_parts(
+def test_step_of_very_many_blocks_stores_in_parts(
     monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
 ) -> None:
     """Limits a store to three blocks. Several stores must then contain the blocks of two requests

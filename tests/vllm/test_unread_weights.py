@@ -68,7 +68,7 @@ def test_an_engine_shares_once_its_files_are_read(
     assert other.hit(prompt(3, 200)) == HIT_TOKENS
 
 
-def test_a_running_request_is_stored_once_files_are_read(
+def test_running_request_is_stored_once_files_are_read(
     updated: Any, known: Any, reading: Any
 ) -> None:
     one = updated()
@@ -94,7 +94,7 @@ def test_the_log_says_once_what_is_awaited(
     assert len(said) == 1 and said[0].startswith("hotkv on")
 
 
-def test_files_that_cannot_be_read_leave_the_engine_without_hotkv(
+def test_unreadable_files_leave_engine_without_hotkv(
     updated: Any, known: Any, reading: Any, warnings: list[str]
 ) -> None:
     one = updated()
@@ -120,7 +120,7 @@ def test_a_reset_before_files_are_read_flushes_afterwards(
 
 
 @pytest.mark.parametrize("is_noticed", [False, True])
-def test_weights_written_while_files_are_read_have_their_own_name(
+def test_weights_written_while_reading_get_their_name(
     updated: Any, known: Any, reading: Any, is_noticed: bool
 ) -> None:
     one = updated()
@@ -135,7 +135,7 @@ def test_weights_written_while_files_are_read_have_their_own_name(
     assert known.hit(prompt(7, 200)) == 0
 
 
-def test_files_that_changed_meanwhile_do_not_name_the_weights(
+def test_files_changed_meanwhile_dont_name_weights(
     updated: Any, known: Any, reading: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = updated()

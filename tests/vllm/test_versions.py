@@ -321,7 +321,7 @@ def test_a_tested_version_reads_no_source(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "dev", "0.33.1rc1.dev268+ge2b"])
-def test_an_unknown_version_is_on_with_a_line_or_off_with_names(
+def test_unknown_version_is_logged_or_names_gaps(
     monkeypatch: pytest.MonkeyPatch, version: str, caplog: Any
 ) -> None:
     monkeypatch.setattr(versions, "VERSION", version)

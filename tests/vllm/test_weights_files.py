@@ -125,7 +125,7 @@ def test_whether_an_engine_may_have_loaded_older_files(
 @pytest.mark.parametrize(
     "load_format", ["ipc_cache", "modelexpress", "npcache", "tensorizer", "of_a_plugin"]
 )
-def test_weights_from_elsewhere_are_not_named_by_the_models_files(
+def test_weights_from_elsewhere_arent_named_by_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, place: str
 ) -> None:
     (tmp_path / "model.bin").write_bytes(b"of another version")
@@ -173,7 +173,7 @@ def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None
     assert model_weights.weights_identity(engine) != before
 
 
-def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
+def test_every_way_of_loading_weights_was_reviewed() -> None:
     """Fails if vLLM gains a way of loading weights. A new way may read weights from elsewhere than
     the model's files, so a person must review it."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "npcache", "tensorizer"}
@@ -189,7 +189,7 @@ def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     assert found - {"clef_flash", "d3"} == beside | within
 
 
-def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
+def test_hub_model_is_named_by_loaded_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))

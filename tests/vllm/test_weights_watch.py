@@ -49,7 +49,7 @@ class Model(torch.nn.Module):
         return set(named)
 
 
-def test_equal_weights_have_equal_digests_and_each_tensor_counts() -> None:
+def test_equal_weights_have_equal_digests_tensors_count() -> None:
     one, two = WeightsWatch([Model()]), WeightsWatch([Model()])
     assert one.original == two.original == one.digest() != WeightsWatch([Model(1)]).original
     for name in ("first.weight", "first.bias", "scale", "turned", "view"):
@@ -66,9 +66,7 @@ def test_equal_weights_have_equal_digests_and_each_tensor_counts() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(WHOLE_BYTES // 2 - 3, WHOLE_BYTES))
-def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(
-    seed: int, num_elements: int
-) -> None:
+def test_one_element_in_fifty_shows_when_large(seed: int, num_elements: int) -> None:
     model = Model(large=num_elements)
     watch = WeightsWatch([model])
     generator = torch.Generator().manual_seed(seed)
@@ -77,7 +75,7 @@ def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])
-def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
+def test_one_written_element_of_large_tensor_shows(skipped: int) -> None:
     """Changes single bytes of a large tensor, and pairs of bytes whose changes cancel in a sum.
     After each noticed write (`touched`) the digest must differ.
 
@@ -102,7 +100,7 @@ def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: 
         assert watch.digest() == watch.original
 
 
-def test_weights_that_could_not_be_read_are_looked_at_again(
+def test_unreadable_weights_are_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = WeightsWatch([torch.nn.Linear(2, 2)])
@@ -124,7 +122,7 @@ def test_writing_through_the_model_is_noticed_and_works() -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> None:
+def test_failed_writes_through_worker_are_noticed_too(name: str) -> None:
     worker = SimpleNamespace(**{name: lambda: 1 // 0})
     watch = WeightsWatch([Model()], [worker])
     with pytest.raises(ZeroDivisionError):
@@ -132,7 +130,7 @@ def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> 
     assert watch.touched
 
 
-def test_weights_that_vllm_zeroes_for_its_weight_checker_are_noticed() -> None:
+def test_weights_zeroed_for_checking_are_noticed() -> None:
     from vllm.v1.worker.gpu_worker import Worker as WorkerOfVllm
 
     model = Model()
@@ -175,7 +173,7 @@ class Worker:
         return self.model_runner.initialize()
 
 
-def test_the_worker_that_registers_its_caches_is_found_with_its_models() -> None:
+def test_registering_worker_is_found_with_its_models() -> None:
     worker = Worker()
     watch = worker.initialize()
     assert watch.original == WeightsWatch([Model(), Model(7)]).original
@@ -225,7 +223,7 @@ class Wrapped(Packed):
 
 
 @pytest.mark.parametrize("kind", [Packed, Quantized, Wrapped])
-def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own(kind: type[Packed]) -> None:
+def test_unreadable_new_weights_have_their_own_digest(kind: type[Packed]) -> None:
     one, two = kind(0), kind(0)
     watches = [WeightsWatch([model]) for model in (one, two)]
     assert [watch.digest() for watch in watches] == [watch.original for watch in watches]
@@ -237,7 +235,7 @@ def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own(kind: type[
 
 
 @pytest.mark.parametrize("kind", [Packed, Quantized])
-def test_a_wake_up_without_a_write_changes_the_digest_only_of_weights_that_are_packed_unseen(
+def test_wake_up_changes_only_unseen_packed_weights(
     kind: type[Packed],
 ) -> None:
     """Wakes an engine up without a write to its weights, as vLLM's CPU engines do. A `Packed` model
@@ -276,7 +274,7 @@ class Quantized8(torch.Tensor):
         return cls(more[1][0].codes, more[1][0].scale)
 
 
-def test_weights_that_are_wrappers_have_the_digest_of_their_parts() -> None:
+def test_wrapper_weights_have_their_parts_digest() -> None:
     def watched(code: int, scale: float) -> WeightsWatch:
         model = torch.nn.Module()
         codes = torch.full((1024, 2048), code, dtype=torch.int8)

@@ -46,7 +46,7 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     assert bool(one.session.sent) == (how not in ("not trusted", "late"))
 
 
-def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
+def test_loads_never_begun_are_reported_failed(rig: Any) -> None:
     one = rig()
     one.step(loads=(load("a"),), abandoned_loads=("x",))
     assert one.worker.take_results() == ({"x"}, {"x"})
@@ -59,7 +59,7 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_the_deadline_of_a_load_runs_from_its_mark(rig: Any, sent: bool) -> None:
+def test_loads_deadline_runs_from_its_mark(rig: Any, sent: bool) -> None:
     """The time limit of a load must begin when the device reaches the load's mark (a point in the
     device's queue).
 
@@ -87,7 +87,7 @@ def told(one: Any) -> dict[str, float]:
     return one.report().load_seconds
 
 
-def test_a_load_is_timed_from_its_mark_to_its_answer(rig: Any) -> None:
+def test_load_is_timed_from_mark_to_answer(rig: Any) -> None:
     one = rig()
     one.step(loads=(load("a"), load("b")))
     one.now_s += 0.7
@@ -114,7 +114,7 @@ def test_a_load_is_timed_from_its_mark_to_its_answer(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_late_load_is_timed_until_it_is_over_or_given_up(rig: Any, hangs: bool) -> None:
+def test_late_load_is_timed_until_abandoned(rig: Any, hangs: bool) -> None:
     one = rig()
     one.session.ends_cancelled = False
     one.step(loads=(load("a", timeout_s=5.0), load("b", timeout_s=5.5)))
@@ -134,9 +134,7 @@ def test_a_late_load_is_timed_until_it_is_over_or_given_up(rig: Any, hangs: bool
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_load_that_the_server_does_not_end_is_overdue_and_may_be_held(
-    rig: Any, held: bool
-) -> None:
+def test_load_the_server_never_ends_is_overdue(rig: Any, held: bool) -> None:
     one = rig()
     one.session.ends_cancelled = False
     one.step(loads=(load(),), cancel_loads=("a",))
@@ -160,7 +158,7 @@ def test_a_load_that_the_server_does_not_end_is_overdue_and_may_be_held(
     assert one.worker.take_report(None) is None
 
 
-def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any) -> None:
+def test_held_load_is_cancelled_or_reported_right(rig: Any) -> None:
     one = rig()
     one.session.ends_cancelled = False
     one.step(loads=(load("a"), load("b"), load("c")))

@@ -29,7 +29,7 @@ def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("why", ["copies", "not trusted"])
-def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why: str) -> None:
+def test_stores_another_rank_writes_are_reported_immediately(rig: Any, why: str) -> None:
     one = rig()
     if why == "copies":
         one.rank.place = RankPlace(1, 1, 0, False)
@@ -43,13 +43,13 @@ def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why
     }
 
 
-def test_a_store_of_nothing_but_what_could_not_be_built_has_ended(rig: Any) -> None:
+def test_store_of_unbuildable_sketches_has_ended(rig: Any) -> None:
     one = rig()
     one.step(stores=(store(blocks=0, sketches=(REPRESENTED,)),))
     assert not one.session.sent and one.results() == {1: b""}
 
 
-def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(rig: Any) -> None:
+def test_store_behind_mark_is_late_or_revoked(rig: Any) -> None:
     one = rig()
     one.device.is_there = False
     one.step(stores=(store(1), store(2)))
@@ -87,9 +87,7 @@ def test_the_time_that_a_step_waited_is_counted(rig: Any) -> None:
     assert one.counters["flush_s"] == 3
 
 
-def test_while_the_server_is_slow_no_step_waits_for_it(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_waits_for_a_slow_server(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, waits = rig(flush_timeout_s=0.25), NotedWaits(monkeypatch).waits
     for number in (1, 2):
         one.step(stores=(store(number),))
@@ -108,7 +106,7 @@ def test_while_the_server_is_slow_no_step_waits_for_it(
 
 
 @pytest.mark.parametrize("reason", ["fenced", "device behind"])
-def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting(
+def test_unread_or_revoked_stores_return_without_waiting(
     rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     one, waits = rig(flush_timeout_s=0.25), NotedWaits(monkeypatch).waits
@@ -125,7 +123,7 @@ def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting
 
 
 @pytest.mark.parametrize("reason", ["slow", "fenced"])
-def test_a_store_that_a_server_does_not_end_takes_the_session(
+def test_store_the_server_never_ends_takes_session(
     rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     one, waits = rig(), NotedWaits(monkeypatch).waits
@@ -143,7 +141,7 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
 
 
 @pytest.mark.parametrize("how", ["well", "breaks", "absent"])
-def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str) -> None:
+def test_lost_step_takes_everything_back(rig: Any, how: str) -> None:
     one = rig()
     one.step(stores=(store(1),))
     one.device.is_there = False
@@ -185,7 +183,7 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     assert len(one.opened) == num_opened and one.rank.session is None
 
 
-def test_what_is_computed_from_lost_blocks_is_not_stored(
+def test_blocks_computed_from_lost_ones_arent_stored(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = rig()
@@ -196,7 +194,7 @@ def test_what_is_computed_from_lost_blocks_is_not_stored(
 
 
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
-def test_sketches_go_with_a_store_if_they_are_built(
+def test_built_sketches_go_with_a_store(
     rig: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     one = rig()

@@ -40,7 +40,7 @@ def request(number: int, size: int) -> session_pb2.ConnectRequest:
 
 
 @given(SIZES, st.integers(0, 12), st.booleans())
-def test_the_requests_of_an_outbox_are_sent_once_and_in_order(
+def test_outbox_sends_requests_once_in_order(
     sizes: list[int], batches_from: int, ends_within: bool
 ) -> None:
     outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
@@ -63,7 +63,7 @@ def test_the_requests_of_an_outbox_are_sent_once_and_in_order(
     assert sent == requests
 
 
-def test_a_batch_of_tiny_requests_is_one_that_the_server_takes() -> None:
+def test_batch_of_tiny_requests_is_accepted() -> None:
     outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
     for number in range(128, 16_384):
         outbox.put(session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping()))
@@ -74,7 +74,7 @@ def test_a_batch_of_tiny_requests_is_one_that_the_server_takes() -> None:
 
 
 @pytest.mark.parametrize("spare_bytes", range(20))
-def test_a_batch_of_two_large_requests_is_within_the_limit(spare_bytes: int) -> None:
+def test_batch_of_two_large_requests_is_within_limit(spare_bytes: int) -> None:
     """Two requests are together smaller than the limit by a few bytes. A message with both may
     exceed the limit nevertheless, because it also has their lengths; then each goes alone."""
     first = request(1, MAX_BATCH_BYTES // 2)
@@ -88,7 +88,7 @@ def test_a_batch_of_two_large_requests_is_within_the_limit(spare_bytes: int) -> 
     assert len(messages) == 2 or list(messages[0].batch.requests) == [first, second]
 
 
-def test_a_call_without_an_answer_goes_alone_if_no_other_follows() -> None:
+def test_unanswered_call_goes_alone_at_the_end() -> None:
     outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
     messages = _wire.batched(outbox, lambda: True)
     outbox.put(request(0, 1))
@@ -96,7 +96,7 @@ def test_a_call_without_an_answer_goes_alone_if_no_other_follows() -> None:
 
 
 @given(SIZES, st.integers(1, 4), st.booleans())
-def test_the_messages_of_the_server_are_written_once_and_in_order(
+def test_servers_messages_are_written_once_in_order(
     sizes: list[int], num_at_once: int, takes_batches: bool
 ) -> None:
     messages = [
@@ -145,7 +145,7 @@ STEPS = st.lists(st.sampled_from([0, 15, 96, 145, 394, 794, "read", "look"]), ma
 
 
 @given(STEPS)
-def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
+def test_client_that_does_not_read_loses_session(
     steps: list[int | str],
 ) -> None:
     """Queues answers for a client that reads only some of them, and compares the queue with a
@@ -215,7 +215,7 @@ def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
         asyncio.run(run())
 
 
-async def test_a_session_hears_first_that_it_is_open_then_notices_then_answers(
+async def test_session_hears_opening_then_notices_then_answers(
     tmp_path: Path,
 ) -> None:
     """Queues notices of evicted blocks while a session opens. The client must receive first the

@@ -48,7 +48,7 @@ def test_the_admin_socket_lies_beside_the_users() -> None:
 
 
 @pytest.mark.parametrize(("target", "name"), [(UNIX, None), (FAR, None), (UNIX, "tls_ca")])
-def test_without_tls_settings_or_far_target_a_channel_is_plain(
+def test_channel_without_tls_or_distance_is_plain(
     opened: list[Any], files: dict[str, str], target: str, name: str | None
 ) -> None:
     open_channel(target, Credentials(**{name: files["ca"]}) if name else NO_CREDENTIALS)
@@ -81,7 +81,7 @@ def test_another_name_may_be_expected_in_the_certificate(opened: list[Any]) -> N
 
 
 @pytest.mark.parametrize("name", ["ca", "certificate", "key"])
-def test_a_file_that_is_not_there_and_half_a_pair_are_refused(
+def test_missing_file_and_half_pair_are_refused(
     opened: list[Any], files: dict[str, str], name: str
 ) -> None:
     paths = {f"tls_{one}": files[one] for one in ("ca", "certificate", "key")}

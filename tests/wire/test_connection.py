@@ -75,7 +75,7 @@ def test_after_its_end_a_connection_takes_no_call(made: Connection) -> None:
     assert made.num_pending == 0 and not after.future.done()
 
 
-def test_as_many_calls_wait_as_there_may_each_with_its_number(
+def test_calls_wait_up_to_the_bound_numbered(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "MAX_PENDING", 3)
@@ -91,7 +91,7 @@ def test_as_many_calls_wait_as_there_may_each_with_its_number(
     ("fields", "after"),
     [({}, After(OrderKind.FLAGS, DeviceMark(0, 1))), ({"fence_index": 3}, None)],
 )
-def test_what_the_link_does_not_take_is_not_sent(
+def test_request_refused_by_the_link_isnt_sent(
     made: Connection, fields: dict[str, Any], after: After | None
 ) -> None:
     refused = made.submit(_wire.ping(), pending(**fields), after)
@@ -99,7 +99,7 @@ def test_what_the_link_does_not_take_is_not_sent(
     assert made.num_pending == 0 and made.outbox.empty()
 
 
-def test_a_cancelled_store_with_a_word_of_the_fence_ends_at_once(made: Connection) -> None:
+def test_cancelled_store_with_fence_ends_at_once(made: Connection) -> None:
     made.link = object()  # type: ignore[assignment]
     store, other = (pending(transfer_id="s", fence_index=index) for index in (3, 4))
     load = pending(transfer_id="l", is_load=True)
@@ -137,7 +137,7 @@ def test_loads_to_a_device_wait_for_its_copies(
     assert waited == [connection.DEVICE_GRACE_S] * is_load
 
 
-def test_a_store_of_a_connection_without_a_link_reads_no_memory(made: Connection) -> None:
+def test_store_without_a_link_reads_no_memory(made: Connection) -> None:
     store = pending(transfer_id="s")
     assert made.submit(_wire.ping(), store, None) is None
     future = store.future
@@ -265,7 +265,7 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
     assert isinstance(late.exception(0), HotKVError)
 
 
-def test_an_answer_whose_reader_breaks_fails_its_call_alone(
+def test_broken_reader_fails_its_call_alone(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Makes the client's code that reads an answer raise. Only the call with this answer may fail.
@@ -290,14 +290,14 @@ def serve(made: Connection, *answers: Any) -> None:
 
 
 @pytest.mark.parametrize("body", TRANSFERS)
-def test_a_status_that_only_newer_servers_know_is_a_failure(made: Connection, body: str) -> None:
+def test_newer_servers_unknown_status_is_failure(made: Connection, body: str) -> None:
     future, told = call(made, body, "t"), answer(body, 1, is_filled=False)
     getattr(told, body).status = UNKNOWN
     serve(made, told)
     assert future.result(0).status is TransferStatus.FAILED
 
 
-def test_a_system_without_threads_still_ends_a_connections_calls(
+def test_system_without_threads_ends_calls(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Closed:
@@ -338,7 +338,7 @@ def link(**sizes: int) -> bytes:
         (b"\xff" * 40, (), "DecodeError"),
     ],
 )
-def test_a_link_without_a_table_opens_no_session_and_leaves_no_descriptor(
+def test_link_without_table_opens_nothing_leaves_nothing(
     target: str, packet: bytes, file_bytes: tuple[int, ...], words: str
 ) -> None:
     files = [os.memfd_create("odd-table") for _ in file_bytes]
@@ -412,7 +412,7 @@ def target(tmp_path: Path) -> Iterator[str]:
     yield f"unix:{tmp_path}/grpc.sock"
 
 
-def test_a_stream_that_ends_before_the_memory_is_registered_is_no_session(
+def test_stream_ending_before_registration_is_no_session(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made._memory = EngineMemory(Layout(0, 1, (), ()), {})
@@ -470,7 +470,7 @@ def answered_again(session: Session) -> Any:
 @pytest.mark.parametrize(
     ("hash_bytes", "answers"), [(32, True), (8, True), (16, False), (16, None)]
 )
-def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
+def test_split_lookup_resolves_with_any_answers(
     target: str, hash_bytes: int, answers: bool | None
 ) -> None:
     """Looks up more hashes than one call may have, so the client splits the lookup into several
@@ -504,7 +504,7 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
         assert isinstance(error, HotKVError) and error.reason is Reason.INTERNAL
 
 
-def test_reports_that_a_server_leaves_unread_end_its_stream_once(
+def test_unread_reports_end_their_stream_once(
     made: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sends messages that have no answer to a server that reads nothing. The client may keep only a
@@ -522,7 +522,7 @@ def test_reports_that_a_server_leaves_unread_end_its_stream_once(
     assert caplog.text.count("requests unread") == 1
 
 
-def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str) -> None:
+def test_notices_before_registration_are_delivered(target: str) -> None:
     told = answer("drain_notice", 0, is_filled=False)
     done = answer("memory_registered", 1, is_filled=False)
     states: list[LinkState] = []
@@ -545,7 +545,7 @@ def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
 
-def test_a_session_can_be_closed_in_its_own_callbacks(target: str) -> None:
+def test_session_can_close_in_its_own_callbacks(target: str) -> None:
     heard: list[LinkState] = []
     closed = threading.Event()
 
@@ -563,7 +563,7 @@ def test_a_session_can_be_closed_in_its_own_callbacks(target: str) -> None:
     assert heard == [LinkState.CONNECTED, LinkState.CLOSED] and session.state is LinkState.CLOSED
 
 
-def test_a_session_can_be_closed_while_it_looks_for_a_server(
+def test_session_can_close_while_looking_for_server(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closes sessions while they connect to a server that does not answer. The session's thread
@@ -591,9 +591,7 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
         ("127.0.0.1:1", "TLS certificates"),
     ],
 )
-def test_a_server_that_does_not_answer_is_named_with_the_reason(
-    tmp_path: Path, place: str, said: str
-) -> None:
+def test_silent_server_is_named_with_the_reason(tmp_path: Path, place: str, said: str) -> None:
     """Connects to servers that do not exist. The error must name the address and the reason: for a
     Unix socket the system's error, and for TCP a hint that TLS certificates may be wrong."""
     with socket.socket(socket.AF_UNIX) as left:
@@ -641,7 +639,7 @@ def test_a_server_has_time_to_map_large_memory(target: str, closes: bool) -> Non
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
+def test_start_waits_for_session_opening_server(target: str, opens: bool) -> None:
     """Calls `wait_opened` while a slow server opens the session. The call must return as soon as
     the session is open. It must return at once if there is no server, or if the server's answer
     does not open a session."""
@@ -712,7 +710,7 @@ def test_listeners_that_raise_do_not_end_a_session(target: str) -> None:
     assert any(isinstance(one, Evicted) for one in heard)
 
 
-def test_arguments_that_make_no_message_come_out_of_the_future(target: str) -> None:
+def test_arguments_that_fail_raise_through_the_future(target: str) -> None:
     session = session_to(target)
     future = session.lookup([GroupHashes("0", [bytes(32)])])  # type: ignore[arg-type]
     error = future.exception(0)

@@ -43,7 +43,7 @@ class FailedCall(grpc.RpcError):
 @pytest.mark.parametrize(
     ("retryable", "reason"), [(True, Reason.OVERLOADED), (False, Reason.INTERNAL)]
 )
-def test_a_reason_of_a_newer_server_keeps_its_advice(retryable: bool, reason: Reason) -> None:
+def test_newer_servers_reason_keeps_its_advice(retryable: bool, reason: Reason) -> None:
     detail = errors_pb2.ErrorDetail(reason=99, message="new", retryable=retryable)  # type: ignore[arg-type]
     assert read_error_detail(detail).reason is reason
     info = error_details_pb2.ErrorInfo(

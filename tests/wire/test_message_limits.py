@@ -31,7 +31,7 @@ def objects(message: Message) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 2**32))
-def test_nothing_that_parses_has_more_objects_than_were_counted(data: bytes, seed: int) -> None:
+def test_parsing_never_exceeds_the_counted_objects(data: bytes, seed: int) -> None:
     message = session_pb2.ConnectRequest()
     fill(message, np.random.default_rng(seed), 0)
     for candidate in (data, message.SerializeToString(), message.SerializeToString() + data):
@@ -61,7 +61,7 @@ def test_large_calls_are_light_and_bombs_are_not() -> None:
     assert not interceptor.is_light(KIND, packed.SerializeToString())
 
 
-def test_a_bomb_that_ends_too_soon_is_no_message() -> None:
+def test_truncated_bomb_is_no_message() -> None:
     bomb = session_pb2.ConnectRequest()
     bomb.report_use.requests.extend([session_pb2.RequestReport()] * MAX_PARTS)
     with pytest.raises(DecodeError):
@@ -69,7 +69,7 @@ def test_a_bomb_that_ends_too_soon_is_no_message() -> None:
 
 
 @pytest.mark.parametrize("request_id", [1, 300, (1 << 63) - 1, -7])
-def test_a_message_with_too_many_parts_keeps_its_number(request_id: int) -> None:
+def test_message_of_too_many_parts_keeps_number(request_id: int) -> None:
     bomb = session_pb2.ConnectRequest(request_id=request_id)
     bomb.report_use.requests.extend([session_pb2.RequestReport()] * (MAX_PARTS + 1))
     parse = interceptor._lenient(session_pb2.ConnectRequest.FromString)

@@ -52,9 +52,7 @@ def test_there_and_back(data: st.DataObject, hash_bytes: int, count: int) -> Non
 
 
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), hash_bytes=HASH_BYTES)
-def test_the_client_names_the_first_hash_of_another_length(
-    lengths: list[int], hash_bytes: int
-) -> None:
+def test_client_names_first_hash_of_wrong_length(lengths: list[int], hash_bytes: int) -> None:
     hashes = [b"x" * length for length in lengths]
     wrong = [number for number, length in enumerate(lengths) if length != hash_bytes]
     if not wrong:
@@ -87,7 +85,7 @@ def test_the_age_of_a_report_goes_in_milliseconds(age_s: float) -> None:
 @given(
     ttl_s=st.sampled_from([0.0, 1e-9, 0.0004, 0.001, 0.0015, 2.5]) | st.floats(0, 1e6),
 )
-def test_only_a_time_of_zero_asks_for_the_default(ttl_s: float) -> None:
+def test_only_zero_time_asks_for_the_default(ttl_s: float) -> None:
     expected = max(int(ttl_s * 1000), int(ttl_s > 0))
     assert _wire.acquire("l", [], ttl_s, 32).acquire_lease.ttl_ms == expected
     assert _wire.reserve("l", [], ttl_s, NO_RETENTION, 32).reserve_blocks.ttl_ms == expected
@@ -107,7 +105,7 @@ KEYS: list[tuple[int, BlockExtraKeys, int, bool]] = [
 
 
 @pytest.mark.parametrize(("num_blocks", "keys", "block_tokens", "has_events"), KEYS)
-def test_a_store_is_never_too_large_for_its_tokens(
+def test_store_is_never_too_large_for_tokens(
     num_blocks: int, keys: BlockExtraKeys, block_tokens: int, has_events: bool
 ) -> None:
     """Makes the request to store a long prompt in two runs, with token ids and extra keys for KV

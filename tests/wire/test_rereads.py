@@ -145,7 +145,7 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize(("search", "how"), SEARCHES)
-def test_a_reader_looks_again_when_its_bucket_has_changed(
+def test_reader_looks_again_after_bucket_change(
     search: Callable[[str, Scene], int], how: str
 ) -> None:
     """Changes the bucket while a reader looks up `BLOCK` with the function `search`. The reader
@@ -173,7 +173,7 @@ def test_a_bucket_that_stays_is_believed(search: Callable[[str, Scene], int], ho
         pytest.param(1, 1, id="whole change between"),
     ],
 )
-def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
+def test_row_is_reread_after_its_number_moved(first: int, second: int) -> None:
     """`_stable_rows` reads buckets together with their sequence numbers. Lets the writer change the
     bucket meanwhile: the first half of the change comes after the read number `first` (from 0), the
     second half after the read number `second`. The function must notice the change, read again, and

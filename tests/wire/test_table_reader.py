@@ -47,7 +47,7 @@ def start_reader(path: Path, num_batches: int, seed: int, how: str) -> subproces
         ("reference", 60),
     ],
 )
-def test_a_reader_in_another_process_gets_no_wrong_answer(
+def test_reader_in_another_process_gets_right_answers(
     table_path: tuple[Path, BlockIndex], how: str, num_batches: int
 ) -> None:
     path, index = table_path

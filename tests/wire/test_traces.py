@@ -27,7 +27,7 @@ def test_calls_are_traced_as_their_callers_are() -> None:
 
 
 @pytest.mark.parametrize("sampler", ["always_off", "traceidratio", "parentbased_always_off"])
-def test_a_sampler_that_the_environment_names_does_not_decide(
+def test_sampler_named_by_environment_does_not_decide(
     monkeypatch: pytest.MonkeyPatch, sampler: str
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
@@ -40,7 +40,7 @@ def test_a_sampler_that_the_environment_names_does_not_decide(
     assert len(one.spans()) == 4
 
 
-def test_a_process_that_switches_the_sdk_off_traces_nothing(
+def test_process_with_sdk_off_traces_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
@@ -49,7 +49,7 @@ def test_a_process_that_switches_the_sdk_off_traces_nothing(
 
 
 @pytest.mark.parametrize("text", [f"00-{TRACE}-{SPAN}-03", f"01-{TRACE}-{SPAN}-01-more"])
-def test_flags_and_parts_that_are_not_known_are_passed_over(text: str) -> None:
+def test_unknown_flags_and_parts_are_skipped(text: str) -> None:
     assert begun(Recorded().traces, text).traceparent.startswith(f"00-{TRACE}-")
 
 
@@ -66,7 +66,7 @@ def test_flags_and_parts_that_are_not_known_are_passed_over(text: str) -> None:
         f"01-{TRACE}-{SPAN}-01-{'x' * MAX_TRACEPARENT_CHARS}",
     ],
 )
-def test_a_context_that_can_not_be_read_counts_as_none(text: str) -> None:
+def test_unreadable_context_counts_as_none(text: str) -> None:
     traces = Recorded().traces
     assert traces.begin("a", text) is None and traces.num_malformed == 1
 
@@ -86,7 +86,7 @@ def test_a_span_ends_once() -> None:
     assert f"{of_child.parent.span_id:016x}" in span.traceparent
 
 
-def test_engines_that_seed_alike_and_forks_name_spans_differently() -> None:
+def test_engines_seeded_alike_name_spans_differently() -> None:
     traces = Recorded().traces
     reader, writer = os.pipe()
     if not (pid := os.fork()):
@@ -128,7 +128,7 @@ def test_no_span_ends_before_it_began() -> None:
     assert early.end_time == early.start_time == span.began_ns
 
 
-def test_spans_that_a_full_queue_refuses_are_counted_from_any_thread() -> None:
+def test_refused_spans_are_counted_from_any_thread() -> None:
     traces = Recorded(max_spans_per_s=10**6, queue_spans=10).traces
     parent = begun(traces)
 

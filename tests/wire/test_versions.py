@@ -35,7 +35,7 @@ def server() -> Iterator[Server]:
 
 
 @given(st.integers(-5, 20), st.integers(-5, 20))
-def test_a_version_that_is_agreed_on_is_spoken_by_both(oldest: int, newest: int) -> None:
+def test_agreed_version_is_spoken_by_both(oldest: int, newest: int) -> None:
     mine = range(versions.OLDEST_VERSION, versions.NEWEST_VERSION + 1)
     common = set(mine) & set(range(oldest, newest + 1))
     assert versions.agreed_version(oldest, newest) == max(common, default=None)
@@ -82,7 +82,7 @@ def batch(*requests: session_pb2.ConnectRequest, number: int = 0) -> session_pb2
 
 
 @pytest.mark.parametrize("features", [[], [versions.Feature.BATCHES]])
-def test_a_server_serves_each_request_of_a_batch_if_both_know_of_batches(
+def test_server_serves_batches_if_both_know_them(
     server: Server, features: list[versions.Feature]
 ) -> None:
     opening = _wire.open_session(SessionConfig(server.target, "e", Role.TOOL, SPACE))
@@ -107,7 +107,7 @@ def test_a_server_serves_each_request_of_a_batch_if_both_know_of_batches(
         assert all(answer.WhichOneof("body") != "batch" for answer in answers)
 
 
-def test_salts_are_those_that_the_server_writes_the_table_with(server: Server) -> None:
+def test_salts_are_the_servers_table_salts(server: Server) -> None:
     salts = [*map(SPACE.group_salt, range(2)), *map(SPACE.sketch_salt, KINDS)]
     assert [unsigned_salt(salt) for salt in open_with(server).salts] == salts
 

@@ -92,7 +92,7 @@ def test_limits_are_those_of_the_code() -> None:
     assert {name: float(value) for name, value in rows("Limits")} == LIMITS
 
 
-def test_reasons_have_the_codes_and_the_advice_of_the_code() -> None:
+def test_reasons_have_the_codes_codes_and_advice() -> None:
     told = {name: (code, retry) for name, code, retry, _ in rows("Errors")}
     assert told == {
         reason.name: (CODES[reason].name, "yes" if RETRYABLE[reason] else "no") for reason in Reason
@@ -113,7 +113,7 @@ def test_versions_and_features_are_those_of_the_code() -> None:
     assert named == {name for name, number in session_pb2.Feature.items() if number}
 
 
-def test_the_block_table_has_the_numbers_of_the_code() -> None:
+def test_block_table_has_the_codes_numbers() -> None:
     text = section("Block table")
     states = (table.STATE_RESERVED, table.STATE_READY, table.STATE_DETACHED)
     for said in (
@@ -156,7 +156,7 @@ def test_an_enum_has_a_word_for_each_value(kind: Any) -> None:
     assert fields.enum_word(kind, 0) == ""
 
 
-def test_the_client_shows_a_number_that_it_does_not_know() -> None:
+def test_client_shows_unknown_numbers() -> None:
     group = layout_pb2.KvGroup(kind=layout_pb2.KvGroupKind.ValueType(99))
     assert _admin_wire.plain(group)["kind"] == 99
 
@@ -179,6 +179,6 @@ def test_enums_have_the_numbers_of_the_wire(ours: Any, wire: Any, prefix: str) -
     }
 
 
-def test_counters_of_sparse_layers_have_the_names_of_the_wire() -> None:
+def test_sparse_counters_have_the_wires_names() -> None:
     names = tuple(field.name for field in sparse_pb2.LayerCounters.DESCRIPTOR.fields)
     assert names == ("layer_index", *SPARSE_COUNTERS)
