@@ -1,2 +1,1 @@
-"""Executes the decisions of `tiers.book` on the event loop: moves blocks between host memory and
-tiers, and carries out flushes (deletions of all blocks of a key space)."""
+"""Carries out the decisions of `tiers.book` on the event loop."""
