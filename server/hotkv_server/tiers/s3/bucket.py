@@ -97,13 +97,9 @@ def read_access_key(path: Path) -> AccessKey:
 class FullError(StoreError):
     """The store has no room."""
 
-    ...
-
 
 class BeyondError(StoreError):
     """A range lies beyond the object's end."""
-
-    ...
 
 
 class DeniedError(UnusableError):
