@@ -1,8 +1,6 @@
-"""Reserves slots for the blocks that tiers copy into host memory, and pins what has arrived for
-those who wait.
-
-Always true: a block becomes ready only after the tier has filled its slot, and from then on it
-stays pinned until `release`, so that the waiting callers can lease it.
+"""Reserves slots for blocks that tiers copy into host memory, and pins what has arrived. Always
+true: a block becomes ready only after the tier has filled its slot, and stays pinned until
+`release`, so that those who wait can lease it.
 """
 
 from collections.abc import Callable
@@ -28,8 +26,8 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """For each list, positions of the blocks neither ready nor reserved in host memory. None
-        for lists of sketches, which tiers don't store."""
+        """For each list, positions neither ready nor reserved in host memory. None for sketches,
+        which tiers don't store."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -46,11 +44,9 @@ class Arrivals:
         positions: list[Int64s],
         slot_bytes: Callable[[int], int],
     ) -> Move | None:
-        """Reserves as many slots as are free; None if none is. Evict first, as for an engine's
-        store.
+        """Reserves slots while there are any; None if there is none. Evict first, as for a store.
 
-        `positions`: for each list, the blocks to move.
-        `slot_bytes`: size of a group's slots, by its number.
+        `positions`: to move, for each list.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -61,8 +57,8 @@ class Arrivals:
             at = at[first_occurrences(rows(one.hashes, at))] if len(at) else at
             if len(at):
                 size = slot_bytes(one.group_index)
-                # Positions are the depths if the list begins at the prompt's first block. In
-                # lists of sliding windows they are too low, but still in order.
+                # If the list begins a prompt, positions are depths; for sliding windows too low,
+                # but in order.
                 depths = at if one.depths is None else one.depths[at]
                 entries.append(self.reserve(key_space_id, one, at, size, depths, number))
         coming = joined(entries)
@@ -78,11 +74,11 @@ class Arrivals:
         depths: Int64s,
         number: int,
     ) -> Entries:
-        """Reserves slots and links each new entry to its parent's. Returns the entries in order of
-        `positions`; fewer if slots are short.
+        """Reserves slots and links entries to their parents. Entries in order of `positions`, fewer
+        if slots are short.
 
-        `size`: bytes of each slot.
-        `number`: of the move, which owns the entries.
+        `size`: bytes of a slot.
+        `number`: of the owning move.
         """
         index, group = self._host.index, listed.group_index
         words = index.find(key_space_id, group, listed.hashes)
@@ -98,11 +94,10 @@ class Arrivals:
         return taken
 
     def _link(self, words: Entries, came: Int64s) -> None:
-        """Sets the parents of new entries and of the entries after them. Lists may have gaps, so
-        only if the depths follow each other.
+        """Links new entries and those after them, if depths follow each other: lists may have gaps.
 
-        `words`: entry of each block of the list; 0 if it has none.
-        `came`: positions of the new entries.
+        `words`: each block's entry, or 0.
+        `came`: positions of new entries.
         """
         at = np.union1d(came, came + 1)
         at = at[(at > 0) & (at < len(words))]
@@ -112,12 +107,11 @@ class Arrivals:
         self._host.chains.set_parents(after[follows], before[follows])
 
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
-        """Publishes the found blocks and frees the other slots, after the tier has stopped writing.
-        Returns the ready entries, pinned until `release`; none new of a move that `forsake` has
-        abandoned.
+        """Publishes found blocks and frees the other slots, once the tier has stopped writing.
+        Returns the ready entries, pinned until `release`; none of an abandoned move.
 
-        `is_found` [n]: the tier has filled the slot. `checks` uint64 [n]: checksums of found
-            blocks; None if the server computes none.
+        `is_found` [n]: the slot is filled. `checks` uint64 [n]: checksums of found blocks, if
+            the server computes them.
         """
         if len(move.forsaken):
             forsaken, move.forsaken = move.forsaken, move.forsaken[:0]
@@ -132,15 +126,14 @@ class Arrivals:
         return came
 
     def forsake(self, move: Move) -> None:
-        """Abandons a move, because its tier hangs or its blocks are flushed. Its blocks may be
-        stored or moved again, into other slots; its own stay in use until `end`, as the tier may
-        still write to them."""
+        """Abandons a move whose tier hangs or whose blocks are flushed. They may come again into
+        other slots; its own stay in use until `end`, as the tier may still write."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
     def release(self, move: Move) -> None:
-        """Unpins an ended move's blocks, once all who waited have leased them or given up."""
+        """Unpins an ended move's blocks, once all who waited have leased or given up."""
         self._moves.remove(move)
         self._host.index.pin(move.kept, -1)
         self._host.removal.reap(move.kept)
@@ -154,7 +147,7 @@ class Arrivals:
         return coming
 
     def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
-        """Numbers of the moves that bring one of these blocks."""
+        """Moves that bring one of these blocks."""
         found: set[int] = set()
         for one in groups:
             words = self._host.index.find(key_space_id, one.group_index, one.hashes)

@@ -16,14 +16,13 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """Implements `cache.seams.Below`, which describes the methods. The constructor registers it in
-    the core, which must not have key spaces yet.
+    """Implements `cache.seams.Below`, which describes the methods. Registers itself in the core,
+    which must not have key spaces yet.
 
-    `space`: the blocks on the disk and their places; None without a disk.
-    `lower`: None without a disk.
-    `copies`: one for each shared tier.
+    `lower`, `space`: None without a disk.
+    `copies`: one per shared tier.
     `write_bytes_per_day`: None: no limit.
-    `encoded_bytes`: None: blocks are never encoded.
+    `encoded_bytes`: None: nothing is encoded.
     """
 
     def __init__(

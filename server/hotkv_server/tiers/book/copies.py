@@ -1,9 +1,6 @@
-"""Decides which blocks are copied to a shared tier, and when a failed copy is retried.
-
-Blocks wait in queues, called lanes. Always true: a block stays pinned until the tier has stopped
-reading it. A failed copy is retried at most MAX_TRIES times, and only while the block is in host
-memory.
-"""
+"""Decides which blocks are copied to a shared tier, and when again. They wait in queues, the
+lanes. Always true: a block stays pinned until the tier has stopped reading it; a failed copy is
+tried again at most MAX_TRIES times, and only while the block is in host memory."""
 
 from collections.abc import Callable
 
@@ -17,8 +14,8 @@ from hotkv_server.tiers.book.moves import Move, Moves
 from hotkv_server.tiers.book.waiting import MAX_LOOKED, PART_BLOCKS, WaitingBlocks
 
 STORED, OLD = 0, 1
-"""Lanes. STORED: blocks stored on this node, in order. OLD: blocks that came from the disk or an
-earlier server, which the tier may have. OLD + k: blocks whose copy has failed k times."""
+"""Lanes. STORED: stored on this node. OLD: from the disk or an earlier server, so perhaps in the
+tier. OLD + k: failed k times."""
 MAX_TRIES = 4
 
 
@@ -55,8 +52,8 @@ class Copies:
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
-        """Takes a lane's next blocks that are still ready, each once. Stops at about `num_bytes`
-        or MAX_LOOKED blocks. Yields between parts of the work."""
+        """A lane's next ready blocks, each once, up to about `num_bytes`, or MAX_LOOKED blocks.
+        Yields between parts of the work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         reuses = index.table.records[:, table.W_REUSES]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]
@@ -67,13 +64,13 @@ class Copies:
             parts.append(some)
             known.append(reuses[some])
             yield
-        # An entry may have been reused while this generator was suspended.
+        # Entries may have been reused while this generator was suspended.
         taken = np.concatenate(parts)
         same = (reuses[taken] == np.concatenate(known)) & index.is_ready(taken)
         return each_once(taken[same])
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """Pins the blocks of `take`: a move per key space. Blocks that are being flushed go back
+        """A move per key space, with its blocks pinned. If that is being flushed, they go back
         into the lane."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
@@ -88,11 +85,8 @@ class Copies:
         return moves
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
-        """Unpins the blocks, after the tier has stopped reading them, and queues failed ones in the
-        next lane. Returns how many have failed for the last time.
-
-        `has_failed` [n]: None if none has.
-        """
+        """Unpins the blocks once the tier has stopped reading, and queues failed ones in the
+        next lane. Returns how many are given up."""
         index, lane = self._host.index, max(self._under_way.pop(move.number), OLD) + 1
         num_given_up = 0
         if has_failed is not None:

@@ -1,12 +1,12 @@
-"""Begins and ends moves from host memory to the disk ("below"), in the order of the stores.
+"""Moves blocks from host memory to the disk ("below"), in the order of the stores.
 
-Blocks are written soon after they are stored, not when they are evicted, so no store waits for the
-disk. A block that was not written then is considered again at each use. If its encoded form does
-not fit its place, it moves again, to a place as large as its slot. Always true:
+A block is written soon after it is stored, not at its eviction, so no store waits for the disk; if
+the gate refuses it, again at each use. If its encoded form does not fit its place, it moves once
+more, to a place as large as its slot. Always true:
 
-- a block is ready on the disk only after the tier has reported that it has stored it;
-- it stays pinned in host memory until the tier has stopped reading it;
-- a place is not reused while the tier writes to it.
+- a block is ready on the disk only after the tier has reported it stored;
+- it stays pinned until the tier has stopped reading it;
+- a place is not reused while it is written.
 """
 
 from collections import Counter
@@ -25,12 +25,7 @@ from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 
 class Demotion:
-    """See the module.
-
-    `moves`: of all tiers.
-    `below`: the blocks on the disk and their places.
-    `waiting`: blocks stored or used that may not be on the disk yet.
-    """
+    """See the module. `waiting`: blocks stored or used that may lack on the disk."""
 
     def __init__(
         self,
@@ -64,10 +59,10 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Takes from `waiting` the blocks to write: ready, not on the disk, admitted by the gate.
+        """Blocks to write: waiting, ready, not on the disk, admitted. Blocks of a key space that is
+        being flushed stay queued in order.
 
-        Blocks of a key space that is being flushed stay queued, in order. Stops at about
-        `num_bytes` or MAX_LOOKED blocks. Yields between parts of the work.
+        Stops at about `num_bytes`, or MAX_LOOKED blocks. Yields between parts of the work.
         """
         index, num_looked = self._host.index, 0
         reuses = index.table.records[:, table.W_REUSES]
@@ -78,8 +73,8 @@ class Demotion:
             some = self.waiting.take(num_bytes)
             num_looked += len(some) + PART_BLOCKS
             some = some[np.sort(np.unique(some, return_index=True)[1])]
-            # During a flush, engines may already store new blocks: hold them back. If the flush
-            # ends during this call, later blocks are held back too, to stay in order.
+            # Engines may store new blocks during a flush: hold them back, and those after its
+            # end too, to keep their order.
             held_key_spaces |= self._stopped(some)
             is_held = np.isin(index.key_spaces(some), list(held_key_spaces))
             held = np.concatenate((held, some[is_held]))
@@ -93,10 +88,9 @@ class Demotion:
             taken = np.concatenate((taken, some))
             known = np.concatenate((known, reuses[some]))
             yield
-        # The entry may have been reused while this generator was suspended.
+        # Entries may have been reused while this generator was suspended.
         ready: Entries = taken[(reuses[taken] == known) & index.is_ready(taken)]
-        # Held blocks go back first: `put_back` then inserts blocks of `ready` before them, their
-        # order in the prompt.
+        # Held blocks first: `put_back` then inserts others before them, as in their prompts.
         self.waiting.add_first(held[(reuses[held] == held_known) & index.is_ready(held)])
         is_stopped = np.isin(index.key_spaces(ready), list(self._stopped(ready)))
         if is_stopped.any():
@@ -108,8 +102,7 @@ class Demotion:
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks that `take` has just returned before all others, and takes their bytes
-        off the gate's count, as `take` will count them again."""
+        """Queues blocks that `take` returned before all others, off the gate's count."""
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )
@@ -117,7 +110,7 @@ class Demotion:
         self.waiting.add_first(entries)
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
-        """Describes blocks for the gate. `taken`, already admitted, count as on the disk."""
+        """`taken`: admitted before in this call, so they count as on the disk."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
@@ -140,7 +133,7 @@ class Demotion:
         )
 
     def lacks(self, entries: Entries) -> BoolMask:
-        """Mask [n] of the ready blocks that are neither on the disk nor moving there."""
+        """Mask [n] of ready blocks neither on the disk nor moving there."""
         missing = np.zeros(len(entries), np.bool_)
         for key_space_id, group, at in by_group(self._host, entries):
             hashes = self._host.index.keys(entries[at])[2]
@@ -148,24 +141,18 @@ class Demotion:
         return missing
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
-        """Evicts blocks from the disk for those of `entries` that it lacks. Yields between parts of
-        the work, not at all if there is room.
-
-        Call `begin` directly afterwards, with the blocks that are still ready.
-        """
+        """Evicts from the disk for `entries`. Yields between parts of the work, not at all if
+        there is room. Call `begin` directly afterwards."""
         wanted: Counter[int] = Counter()
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             wanted[self._size(key_space_id, group, is_plain=is_plain)] += len(at)
         for size, count in wanted.items():
-            # `make_room` finds the tenant by the key space; the disk has no shares, so any will
-            # do.
+            # The key space only finds a tenant's share, which a disk lacks: any will do.
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
-        """Moves ready blocks that the disk lacks, as many as there are places for: one move per key
-        space. Call `make_room` first.
-
-        `is_plain`: gives each block a place as large as its slot, so that it is not encoded.
+        """A move per key space, of blocks that the disk lacks, while there are places.
+        `is_plain`: in places as large as slots, so not encoded.
         """
         moves = []
         entries = entries[self.lacks(entries)]
@@ -190,8 +177,7 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Place size for the group's next blocks, counted if the group is not encoded at
-        present."""
+        """Also counts blocks of a group that is not encoded at present."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -204,9 +190,8 @@ class Demotion:
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
-        """Reserves places for a group's blocks, least depth first, as many as are free.
-        `number`: of the owning move.
-        """
+        """For a group's blocks, least depth first, while there is room. `number`: of the owning
+        move."""
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
         entries = entries[np.argsort(depths, kind="stable")]
         hashes = self._host.index.keys(entries)[2]
@@ -216,7 +201,7 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Each block's parent in the disk's block table; 0 if the disk lacks it."""
+        """Parents' entries on the disk; 0 if it lacks one."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
@@ -230,12 +215,11 @@ class Demotion:
         now_s: float,
         is_unfit: BoolMask | None = None,
     ) -> Entries:
-        """Publishes the stored blocks on the disk and unpins all, after the tier has stopped
-        reading the slots. Returns the blocks to move again with `is_plain`, without asking the
-        gate.
+        """Publishes stored blocks and unpins all, once the tier has stopped reading. Returns those
+        to move again with `is_plain`, past the gate.
 
-        `is_stored` [n]: the tier has stored the block. `seals` uint64 [n]: of the stored blocks.
-        `is_unfit` [n]: the encoded form did not fit its place; None if all fitted.
+        `is_stored` [n]: by the tier. `seals` uint64 [n]: of stored blocks.
+        `is_unfit` [n]: the form did not fit; None: all did.
         """
         self._moves.remove(move)
         good = is_stored & ~move.is_void
@@ -261,9 +245,8 @@ class Demotion:
         return move.entries[again]
 
     def _stored_again(self, move: Move) -> Entries:
-        """Blocks to queue again. A flush deleted them while they were written, and engines then
-        stored them anew; `take` dropped these new blocks, because the disk's table still had the
-        move's entries."""
+        """Blocks that a flush deleted during their move and engines then stored anew. `take`
+        dropped them, as the move still had their keys on the disk."""
         again, places = [], move.places[move.is_void]
         for key_space_id, group, at in by_group(self._below, places):
             hashes = self._below.index.keys(places[at])[2]
@@ -272,8 +255,7 @@ class Demotion:
         return joined(again)
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Tells `PlaceSizes` how many blocks of each group were tried and fitted, while the
-        places are still reserved."""
+        """Counts tried and fitted blocks per group, while their places are reserved."""
         for key_space_id, group, at in by_group(self._below, move.places):
             num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
             self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

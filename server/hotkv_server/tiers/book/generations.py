@@ -1,19 +1,18 @@
 """Decides how flushes of key spaces reach all nodes.
 
-`GenerationBook` has a record per fingerprint, and in it, per shared store, the generation to which
-this node's blocks belong. It has no clock and makes no calls: `drive.generations` reports what the
-stores show and which flushes have run here, and does what the book decides. Always true:
+`GenerationBook` knows, per key space and shared store, the generation to which this node's blocks
+belong. It has no clock and makes no calls: `drive.flushes` reports to it, and does what it decides.
+Always true:
 
 - Blocks are *vouched for* in a generation if this node began a flush after the store had shown it,
-  or had no blocks when the store showed it. So no vouched block is older than the flush that began
-  the generation, whichever node asked for that flush.
-- A record's generation never falls. A store that shows a lower one has lost a flush, and is raised
-  above all generations that this node knows.
-- Blocks are served only if the store *confirmed* their generation in the last CONFIRMED_S. (A node
-  without the store still serves its host memory.) A flush is answered CONFIRMED_S after the store's
-  raise: by then each other node has asked again or stopped serving.
-- A flush asked for here stays in the record until each store has raised its generation. At most
-  one raise of a key space is under way in a store; it covers all flushes asked for before it.
+  or had no blocks then. So no vouched block is older than the flush that began the generation.
+- A record's generation never falls. A store that shows a lower one has lost a flush, and must raise
+  its own above all that this node knows.
+- Blocks are served only if the store *confirmed* their generation in the last CONFIRMED_S. (Without
+  the store, host memory still is.) A flush is answered CONFIRMED_S after the store's raise: by then
+  each other node has asked again or stopped serving.
+- A flush stays in the record until each store has raised. At most one raise of a key space is
+  under way in a store; it covers all flushes asked for before it.
 """
 
 import heapq
@@ -21,11 +20,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""How long a store's answer confirms a generation, from the sending of the question."""
+"""A confirmation holds for this time after the question was sent."""
 ASK_EVERY_S = 0.4
 """Between two questions for a key space in use."""
 USED_S = 10.0
-"""A key space is in use for this time after the last request for its blocks."""
+"""A key space is in use for this time after a request for its blocks."""
 IDLE_EVERY_S = 30.0
 """Between two questions for an idle key space."""
 MAX_IDLE = 64
@@ -35,51 +34,43 @@ TELL_S = 1.0
 SPARE_S = 0.5
 """How long a flush waits, beyond CONFIRMED_S, for a store to confirm the new generation."""
 CALM_S = 5.0
-"""Stores raise a flush's generation at different moments: one may still serve old blocks when
-another has the new generation. For this time no block is copied from store to store. Longer than
-TELL_S and ASK_S of `drive.generations` together."""
+"""Stores raise at different moments, so one may serve old blocks when another has the new
+generation. For this time no block is copied from store to store. Longer than TELL_S and
+`drive.flushes.ASK_S` together."""
 MISSED_S = 5.0
-"""A store that shows no new generation this long after another did has missed a flush of another
+"""A store that shows no new generation this long after another has missed the flush of another
 node. Longer than TELL_S."""
 RETRY_S = 0.5
 """Between two tries to raise a generation."""
 MAX_RECORDS = 1 << 13
-"""Above this, records of idle key spaces that this node no longer knows are forgotten."""
+"""Above this, idle key spaces that this node no longer knows are forgotten."""
 NO_GENERATION = 0
-"""The store has no generation for the key space, whose blocks are then neither read nor written
-there."""
+"""The store has none: the key space's blocks are neither read nor written there."""
 NEVER_S = float("-inf")
 
 
 @dataclass(slots=True)
 class GenerationStanding:
-    """A key space's state in one shared store. The first three fields are saved.
+    """A key space in one shared store. The first three fields are saved. An answer's time is when
+    its question was sent.
 
-    `generation`: the highest generation of the store that this node has adopted.
-    `is_verified`: all blocks on this node belong to `generation`.
-    `is_unraised`: the store must still raise its generation: a flush has not reached it, or it has
-        lost one.
-    `target`: generation (or NO_GENERATION) to adopt when this node's flush `target_at` has ended;
-        None if the store needs no flush.
-    `is_none`: the store can't begin a generation, and this node has flushed since it showed that.
-    `asked_s`: when the last question was sent.
-    `confirmed_s`: when the question was sent whose answer last confirmed `generation`.
-    `is_raising`: a raise is under way.
-    `has_failed`: the last raise failed.
+    `generation`: the highest that this node has adopted.
+    `is_verified`: all blocks on this node belong to it.
+    `is_unraised`: the store must still raise it: a flush has not reached the store, or is lost.
+    `target`: generation or NO_GENERATION to adopt when this node's flush `target_at` has ended;
+        None: no flush is needed.
+    `is_none`: the store can't begin a generation, and this node has flushed since.
+    `confirmed_s`: last answer with `generation`.
     `raise_s`: when the last raise was sent; after a failure, when the next may be.
-    `raise_for`: `Record.asked` that the last raise covers; -1: raise again, because another store
-        was late.
-    `acknowledged`: `Record.asked` that the store's generation covers; -1: not even that of an
-        earlier server.
+    `raise_for`: `Record.asked` of the last raise; -1: raise once more, as another store was late.
+    `acknowledged`: `Record.asked` that the store's generation covers; -1: not even an earlier
+        server's.
     `acknowledged_s`: when the store answered that raise.
-    `shown_s`: when the last question was sent that the store answered at all.
-    `changed_s`: the same, of the last answer with a later generation than the adopted one. The
-        first generation after none doesn't count.
-    `unchanged_s`: `shown_s` before that answer, so the raise came later; `changed_s` if it was the
-        first answer.
-    `emptied_s`: when the last question was sent that was answered with no generation: no node could
-        then read blocks from the store.
-    `is_reported`: `GenerationBook.missed` has returned the store since `changed_s`.
+    `shown_s`: last answer.
+    `changed_s`: last answer with a later generation than the adopted one; not the first after none.
+    `unchanged_s`: the answer before that; the store has raised since.
+    `emptied_s`: last answer without a generation; no node could then read from the store.
+    `is_reported`: `GenerationBook.missed` has named the store since `changed_s`.
     """
 
     generation: int = NO_GENERATION
@@ -104,29 +95,28 @@ class GenerationStanding:
 
     @property
     def is_settled(self) -> bool:
-        """The store's answers can confirm that no block here is older than a flush. A failed
-        raise does not count: it concerns only older blocks in the store."""
+        """The store's answers can confirm this node's blocks. A failed raise does not matter: it
+        concerns only older blocks in the store."""
         is_raised = self.has_failed or not self.is_unraised
         return self.target is None and is_raised and (self.is_verified or self.is_none)
 
 
 @dataclass(slots=True)
 class Record:
-    """A key space's record. Flushes asked for and flushes of this node are counted apart, because
-    one flush may serve several requests. `need`, `begun` and `ended` number the flushes of this
-    node.
+    """A key space. `need`, `begun` and `ended` number this node's flushes, of which one may serve
+    several requests.
 
-    `local`: part of the seals of the key space's blocks on this node's disk. Each flush changes it,
-        so older blocks don't match. Saved.
-    `stores`: standing per store. Partly saved.
-    `asked`: flushes that callers have asked for.
-    `need`: the latest required flush.
-    `ended_s`: when `ended` ended. If a generation was adopted later without a flush, or the record
-        comes from the file: when the question was sent that showed it.
-    `saved_at`: first `GenerationBook.revision` that includes the end of `ended`.
-    `asked_at_s`: when a caller last asked for a flush.
-    `waits_s`: when the first flush was asked for that has not begun; NEVER_S if all have.
-    `used_s`: when blocks were last requested.
+    `local`: in the seals of its blocks on the disk. Each flush changes it, so older blocks don't
+        match. Saved.
+    `stores`: partly saved.
+    `asked`: number of flushes asked for.
+    `need`: latest required flush.
+    `ended_s`: when `ended` ended; for a generation adopted later without a flush, or a record from
+        the file, the time of the answer that showed it.
+    `saved_at`: first `GenerationBook.revision` with the end of `ended`.
+    `asked_at_s`: last request for a flush.
+    `waits_s`: first request that has not begun, or NEVER_S.
+    `used_s`: last request for blocks.
     """
 
     local: int = 0
@@ -144,11 +134,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request for a flush, to ask with whether it is done.
-
-    `number`: `Record.asked` after the request.
-    `need`: this node's flush that serves it.
-    """
+    """A request for a flush. `number`: `Record.asked` with it. `need`: this node's flush that
+    serves it."""
 
     fingerprint: str
     number: int
@@ -158,9 +145,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """Asks a store to raise a generation above `floor`.
-
-    `floor`: the highest generation in this store that this node knows.
+    """Asks a store for a generation above `floor`, the highest that this node knows there.
     `is_retry`: the last raise for the same flushes failed.
     """
 
@@ -172,11 +157,11 @@ class Raise:
 class GenerationBook:
     """See the module.
 
-    `base`: seal number (`Record.local`) of key spaces without a record.
-    `last`: the highest seal number ever used.
+    `base`: seal number (`Record.local`) without a record.
+    `last`: highest seal number ever used.
     `is_saved`: False if the caller must save these arguments.
-    `revision`: each change of saved state increases it.
-    `saved`: the last revision that the caller has saved.
+    `revision`: grows with each change of saved state.
+    `saved`: last revision that the caller has saved.
     """
 
     def __init__(
@@ -241,11 +226,10 @@ class GenerationBook:
         return Ticket(fingerprint, record.asked, record.need, now_s)
 
     def begin_flush(self, now_s: float) -> str:
-        """Fingerprint that the caller must now flush on this node, counted as begun; "" if none is
-        due.
+        """Fingerprint to flush on this node now, counted as begun, or "".
 
-        A flush is due when each store has raised or failed to raise, TELL_S after the first
-        request at the latest. If it began before a store's answer, it would have to run again.
+        A flush waits for the stores' raises, at most TELL_S: begun before an answer, it would
+        have to run again.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
@@ -261,13 +245,13 @@ class GenerationBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """Invalidates the blocks on the disk, even if a power loss brings their records back."""
+        """Invalidates blocks on the disk, even those that a power loss brings back."""
         self.last += 1
         record.local = self.last
         self.revision = self._sealed_at = self.revision + 1
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """This node's flush has ended: adopts the generations that waited for it."""
+        """A flush here has ended: adopts the generations that waited for it."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -288,11 +272,8 @@ class GenerationBook:
         self._active[fingerprint] = None
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Stores that did not raise or did not confirm in time; None while the caller must still
-        wait.
-
-        If empty, no node that can reach the stores serves blocks older than the request.
-        """
+        """Stores that did not raise or confirm in time; None: wait. If empty, no node that can
+        reach the stores serves blocks older than the request."""
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -306,32 +287,27 @@ class GenerationBook:
             elif now_s < (acknowledged_s := standing.acknowledged_s + CONFIRMED_S):
                 return None
             elif standing.confirmed_s < acknowledged_s - CONFIRMED_S / 2:
-                # Raised, but not yet confirmed: the store may have restarted since, with an old
-                # copy of its data.
+                # Not confirmed: it may have restarted with an old copy of its data.
                 if now_s < max(acknowledged_s, record.ended_s) + SPARE_S:
                     return None
                 pending.append(name)
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """The request's flush has ended here, and the file has the end of the key space's latest
-        flush."""
+        """The request's flush has ended here, and the key space's latest is in the file."""
         record = self._record(ticket.fingerprint)
         return record.ended >= ticket.need and self.saved >= record.saved_at
 
     @property
     def are_seals_saved(self) -> bool:
-        """Without the saved seal numbers the next server could not read the blocks on the disk."""
+        """If not, the next server could not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Key spaces for which the caller must now ask the store, counted as asked.
-
-        At most MAX_IDLE of `idle`, the longest unasked first. Not those that the store must
-        still raise, unless the last raise failed.
-        """
+        """Key spaces to ask the store about now, counted as asked: those in use, and at most
+        MAX_IDLE of `idle`, the longest unasked first."""
 
         def asked_s(fingerprint: str) -> float:
             return self.standing(fingerprint, store).asked_s
@@ -358,12 +334,11 @@ class GenerationBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """Processes a store's answer: confirm, adopt, flush here, or raise.
+        """Processes an answer: confirm, adopt, flush here, or raise.
 
-        `generations`: by fingerprint; NO_GENERATION if the store has none.
-        `restored_below`: nonzero if the store has just restarted: lower generations may come from
-            an old copy of its data.
-        `has_blocks`: key spaces in `generations` that have blocks on this node.
+        `generations`: by fingerprint, or NO_GENERATION.
+        `restored_below`: see `protocol.Shown`.
+        `has_blocks`: key spaces with blocks on this node.
         """
         for fingerprint, generation in generations.items():
             record = self._record(fingerprint)
@@ -399,8 +374,8 @@ class GenerationBook:
                 if generation >= restored_below:
                     standing.confirmed_s = sent_s
                     if record.ended_s == NEVER_S:
-                        # From the file: the earlier server may have adopted this generation just
-                        # before it ended, so CALM_S begins now.
+                        # The earlier server may have adopted it just before it ended: CALM_S
+                        # begins now.
                         record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.generation, standing.is_verified, standing.is_none = (
@@ -417,8 +392,8 @@ class GenerationBook:
                 self._aim(fingerprint, standing, generation)
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
-        """Flushes of other nodes that seem to have missed a store, each once: (fingerprint,
-        store). Only of key spaces in use."""
+        """New cases of (fingerprint, store) in use where the store seems to have missed another
+        node's flush."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -432,11 +407,8 @@ class GenerationBook:
         return found
 
     def _missed(self, record: Record) -> list[str]:
-        """Stores that did not raise although another did, from MISSED_S before it on.
-
-        The node that flushed can't reach them or doesn't know them, or the other store has lost
-        its generations.
-        """
+        """Stores that did not raise since MISSED_S before another did: the flushing node can't
+        reach or doesn't name them, or the other has lost its generations."""
         raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
@@ -445,7 +417,7 @@ class GenerationBook:
         ]
 
     def _aim(self, fingerprint: str, standing: GenerationStanding, generation: int) -> None:
-        """Requires a flush here, after which `generation` is adopted."""
+        """Requires a flush here, which adopts `generation`."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
@@ -454,7 +426,7 @@ class GenerationBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """The raise to send now, the longest due first, counted as sent; None if none is due."""
+        """The raise to send now, counted as sent: the longest due, or None."""
 
         def raise_s(fingerprint: str) -> float:
             standing = self.standing(fingerprint, store)
@@ -474,8 +446,7 @@ class GenerationBook:
         )
 
     def raised(self, store: str, fingerprint: str, generation: int | None, now_s: float) -> None:
-        """Processes the answer to a raise: NO_GENERATION if the store has no room, None if it
-        failed."""
+        """Processes a raise's answer: NO_GENERATION: no room; None: it failed."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -483,13 +454,12 @@ class GenerationBook:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
         if standing.acknowledged < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
-            # Late: until now, nodes may have copied old blocks from this store to others that
-            # had already raised. So all others must raise once more, even if they are
-            # raising now.
+            # Late: nodes may have copied old blocks from this store to others that had already
+            # raised. So all others must raise once more, even if they are raising now.
             for other in self._mine(record):
                 if other is not standing:
                     other.is_unraised, other.raise_for = True, -1
-        # A flush asked for since this raise was sent needs one more.
+        # A flush asked for meanwhile needs one more.
         standing.is_unraised = standing.raise_for < record.asked
         standing.acknowledged, standing.acknowledged_s = (
             max(standing.acknowledged, standing.raise_for),
@@ -506,28 +476,26 @@ class GenerationBook:
         self._active[fingerprint] = None
 
     def generation(self, fingerprint: str, store: str) -> int:
-        """The generation under which the store's blocks may be read and written now, or
-        NO_GENERATION."""
+        """To read and write blocks under now, or NO_GENERATION."""
         standing = self.standing(fingerprint, store)
         is_usable = standing.is_settled and standing.is_verified and not standing.is_unraised
         return standing.generation if is_usable else NO_GENERATION
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Withdraws all confirmations, because a tier has seen an unexpected generation. The
-        stores are asked again at once."""
+        """A tier has seen an unexpected generation: withdraws confirmations, so the stores are
+        asked at once."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """The store has confirmed this node's generation in the last CONFIRMED_S."""
+        """Confirmed in the last CONFIRMED_S."""
         standing = self.standing(fingerprint, store)
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def is_calm(self, fingerprint: str) -> bool:
-        """Blocks of one store may be copied to another: no store has missed a flush, and each
-        has confirmed in answer to a question sent CALM_S or more after this node last adopted a
-        generation."""
+        """Blocks of one store may be copied to another: none has missed a flush, and each has
+        confirmed CALM_S after this node last adopted a generation."""
         record = self._record(fingerprint)
         if len(self.stores) < 2:
             return True
@@ -537,26 +505,21 @@ class GenerationBook:
         )
 
     def is_outdated(self, fingerprint: str) -> bool:
-        """Blocks here may be older than a flush: this node has not yet flushed for a generation
-        that a store shows."""
+        """This node must still flush for a generation that a store shows."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[GenerationStanding]:
-        """Standings of the present settings' stores; `record` may have others."""
+        """Only of the present settings' stores."""
         return [record.stores[name] for name in self.stores]
 
     def _is_waiting(self, record: Record) -> bool:
-        """A flush has not ended here, or a store must still raise."""
         return record.ended < record.need or any(one.is_unraised for one in self._mine(record))
 
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Idles key spaces unused for USED_S without a pending flush, and forgets records above
-        MAX_RECORDS.
-
-        `known`: all key spaces of this node, whose records stay.
-        """
+        """Idles key spaces unused for USED_S without a pending flush, and forgets those above
+        MAX_RECORDS that are not `known` to this node."""
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not self._is_waiting(record):
@@ -564,15 +527,15 @@ class GenerationBook:
         if len(self.records) <= MAX_RECORDS:
             return
         for fingerprint in known:
-            # Each key space of this node needs its seal number before `base` changes.
+            # Each needs its seal number in a record before `base` changes.
             self._record(fingerprint)
         for fingerprint in list(self.records):
             record = self.records[fingerprint]
             is_unraised = any(one.is_unraised for one in record.stores.values())
             if fingerprint not in known and fingerprint not in self._active and not is_unraised:
                 del self.records[fingerprint]
-                # A power loss may bring its old blocks back to the disk: a later record must
-                # have another seal number.
+                # A power loss may bring its old blocks back: a later record needs another seal
+                # number.
                 self.base = max(self.base, record.local)
                 self.revision = self._sealed_at = self.revision + 1
 

@@ -1,11 +1,9 @@
-"""Records which blocks are on the disk ("below"), and begins and ends their moves.
-
-The disk tier only moves bytes: `LowerTier` has the `Space` of the places, `place_sizes` chooses
-their sizes. Always true:
+"""Which blocks are on the disk ("below"), and their moves. The tier only moves bytes: `LowerTier`
+has the `Space` of the places. Always true:
 
 - a place is not reused while a move reads or writes it;
-- a block that is flushed while it moves does not become ready anywhere;
-- if the disk loses a block, the copy in host memory stays.
+- a block flushed while it moves becomes ready nowhere;
+- if the disk loses a block, host memory keeps it.
 
 Sketches stay in host memory.
 """
@@ -26,13 +24,8 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 
 
 class LowerTier:
-    """See the module.
-
-    `moves`: of all tiers.
-    `space`: the blocks on the disk and their places.
-    `write_bytes_per_day`: None: no limit.
-    `encoded_bytes`: None: blocks are never encoded.
-    """
+    """See the module. `write_bytes_per_day`: None: no limit. `encoded_bytes`: None: nothing is
+    encoded."""
 
     def __init__(
         self,
@@ -73,8 +66,8 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes a key space's blocks, whose moves must be stopped. Each step searches
-        `portion` entries and yields the number removed."""
+        """Removes a key space's blocks, whose moves must be stopped: `portion` entries a step,
+        which yields how many it removed."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)

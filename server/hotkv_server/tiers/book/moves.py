@@ -1,8 +1,6 @@
-"""Records the moves under way: up, to host memory, or down, to a tier.
-
-Always true: a block is in at most one move up, but may be in several moves down, to different
-tiers. A block that is flushed during its move becomes void: it does not become ready.
-"""
+"""The moves under way: up, to host memory, or down, to a tier. Always true: a block is in at
+most one move up, but may move down to several tiers. A block flushed during its move is void: it
+does not become ready."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,14 +16,13 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """A move of n blocks of one key space.
+    """n blocks of one key space.
 
     `number`: owner of the entries that a move up has reserved.
     `entries`: in host memory; empty once a move up has ended.
-    `places`: entries in the disk's block table; empty for a shared tier.
-    `is_void` [n]: flushed during the move.
-    `kept`: arrived entries, pinned until all who waited have leased them or given up.
-    `forsaken`: entries of an abandoned move up; their slots stay in use until the tier answers.
+    `places`: entries of the disk; empty for a shared tier.
+    `kept`: arrived, and pinned until all who waited have leased or given up.
+    `forsaken`: of an abandoned move up; slots in use until the tier answers.
     """
 
     number: int
@@ -43,11 +40,11 @@ class Move:
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Blocks that moved to and from the disk since the start.
+    """Blocks to and from the disk since the start.
 
-    `encoded`: those of `demoted` that were compressed.
-    `refused`: not moved to the disk for want of a place.
-    `lost`: damaged or missing when the disk was read.
+    `encoded`: of `demoted`, compressed.
+    `refused`: not demoted for want of a place.
+    `lost`: damaged or missing when read.
     """
 
     demoted: int = 0
@@ -76,7 +73,7 @@ class Moves:
         return iter(self._under_way.values())
 
     def next_number(self) -> int:
-        """At least FIRST_MOVE, at most 32 bits, and not that of a move under way."""
+        """At least FIRST_MOVE, at most 32 bits, and free."""
         while self._next_number in self._under_way:
             self._next_number = _after(self._next_number)
         number, self._next_number = self._next_number, _after(self._next_number)
@@ -93,13 +90,11 @@ class Moves:
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:
-        """False while the key space is `stopped`."""
         return not self._stopped[key_space_id]
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """During a flush: no move of the key space begins, and blocks in moves under way become
-        void."""
+        """For a flush: no move of the key space begins, and those under way are void."""
         for move in self:
             if move.key_space_id == key_space_id:
                 move.is_void[:] = True
@@ -138,7 +133,7 @@ def joined(parts: list[Entries]) -> Entries:
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits blocks by key space and group: yields both numbers and positions in `entries`."""
+    """Yields key space, group and positions in `entries`."""
     if not len(entries):
         return
     key_spaces, groups, _ = space.index.keys(entries)

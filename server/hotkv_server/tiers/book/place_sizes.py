@@ -1,10 +1,6 @@
-"""Chooses the sizes of places on the disk: as large as the slot, or smaller, for an encoded
-(compressed) block.
-
-Always true: the disk tier encodes a block if and only if its place is smaller than its slot.
-Whether it fits is known only at the write. If few of a group's blocks fit, RETRY_BLOCKS of them
-are written plain before encoding is tried again.
-"""
+"""Chooses the sizes of places on the disk. Always true: a block is encoded (compressed) if and
+only if its place is smaller than its slot. Whether the form fits is known only at the write: if
+few of a group's do, RETRY_BLOCKS are written plain before encoding is tried again."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,22 +12,20 @@ from hotkv_server.cache.values import KeySpaceRecord
 MIN_TRIED = 64
 """Tried blocks before a group's results count."""
 MAX_TRIED = 4096
-"""At twice this number a group's counts are halved, so that old results weigh less."""
+"""At twice this a group's counts are halved: old results weigh less."""
 HARDLY = 8
 """A group is no longer encoded if fewer than 1 in 8 tried blocks fit."""
 RETRY_BLOCKS = 1 << 15
 EncodedBytes = Callable[[int], int]
-"""Slot size to the place size of an encoded block, a multiple of SLOT_ALIGN. If not smaller,
-encoding is useless."""
+"""Slot size to an encoded block's place size, a multiple of SLOT_ALIGN. If not smaller, encoding
+is useless."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Counts of a group's blocks.
-
-    `tried_blocks`: that the tier lately tried to encode.
-    `fitted_blocks`: tried blocks that fitted their place.
-    `plain_blocks`: written plain since encoding was stopped.
+    """`tried_blocks`: recent blocks that the tier tried to encode.
+    `fitted_blocks`: of these, in their place.
+    `plain_blocks`: written since encoding was stopped.
     """
 
     slot_bytes: int

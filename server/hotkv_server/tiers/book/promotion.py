@@ -32,8 +32,8 @@ class Promotion:
         return f"Promotion({self._moves!r})"
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """For each list, positions of the blocks ready on the disk, but neither ready nor
-        reserved in host memory."""
+        """For each list, positions ready on the disk, but neither ready nor reserved in host
+        memory."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at
@@ -41,11 +41,7 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Entries in the disk's block table; 0 for blocks that are not ready there, as sketches
-        never are.
-
-        `positions`: in the list; None: all.
-        """
+        """Entries of the disk; 0 if not ready there, as sketches always. `positions`: None: all."""
         hashes = listed.hashes if positions is None else rows(listed.hashes, positions)
         if listed.group_index >= MAX_GROUPS:
             return np.zeros(len(hashes), np.uint32)
@@ -53,18 +49,14 @@ class Promotion:
         return np.where(table.is_ready(words), words, 0).astype(np.uint32)
 
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Moves as many blocks as there are free slots; None if none moves. Evict first, as for an
-        engine's store.
-
-        A slot has the group's full size, even if the block's place is smaller, because it is
-        encoded.
-        """
+        """Moves blocks while there are slots; None if none moves. Evict first, as for a store.
+        Slots have full size even for encoded blocks."""
         if not self._moves.may_begin(key_space_id):
             return None
         number = self._moves.next_number()
         entries, places = [], []
         for one in groups:
-            # Only after the lists before have reserved: a block in two lists must move once.
+            # After the lists before have reserved: a block in two lists moves once.
             (positions,) = self.wanted(key_space_id, [one])
             if not len(positions):
                 continue
@@ -90,12 +82,12 @@ class Promotion:
         checks: Keys | None,
         now_s: float,
     ) -> None:
-        """Publishes the found blocks in host memory and removes the lost ones from the disk's block
-        table, after the tier has stopped writing.
+        """Publishes found blocks in host memory and removes lost ones from the disk, once the tier
+        has stopped writing.
 
-        `is_found` [n]: the tier has filled the slot.
-        `is_lost` [n]: the place no longer has the block's bytes. `checks` uint64 [n]: checksums
-            of found blocks; None if the server computes none.
+        `is_found` [n]: the slot is filled.
+        `is_lost` [n]: the place no longer has the bytes. `checks` uint64 [n]: checksums of found
+            blocks, if the server computes them.
         """
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))

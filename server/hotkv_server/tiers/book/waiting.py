@@ -1,4 +1,4 @@
-"""Queue of blocks that wait to be copied to a tier, in the order of their stores or uses."""
+"""Queue of blocks to copy to a tier, in the order of their stores or uses."""
 
 from collections import deque
 
@@ -9,24 +9,20 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
 MAX_LOOKED, PART_BLOCKS = 1 << 14, 8
-"""Limit of one turn of a tier's driver: MAX_LOOKED blocks, where each `WaitingBlocks.take`
-counts PART_BLOCKS more than it returns. A turn could else take long, if the tier has most
-waiting blocks, or most were evicted."""
+"""Blocks that a tier's driver checks in a turn, and what each `WaitingBlocks.take` counts beyond
+its result. Turns could else be long: the tier may have most blocks, or most may be evicted."""
 SHARED_BLOCKS = 1 << 10
-"""`WaitingBlocks.add` appends to the newest part up to this many blocks, then begins a new one."""
+"""Up to so many blocks, `WaitingBlocks.add` extends the newest part."""
 
 
 class WaitingBlocks:
-    """The waiting blocks are not pinned: `take` skips those that were evicted. If more wait than
-    host memory has entries, the oldest are dropped.
-
-    `num_bytes`: total size of their slots.
-    """
+    """Waiting blocks are not pinned: `take` skips evicted ones. The oldest are dropped if more
+    wait than host memory has entries. `num_bytes`: of their slots."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        # Entries, their reuse counts and slot sizes. Small calls of `add` share a part: one each
-        # would take some 500 bytes per block, much while a tier is down.
+        # Entries, reuse counts, slot sizes. One part per small `add` would take some 500 bytes
+        # per block, much while a tier is down.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
         self._num_entries = 0
         self.num_bytes = 0
@@ -80,8 +76,8 @@ class WaitingBlocks:
         return entries[:count], reuses[:count]
 
     def take(self, num_bytes: int) -> Entries:
-        """Takes the next blocks, at most `num_bytes` but at least one, and returns those still
-        ready. Stops at the end of a part. The queue must not be empty."""
+        """The next blocks that are still ready, from at most `num_bytes` but at least one,
+        within a part of the queue, which must not be empty."""
         sizes = self._parts[0][2]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         some, known = self._cut(count)

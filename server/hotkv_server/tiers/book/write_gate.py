@@ -1,15 +1,14 @@
 """Decides which blocks are written to the disk, under a budget of bytes per day.
 
-Disks wear, and most blocks are never requested again. So `WriteGate` admits a share of the
-*chains*, the blocks of a prompt: whole, because a hit ends at the first missing block. The share
-follows from the rate of offered bytes and the rest of the budget. One early block's hash, read as a
-number from 0 to 1, is compared with it, so chains with the same beginning get the same answer. A
-refused block is admitted when it is offered again, unless such blocks alone would spend the budget
-too fast. (Admitting only what is offered twice lost up to 40 % of the hits: docs/tiers.md.)
+Disks wear, and most blocks are never requested again. So a share of the *chains*, a prompt's
+blocks, is admitted: whole, as a hit ends at the first missing block. One early block's hash, read
+as a number from 0 to 1, is compared with the share, so chains with the same beginning agree. A
+refused block is admitted when offered again, unless such blocks alone spend the budget too fast.
+(Admitting only these lost up to 40 % of the hits: docs/tiers.md.)
 
 Always true:
-- in 24 hours, of earlier servers too, at most the budget is admitted; except for one chain in one
-  call, and for blocks larger than estimated (`add`);
+- 24 hours, with those of earlier servers, stay within the budget, but for a chain in one call and
+  blocks above their estimated size (`add`);
 - no gaps: a new block is refused if its parent is in host memory, but neither on the disk nor
   admitted.
 """
@@ -31,28 +30,25 @@ DAY_S = 86_400.0
 SLOT_S = 300.0
 """Length of `_Day`'s time slots."""
 SPENDING_S = 6 * 3600.0
-"""The rest of the budget is spent as if it had to last this long."""
+"""The rest of the budget is spent over this time."""
 DEMAND_S = 600.0
 """Time constant of `_Rate`."""
 EARLY_TOKENS = 8192
-"""The hash of the block with this token of the chain decides, or of the last block if the chain
-is shorter."""
+"""The block with this token of the chain decides, or the last if it is shorter."""
 MAX_REMEMBERED = 1 << 22
-"""Most refused blocks that are remembered, at 4 bytes each."""
+"""Refused blocks, at 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """n blocks offered to the gate, those of a chain in a row.
+    """n blocks, those of a chain in a row.
 
-    `keys` uint64 [n]: keys in the index, which include the group. `hashes` uint32 [n, 8]: block
-    hashes.
-    `num_bytes` [n]: sizes of the places on the disk.
+    `keys` uint64 [n]: in the index, with the group. `hashes` uint32 [n, 8]: block hashes.
+    `num_bytes` [n]: of the places.
     `ends_tokens` [n]: tokens of the chain up to the block's end.
-    `begins` [n]: the block does not continue the row before. The next two are valid only in these
-        rows:
+    `begins` [n]: does not continue the row before. Only in these rows:
     `follows` [n]: the parent is on the disk, moving there, or just admitted.
-    `has_gap` [n]: the parent is in host memory, but does not count for `follows`.
+    `has_gap` [n]: the parent is in host memory, but does not follow.
     """
 
     keys: Keys
@@ -93,18 +89,17 @@ class WriteGate:
         return max(0.0, self._budget - self._written.total)
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        """Corrects the count of `admit`; negative if it has counted bytes that are not written."""
+        """Corrects `admit`; negative for bytes that are not written."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
-        """Writes of the last 24 hours, oldest first, as (age in seconds, bytes). An age may be
-        up to SLOT_S too high."""
+        """(age in seconds, bytes) of the last 24 hours' writes, oldest first. An age is up to
+        SLOT_S too high."""
         self._written.forget(now_s)
         return [(now_s - begun_s, num_bytes) for begun_s, num_bytes in self._written.slots]
 
     def recall(self, written: Iterable[tuple[float, int]], now_s: float) -> None:
-        """Counts the `written` of an earlier server. Negative ages, of a clock set back, count
-        as 0."""
+        """Counts an earlier server's `written`. A negative age, of a clock set back, is 0."""
         self._written.recall([(now_s - max(0.0, age_s), size) for age_s, size in written])
         self._written.forget(now_s)
 
@@ -137,10 +132,8 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """How many of a chain's offered blocks to admit, from the first: all, or those refused
-        before, or none.
-
-        `is_again`: for each of `rows`, the gate has refused the block before.
+        """Blocks of a chain to admit, from the first: all, those refused before, or none.
+        `is_again`: refused before, for each of `rows`.
         """
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]
         num_rows, num_again = len(ends), 0
@@ -208,7 +201,7 @@ class _Rate:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Soon after the first bytes about the mean since then, but at least over a minute."""
+        """Soon after the first bytes, their mean over at least a minute."""
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))

@@ -34,7 +34,8 @@ class LostError(StoreError):
     """The connection has ended, or a reply is invalid."""
 
 
-class LateError(StoreError): ...
+class LateError(StoreError):
+    """The store has not answered in time."""
 
 
 class UnusableError(StoreError):
