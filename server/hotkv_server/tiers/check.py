@@ -149,8 +149,8 @@ def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
 
 
 def check_shared(tier: SharedTier, arena: Region) -> Checked:
-    """Closes the tier. Raises StartError if it does not work. `arena`: of `_arena`, as in the
-    tier."""
+    """Closes the tier. Raises StartError if it does not work. `arena`: with which the tier was
+    opened."""
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S

@@ -205,7 +205,7 @@ class Tier(Protocol):
     def facts(self) -> TierFacts: ...
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """A block whose read has not begun by the deadline (time.monotonic) is FAILED."""
+        """A block whose read has not begun by the deadline is FAILED."""
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """The slots must not change before `on_done`."""

@@ -1,5 +1,6 @@
-"""Seals: the 64-bit XXH3 of all stored bytes of a block, as a disk may lose any sector, seeded
-from its key, so another block's bytes don't match. They show damage, not forgery."""
+"""Seals: the 64-bit XXH3 of all stored bytes of a block, because a disk may lose any sector. The
+seed comes from the block's key, so another block's bytes don't match. A seal shows damage,
+not forgery."""
 
 from collections.abc import Sequence
 

@@ -84,8 +84,9 @@ def check_tiers(settings: Settings) -> None:
 
 
 def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
-    """Result or error of `call`, run on a thread; StartError after `wait_s`: on a hung disk at
-    `path` flushes could not be recorded."""
+    """Runs `call` on a thread, and returns its result or raises its error. StartError after
+    `wait_s`: on a hung disk flushes could not be recorded.
+    """
     try:
         return Clerk("disk-start").do(call).result(wait_s)
     except futures.TimeoutError:

@@ -1,6 +1,7 @@
-"""Reserves slots for blocks that tiers copy into host memory, and pins what has arrived. Always
-true: a block becomes ready only after the tier has filled its slot, and stays pinned until
-`release`, so that those who wait can lease it.
+"""Reserves slots for blocks that tiers copy into host memory, and pins what has arrived.
+
+Always true: a block becomes ready only after the tier has filled its slot, and stays pinned
+until `release`, so that those who wait can lease it.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,6 @@ from hotkv_server.tiers.book.moves import Move, Moves, joined
 
 
 class Arrivals:
-    """See the module. `groups` of its methods: one list of block hashes per group."""
-
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
         self._host = moves.host
@@ -26,8 +25,8 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """For each list, positions neither ready nor reserved in host memory. None for sketches,
-        which tiers don't store."""
+        """For each list, positions of blocks neither ready nor reserved in host memory. None for
+        sketches, which tiers don't store."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -44,7 +43,8 @@ class Arrivals:
         positions: list[Int64s],
         slot_bytes: Callable[[int], int],
     ) -> Move | None:
-        """Reserves slots while there are any; None if there is none. Evict first, as for a store.
+        """Begins a move of as many blocks as there are slots; None if there is none. Evict first,
+        as for a store.
 
         `positions`: to move, for each list.
         """
@@ -110,8 +110,8 @@ class Arrivals:
         """Publishes found blocks and frees the other slots, once the tier has stopped writing.
         Returns the ready entries, pinned until `release`; none of an abandoned move.
 
-        `is_found` [n]: the slot is filled. `checks` uint64 [n]: checksums of found blocks, if
-            the server computes them.
+        `is_found` [n]: the slot is filled.
+        `checks` [n]: checksums of found blocks; None if the server computes none.
         """
         if len(move.forsaken):
             forsaken, move.forsaken = move.forsaken, move.forsaken[:0]

@@ -1,6 +1,8 @@
-"""Decides which blocks are copied to a shared tier, and when again. They wait in queues, the
-lanes. Always true: a block stays pinned until the tier has stopped reading it; a failed copy is
-tried again at most MAX_TRIES times, and only while the block is in host memory."""
+"""Decides which blocks are copied to a shared tier, and when again. They wait in queues, the lanes.
+
+Always true: a block stays pinned until the tier has stopped reading it. A failed copy is tried
+again at most MAX_TRIES times, and only while the block is in host memory.
+"""
 
 from collections.abc import Callable
 
@@ -52,8 +54,8 @@ class Copies:
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
-        """A lane's next ready blocks, each once, up to about `num_bytes`, or MAX_LOOKED blocks.
-        Yields between parts of the work."""
+        """The next blocks of a lane that are still ready, each once: about `num_bytes`, or
+        MAX_LOOKED blocks. Yields between parts of the work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         reuses = index.table.records[:, table.W_REUSES]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]
@@ -70,7 +72,7 @@ class Copies:
         return each_once(taken[same])
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """A move per key space, with its blocks pinned. If that is being flushed, they go back
+        """Pins blocks and begins a move per key space. Blocks that are being flushed go back
         into the lane."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():

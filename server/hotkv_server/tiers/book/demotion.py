@@ -25,7 +25,7 @@ from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 
 class Demotion:
-    """See the module. `waiting`: blocks stored or used that may lack on the disk."""
+    """See the module. `waiting`: stored or used blocks that the disk may lack."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Blocks to write: waiting, ready, not on the disk, admitted. Blocks of a key space that is
-        being flushed stay queued in order.
+        """Takes the blocks to write: ready, not on the disk, admitted by the gate. Blocks of a key
+        space that is being flushed stay queued, in order.
 
         Stops at about `num_bytes`, or MAX_LOOKED blocks. Yields between parts of the work.
         """
@@ -90,7 +90,8 @@ class Demotion:
             yield
         # Entries may have been reused while this generator was suspended.
         ready: Entries = taken[(reuses[taken] == known) & index.is_ready(taken)]
-        # Held blocks first: `put_back` then inserts others before them, as in their prompts.
+        # Held blocks first: `put_back` then inserts others before them, which precede them in
+        # their prompts.
         self.waiting.add_first(held[(reuses[held] == held_known) & index.is_ready(held)])
         is_stopped = np.isin(index.key_spaces(ready), list(self._stopped(ready)))
         if is_stopped.any():
@@ -102,7 +103,8 @@ class Demotion:
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks that `take` returned before all others, off the gate's count."""
+        """Puts blocks of `take` back at the head of the queue, and their bytes off the gate's
+        count."""
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )
@@ -151,7 +153,8 @@ class Demotion:
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
-        """A move per key space, of blocks that the disk lacks, while there are places.
+        """Moves blocks that the disk lacks, while there are places: a move per key space.
+
         `is_plain`: in places as large as slots, so not encoded.
         """
         moves = []
@@ -218,8 +221,9 @@ class Demotion:
         """Publishes stored blocks and unpins all, once the tier has stopped reading. Returns those
         to move again with `is_plain`, past the gate.
 
-        `is_stored` [n]: by the tier. `seals` uint64 [n]: of stored blocks.
-        `is_unfit` [n]: the form did not fit; None: all did.
+        `is_stored` [n]: the tier has stored the block.
+        `seals` [n]: of stored blocks.
+        `is_unfit` [n]: the form did not fit its place; None: all did.
         """
         self._moves.remove(move)
         good = is_stored & ~move.is_void

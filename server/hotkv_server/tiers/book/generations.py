@@ -41,7 +41,7 @@ MISSED_S = 5.0
 """A store that shows no new generation this long after another has missed the flush of another
 node. Longer than TELL_S."""
 RETRY_S = 0.5
-"""Between two tries to raise a generation."""
+"""Between two tries to raise."""
 MAX_RECORDS = 1 << 13
 """Above this, idle key spaces that this node no longer knows are forgotten."""
 NO_GENERATION = 0
@@ -95,8 +95,8 @@ class GenerationStanding:
 
     @property
     def is_settled(self) -> bool:
-        """The store's answers can confirm this node's blocks. A failed raise does not matter: it
-        concerns only older blocks in the store."""
+        """The store's answers can confirm this node's blocks. A failed raise does not matter to
+        them."""
         is_raised = self.has_failed or not self.is_unraised
         return self.target is None and is_raised and (self.is_verified or self.is_none)
 
@@ -272,8 +272,8 @@ class GenerationBook:
         self._active[fingerprint] = None
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Stores that did not raise or confirm in time; None: wait. If empty, no node that can
-        reach the stores serves blocks older than the request."""
+        """Stores that did not raise or confirm in time; None while the caller must wait. If
+        empty, no node that can reach the stores serves blocks older than the request."""
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -392,8 +392,8 @@ class GenerationBook:
                 self._aim(fingerprint, standing, generation)
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
-        """New cases of (fingerprint, store) in use where the store seems to have missed another
-        node's flush."""
+        """(fingerprint, store) of flushes by other nodes that seem to have missed a store. Each
+        once, and only of key spaces in use."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -446,7 +446,7 @@ class GenerationBook:
         )
 
     def raised(self, store: str, fingerprint: str, generation: int | None, now_s: float) -> None:
-        """Processes a raise's answer: NO_GENERATION: no room; None: it failed."""
+        """Processes the answer to a raise; NO_GENERATION if there is no room, None if it failed."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -471,12 +471,11 @@ class GenerationBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Marks the key space as in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 
     def generation(self, fingerprint: str, store: str) -> int:
-        """To read and write blocks under now, or NO_GENERATION."""
+        """For reads and writes in the store now, or NO_GENERATION."""
         standing = self.standing(fingerprint, store)
         is_usable = standing.is_settled and standing.is_verified and not standing.is_unraised
         return standing.generation if is_usable else NO_GENERATION
@@ -489,7 +488,6 @@ class GenerationBook:
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Confirmed in the last CONFIRMED_S."""
         standing = self.standing(fingerprint, store)
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 

@@ -24,8 +24,11 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 
 
 class LowerTier:
-    """See the module. `write_bytes_per_day`: None: no limit. `encoded_bytes`: None: nothing is
-    encoded."""
+    """See the module.
+
+    `write_bytes_per_day`: None: no limit.
+    `encoded_bytes`: None: nothing is encoded.
+    """
 
     def __init__(
         self,
@@ -66,8 +69,8 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes a key space's blocks, whose moves must be stopped: `portion` entries a step,
-        which yields how many it removed."""
+        """Removes a key space's blocks, whose moves must be stopped. Each step searches
+        `portion` entries and yields how many it has removed."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)

@@ -1,6 +1,8 @@
-"""The moves under way: up, to host memory, or down, to a tier. Always true: a block is in at
-most one move up, but may move down to several tiers. A block flushed during its move is void: it
-does not become ready."""
+"""The moves under way: up, to host memory, or down, to a tier.
+
+Always true: a block is in at most one move up, but may move down to several tiers. A block
+flushed during its move is void: it does not become ready.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

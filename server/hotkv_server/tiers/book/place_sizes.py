@@ -1,6 +1,9 @@
-"""Chooses the sizes of places on the disk. Always true: a block is encoded (compressed) if and
-only if its place is smaller than its slot. Whether the form fits is known only at the write: if
-few of a group's do, RETRY_BLOCKS are written plain before encoding is tried again."""
+"""Chooses the sizes of places on the disk.
+
+Always true: a block is encoded (compressed) if and only if its place is smaller than its slot.
+Whether its form fits is known only at the write. If few of a group's forms fit, RETRY_BLOCKS are
+written plain before encoding is tried again.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +74,6 @@ class PlaceSizes:
         return known.encoded_bytes if known.is_encoded else known.slot_bytes
 
     def tried(self, key_space_id: int, group: int, num_fitted: int, num_blocks: int) -> None:
-        """`num_fitted` of `num_blocks` tried blocks fitted their place."""
         known = self._groups[key_space_id, group]
         known.tried_blocks += num_blocks
         known.fitted_blocks += num_fitted

@@ -32,8 +32,8 @@ class Promotion:
         return f"Promotion({self._moves!r})"
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """For each list, positions ready on the disk, but neither ready nor reserved in host
-        memory."""
+        """For each list, positions of blocks ready on the disk, but neither ready nor reserved
+        in host memory."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at
@@ -86,8 +86,8 @@ class Promotion:
         has stopped writing.
 
         `is_found` [n]: the slot is filled.
-        `is_lost` [n]: the place no longer has the bytes. `checks` uint64 [n]: checksums of found
-            blocks, if the server computes them.
+        `is_lost` [n]: the place no longer has the bytes.
+        `checks` [n]: checksums of found blocks; None if the server computes none.
         """
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))

@@ -49,7 +49,7 @@ class WaitingBlocks:
         self._drop_oldest()
 
     def add_first(self, entries: Entries) -> None:
-        """Queues blocks that `take` has just returned before all others."""
+        """Puts blocks that `take` has just returned back at the head."""
         if len(entries):
             self._parts.appendleft(self._part(entries))
             self._drop_oldest()
@@ -76,8 +76,8 @@ class WaitingBlocks:
         return entries[:count], reuses[:count]
 
     def take(self, num_bytes: int) -> Entries:
-        """The next blocks that are still ready, from at most `num_bytes` but at least one,
-        within a part of the queue, which must not be empty."""
+        """Takes the next blocks, at most `num_bytes` but at least one, and returns those still
+        ready. Stops at the end of a part. The queue must not be empty."""
         sizes = self._parts[0][2]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         some, known = self._cut(count)

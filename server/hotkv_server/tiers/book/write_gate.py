@@ -7,8 +7,8 @@ refused block is admitted when offered again, unless such blocks alone spend the
 (Admitting only these lost up to 40 % of the hits: docs/tiers.md.)
 
 Always true:
-- 24 hours, with those of earlier servers, stay within the budget, but for a chain in one call and
-  blocks above their estimated size (`add`);
+- in 24 hours at most the budget is written, by earlier servers too, except for a chain in one call
+  and blocks above their estimated size (`add`);
 - no gaps: a new block is refused if its parent is in host memory, but neither on the disk nor
   admitted.
 """
@@ -43,10 +43,11 @@ MAX_REMEMBERED = 1 << 22
 class Offered:
     """n blocks, those of a chain in a row.
 
-    `keys` uint64 [n]: in the index, with the group. `hashes` uint32 [n, 8]: block hashes.
+    `keys` [n]: in the index, with the group.
+    `hashes` [n, 8]: block hashes.
     `num_bytes` [n]: of the places.
     `ends_tokens` [n]: tokens of the chain up to the block's end.
-    `begins` [n]: does not continue the row before. Only in these rows:
+    `begins` [n]: the row does not continue the one before. The next two are valid only then:
     `follows` [n]: the parent is on the disk, moving there, or just admitted.
     `has_gap` [n]: the parent is in host memory, but does not follow.
     """

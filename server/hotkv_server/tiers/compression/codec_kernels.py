@@ -66,8 +66,8 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
 
 
 def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> tuple[Any, Any]:
-    """Encodes the vector at `source`, its signs and mantissas to `rests`. Indices, and a mask of
-    escapes."""
+    """Encodes the vector at `source`, its signs and mantissas to `rests`. Returns its indices
+    and a mask of escapes."""
     values = _load(builder, source, _WORDS)
     exponents = builder.trunc(builder.lshr(values, _all(_WORDS, 7)), _BYTES)
     signs = builder.trunc(builder.lshr(values, _all(_WORDS, 8)), _BYTES)
@@ -89,9 +89,8 @@ def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> t
 def _encode_group(
     typingctx: Any, source: Any, rests: Any, indices: Any, low: Any, high: Any
 ) -> Any:
-    """Encodes GROUP_VALUES values between addresses. Two words with a bit per escape. `low`,
-    `high`: the table's 16 bytes.
-    """
+    """Encodes GROUP_VALUES values; all positions are addresses. Returns two words with a bit per
+    escape. `low`, `high`: the table's 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, rests, place, low, high = args
@@ -132,7 +131,8 @@ def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: l
 def _decode_group(
     typingctx: Any, rests: Any, indices: Any, target: Any, low: Any, high: Any
 ) -> Any:
-    """Decodes GROUP_VALUES values between addresses. `low`, `high`: the table's 16 bytes."""
+    """Decodes GROUP_VALUES values; all positions are addresses. `low`, `high`: the table's 16
+    bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rests, place, target, low, high = args
@@ -310,11 +310,11 @@ def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_valu
 def encode_many(
     blocks: Any, begins: Any, sizes: Any, rooms: Any, places: Any, room_sizes: Any, results: Any
 ) -> None:
-    """Form sizes to `results`, and zeros behind the forms; 0 if one exceeds its room, whose bytes
-    are then undefined.
+    """Encodes n blocks, with zeros behind the forms. `results`: size of a form, or 0 if it exceeds
+    its room, whose bytes are then undefined.
 
-    `blocks` (at an even address) and `rooms`: uint8; others int64 [n], bytes; blocks at
-    multiples of SLOT_ALIGN, inside the arrays.
+    `blocks`, at an even address, and `rooms` are uint8, the others int64 [n]. Blocks and rooms
+    must lie inside the arrays, blocks at multiples of SLOT_ALIGN.
     """
     values, counts = blocks.view(np.uint16), np.empty(256, np.int64)
     for i in range(sizes.shape[0]):
@@ -333,8 +333,8 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Sets `results` to 1, or to 0 if a room has no form of its block's size; the block's bytes
-    are then undefined. Arguments as of `encode_many`."""
+    """Decodes n blocks. `results`: 1, or 0 if a room has no form of its block's size; the
+    block's bytes are then undefined. Arguments as of `encode_many`."""
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):
         results[i] = _decode(

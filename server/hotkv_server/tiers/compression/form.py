@@ -40,7 +40,7 @@ SAMPLE_STEP = 7
 channels."""
 ESCAPE_BYTES = 3
 VALUES_PER_ESCAPE = 128
-"""The room has an escape per 128 values. SmolLM2 has one in 1,200."""
+"""The room has space for an escape in 128 values. SmolLM2 has one in 1,200."""
 
 
 def rests_at(num_values: int) -> int:

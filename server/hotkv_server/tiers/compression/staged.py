@@ -105,12 +105,12 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Not too large for the memory, or for a write's half, even if others use it now."""
+        """The memory, or a write's half of it, is large enough, even if it is in use now."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:
-        """Offset of a part. Blocks until there is room; None at `until_s` (time.monotonic),
-        after `stop`, or if it is too large. Raises OSError if the memory can't be allocated."""
+        """Offset of a part. Blocks until there is room; None at `until_s`, after `stop`, or if
+        it is too large. Raises OSError if the memory can't be allocated."""
         if num_bytes > self.num_bytes:
             return None
         self.open()
@@ -138,7 +138,7 @@ class Staged:
 
     @property
     def memory(self) -> FileMapping:
-        """To be taken or opened before."""
+        """Only after `take` or `open`."""
         assert self._memory is not None, "staging memory that was not taken"
         return self._memory
 

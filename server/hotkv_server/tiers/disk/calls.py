@@ -9,7 +9,7 @@ Always true:
   turns, a piece each, so large calls don't delay small ones;
 - at most three quarters of several threads write, so that reads need not wait;
 - few large blocks move at a time, or each would take so long that the disk seemed to hang: a
-  piece waits if two of its kind are under way with MAX_PIECE_BYTES per thread or more.
+  piece waits while two or more of its kind have MAX_PIECE_BYTES times the number of threads.
 """
 
 import math

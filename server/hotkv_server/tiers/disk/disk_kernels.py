@@ -1,8 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels without the GIL: block I/O, and seals, XXH3 with a seed (names, constants: xxHash's
-doc/xxhash_spec.md), only for more than 240 bytes. Load them with `hotkv_proto.native.require`.
+"""Numba kernels for block I/O and seals, without the GIL. Load them with
+`hotkv_proto.native.require`.
 
-Always true: if a block can't be copied, those after it are all the same.
+Always true: if a block can't be copied, those after it are all the same. Seals are XXH3 with a
+seed, only for more than 240 bytes; names and constants are those of xxHash's doc/xxhash_spec.md.
 """
 
 import errno

@@ -66,7 +66,6 @@ class BlockMover:
     """See the module. Thread-safe for different pieces."""
 
     def __init__(self, arena: Region, file: SlabFile, io: BlockIO, staged: Staged) -> None:
-        """Loads numba functions, which takes seconds the first time."""
         self._arena = arena
         self._file = file
         self._io = io
@@ -127,8 +126,8 @@ class BlockMover:
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
         """Reads blocks to `addresses`. Mask of those that match their seals.
 
-        The others are CORRUPT, but FAILED if the disk can't read another part of the file
-        either.
+        The others are CORRUPT. If the disk can't read a block, nor another part of the file, it
+        stays FAILED.
         """
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
@@ -161,7 +160,8 @@ class BlockMover:
         return bool(results[0] == SLOT_ALIGN)
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
-        """UNFIT: the form exceeds its place, or the place the staging memory for writes."""
+        """A block is UNFIT if its form exceeds its place, or its place the staging memory for
+        writes."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT

@@ -49,8 +49,6 @@ class BlockIO(Protocol):
 
 
 class FileIO:
-    """Loads numba functions, which takes seconds the first time."""
-
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._kernels = native.require("hotkv_server.tiers.disk.disk_kernels")

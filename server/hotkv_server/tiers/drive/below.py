@@ -40,7 +40,7 @@ MAX_DOWN_BYTES = 64 << 20
 
 
 class TierBelow:
-    """See the module. `groups` of its methods: one list of block hashes per group.
+    """See the module.
 
     `moving_bytes`: most bytes in moves down at a time, below MAX_DOWN_BYTES.
     `memory`: None if the blocks need not outlive the process.
@@ -78,9 +78,8 @@ class TierBelow:
         return f"TierBelow({self.tier!r}, {self.lower!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
-        """`tell`: sends the core's notices and events, after blocks were evicted or condemned.
-        `on_ready`: called with the entries in the disk's block table, after moves down.
-        """
+        """`tell`: see `Tiers.start`. `on_ready`: called after moves down, with the entries in
+        the disk's block table."""
         self._on_ready = on_ready
         if self.memory is not None:
             name = f"the thread that writes the records of {self.name}"
@@ -181,7 +180,7 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Waits for confirmations until `until_s` (time.monotonic), without access to the disk."""
+        """Waits for confirmations until `until_s`, without access to the disk."""
         if self.has_some(key_space_id, groups):
             await self._generations.confirm_all(key_space_id, until_s)
 

@@ -17,7 +17,7 @@ RETRY_S = 2.0
 SAY_AGAIN_S = 60.0
 """Least time between two warnings about the same tier."""
 StalledS = Callable[[float], float]
-"""Seconds that a call has been under way, 0 if none is, at a time of time.monotonic."""
+"""How long a call has been under way at a time of time.monotonic; 0 if none is."""
 
 
 class Breaker:
@@ -57,16 +57,16 @@ class Breaker:
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """`lets_pass`; if True, the caller must call at once, and the next trial call is RETRY_S
-        away."""
+        """`lets_pass`. If True, the caller must call at once; the next trial call is due after
+        RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S
         return passes
 
     def say(self) -> None:
-        """Logs when lookups begin to skip the tier and when it works again, but not each time it
-        breaks often."""
+        """Logs when lookups begin to skip the tier, at most every SAY_AGAIN_S, and when it works
+        again."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

@@ -106,7 +106,6 @@ class TierCopies:
         return self._copies.num_waiting
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """`tell`: sends the core's notices and events, after blocks were condemned."""
         tasks.spawn(self._copy_stored(tasks, tell))
         tasks.spawn(self._copy_old(tasks, tell))
         tasks.spawn(self._offer_left(tasks))

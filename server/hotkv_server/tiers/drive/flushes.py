@@ -44,7 +44,7 @@ LATE_TICKS = 20
 GAP_S = 0.5
 """Ticks this far apart mean that the process was stopped."""
 DEAF_TICKS = 30
-"""After a stop, no store gets away for so many ticks."""
+"""After a stop, no store is marked as away for so many ticks."""
 AGAIN_S = 1.0
 """Pause after a failed write of the book or a failed flush here."""
 NOTES = "disk"
@@ -82,7 +82,11 @@ class _Store:
 
 
 class FlushDriver:
-    """See the module. `notes`: None: the book ends with the process."""
+    """See the module. `until_s` of public methods is of time.monotonic, all other times are of
+    `now_s`.
+
+    `notes`: None: the book ends with the process.
+    """
 
     def __init__(
         self,
@@ -264,7 +268,7 @@ class FlushDriver:
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed`. False if the store is away, has no generation, or has not
-        answered by `until_s` (time.monotonic)."""
+        answered by `until_s`."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             fingerprint = self.fingerprint(key_space_id)
@@ -276,8 +280,7 @@ class FlushDriver:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Waits for confirmations of all stores that are not away, until `until_s`
-        (time.monotonic)."""
+        """Waits for confirmations of all stores that are not away, until `until_s`."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -298,7 +301,7 @@ class FlushDriver:
                 return
 
     async def _ask_soon(self, until_s: float) -> bool:
-        """Nudges the task and waits for `_wake`, at most until `until_s` (`now_s`). False if
+        """Nudges the task and waits for `_wake`, at most until `until_s` of `now_s`. False if
         that has passed or the node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
@@ -463,7 +466,7 @@ class FlushDriver:
         self._nudge()
 
     def _wake(self) -> None:
-        """Called when an action has ended, or a store gets away."""
+        """Called when an action has ended or a store is marked as away."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)

@@ -61,7 +61,7 @@ class WaitingCalls:
 
 
 class TierLookups:
-    """See the module. `groups` of its methods: one list of block hashes per group.
+    """See the module.
 
     `sources`: all tiers; the first that has a block is preferred.
     `shared`: those among them that must be asked.

@@ -67,7 +67,7 @@ def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:
-    """For each list, the blocks that this hit needs."""
+    """For each list, the blocks that the longest possible hit needs."""
     ranges = needed_blocks([one.spec for one in lists], hit_tokens(lists, masks))
     found = []
     for one, blocks in zip(lists, ranges, strict=True):
@@ -132,7 +132,7 @@ class TierReads:
 
     `asked_blocks`: asked for by lookups, as host memory and the tiers before lack them.
     `left_blocks`: there, but not loaded, as computing is faster.
-    `last_s`: when the last read ended (time.monotonic).
+    `last_s`: when the last read ended.
     `queued_bytes`: of reads that have not ended.
     """
 

@@ -68,7 +68,6 @@ log = logging.getLogger(__name__)
 class LowerMemory:
     """See the module.
 
-    `num_bytes`: size of the tier.
     `table`: empty until the core fills it.
     `old`: an earlier server's table; None if there is no usable one, and after `start`.
     `state`: key spaces and slab size of `old`.
@@ -300,7 +299,7 @@ class LowerMemory:
         self._sums = sums
 
     def _all_parts(self) -> list[int]:
-        """Parts with the header and the records; the next server builds the hash index anew."""
+        """Parts with the header and the records; the next server does not need the hash index."""
         first = self.table.geometry.records_offset_bytes // PART_BYTES
         return sorted({0, *range(first, -(-len(self._bytes) // PART_BYTES))})
 

@@ -61,7 +61,7 @@ class FoundBlocks:
         return f"FoundBlocks({len(self)} of {len(self._until_s)} heads)"
 
     def among(self, head: bytes, hashes: Words, at_s: float) -> BoolMask:
-        """Mask [n] of the blocks remembered beyond `at_s` (time.monotonic)."""
+        """Mask [n] of the blocks remembered beyond `at_s`."""
         mask = np.zeros(len(hashes), np.bool_)
         if (known := self._until_s.get(head)) is None:
             return mask
@@ -101,7 +101,7 @@ def _buckets(begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class TierShared:
-    """See the module. `groups` of its methods: one list of block hashes per group.
+    """See the module.
 
     `below`: the disk's breaker; None without a disk.
     `num_fetched`: blocks loaded since the start.
@@ -134,8 +134,7 @@ class TierShared:
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Probes the tier for blocks that are neither here nor already found, and waits for the
-        answer until `until_s` (time.monotonic). Does nothing if the tier is broken or its store
-        does not confirm."""
+        answer until `until_s`. Does nothing if the tier is broken or its store does not confirm."""
         if not self.breaker.lets_pass:
             return
         if not await self._generations.confirm(self.name, key_space_id, until_s):

@@ -90,7 +90,7 @@ class Held:
 
 
 class Tiers:
-    """See the module. `groups` of its methods: one list of block hashes per group.
+    """See the module.
 
     `below`: the disk, which lookups ask first; None without one.
     `shared`: in the order in which lookups ask them.
@@ -240,8 +240,7 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, hit, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Loads what host memory has room for, part after part, and waits until `until_s`
-        (time.monotonic)."""
+        """Loads what host memory has room for, part after part, and waits until `until_s`."""
         record = self._core.catalog.record(key_space_id)
         slot_bytes = max((record.shape(one.group_index).slot_bytes for one in groups), default=1)
         part_bytes = min(PREFETCH_BYTES, self._most_bytes // 2)

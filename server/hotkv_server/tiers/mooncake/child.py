@@ -49,8 +49,8 @@ class SpoiledError(MasterLostError):
 
 
 class AwayError(Exception):
-    """A generation was in the memory of a process that has ended; the master lists it for some
-    more seconds."""
+    """A generation can't be read: it was in the memory of a process that has ended. The master
+    lists it for some seconds more."""
 
 
 class Child:
@@ -115,7 +115,7 @@ class Child:
     def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
         names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
         codes = [int(Write.PRESENT)] * len(names)
-        # A put under an existing key counts as success.
+        # Look first, because a put under an existing key counts as success.
         rows = [row for row, code in enumerate(self._exist(names)) if code != 1]
         for at, row in enumerate(rows):
             content = self._slot(slots[row], sizes[row])
@@ -126,7 +126,7 @@ class Child:
             return {"codes": codes}
         buffers = self._buffers([slots[row] for row in rows], [sizes[row] for row in rows])
         put = self._store.batch_put_from_multi_buffers(new, *buffers)
-        # A full store may report success and evict at once.
+        # Look again, because a full store may report success and evict at once.
         for row, code, there in zip(rows, put, self._exist(new), strict=True):
             if _check(code) == 0:
                 codes[row] = Write.STORED if there == 1 else Write.FULL

@@ -42,7 +42,8 @@ MAX_STALL_S = 5.0
 class MooncakeClient:
     """A `Client` over a child process, which the constructor starts by `until_s`.
 
-    `memories`: with the slots: shared mappings from their file's start, and its descriptor.
+    `memories`: shared mappings with the slots, from their file's start, and the file's
+        descriptor.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class MooncakeClient:
         }
 
     def _offset_of(self, slot: memoryview) -> int:
-        """Through all memories, as if they followed each other."""
+        """Offset through all memories, as if they followed each other."""
         begin = 0
         for region in self._memories:
             if 0 <= (offset := region.offset_of(slot)) < region.num_bytes:

@@ -22,9 +22,9 @@ def generation_key(fingerprint: str) -> str:
 
 
 class Line:
-    """One end of the socket pair. Not thread-safe. Raises TimeoutError at `until_s`
-    (time.monotonic; None: no limit), EOFError or OSError if the other process is gone, EOFError
-    or ValueError for anything but a message."""
+    """One end of the socket pair. Not thread-safe. Raises TimeoutError at `until_s` (None: no
+    limit), EOFError or OSError if the other process is gone, EOFError or ValueError for anything
+    but a message."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

@@ -28,7 +28,8 @@ MAX_QUEUED_PARTS = 1 << 14
 
 
 PATIENCE_S = 0.5
-"""Then a write goes before reads, as its blocks can't be evicted meanwhile."""
+"""After this time without one, a write goes before reads, because its blocks can't be evicted
+meanwhile."""
 
 
 class RemoteCall:
@@ -80,11 +81,11 @@ class RemoteCall:
 class Part:
     """What a thread executes over its connection.
 
-    `do`: asks the store by a time (time.monotonic), and sets results in `call`.
-    `deadline_s`: time.monotonic; skipped if not begun by then.
+    `do`: asks the store, until the given time, and sets results in `call`.
+    `deadline_s`: the part is skipped if it has not begun by then.
     `is_write`: writes or removes blocks.
-    `moves_blocks`: uses slots, so it is aborted at its deadline to free them. Others are not: an
-        abort closes the connection.
+    `moves_blocks`: uses slots, so it is aborted at its deadline to free them. Others are not,
+        because an abort closes the connection.
     """
 
     call: RemoteCall
@@ -97,7 +98,7 @@ class Part:
 def cut(
     num_bytes: Int64s, part_bytes: int = PART_BYTES, part_blocks: int = PART_BLOCKS
 ) -> Iterator[slice]:
-    """Slices of at most `part_blocks` and `part_bytes`; a larger block is alone."""
+    """Slices of at most `part_blocks` blocks and `part_bytes` bytes; a larger block is alone."""
     begin, total = 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         if at > begin and (total + size > part_bytes or at - begin == part_blocks):
@@ -150,7 +151,7 @@ class PartQueue:
             return True
 
     def get(self, until_s: float, *, takes_writes: bool = True) -> Part | None:
-        """None if the queue is closed or empty until `until_s` (time.monotonic)."""
+        """None if the queue is closed or empty until `until_s`."""
         with self._ready:
             while not (self._questions or self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()

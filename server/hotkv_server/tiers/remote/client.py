@@ -68,8 +68,8 @@ class Client(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved (time.monotonic), which tells a slow call from a hung one. 0 if
-        unknown, infinity while it does not wait for the store. Any thread."""
+        """When bytes last moved, which tells a slow call from a hung one. 0 if unknown, infinity
+        while the client does not wait for the store. Any thread."""
 
     def is_fresh(self) -> bool:
         """False if the connection has ended since its last use."""
@@ -106,16 +106,16 @@ class Client(Protocol):
         `hotkv/1/FINGERPRINT/generation`."""
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Begins missing ones. Omits those that are no number."""
+        """Begins missing generations. Omits those that are no number."""
 
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
         """Begins a generation above the present one and `floor`, the highest that the caller knows.
 
-        A full store removes the present one: NO_GENERATION, and reads find nothing until
-        `generations` begins one. Without one to remove, raises LostError: other nodes would not
-        notice the flush. `is_retry`: the last call for the same flushes failed.
+        A full store removes the present one and returns NO_GENERATION: reads find nothing until
+        `generations` begins one. Without one to remove, raises LostError, because other nodes
+        would not notice the flush. `is_retry`: the last call for the same flushes failed.
         """
 
     def close(self) -> None: ...

@@ -4,8 +4,9 @@ Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain und
 encoded ones under `encoded_key` in `room_bytes`, so a reader knows the size. It asks for the
 encoded form first, then for the plain one. Encoding is deterministic: all nodes use the same key.
 
-Blocks larger than the staging memory move plain, between store and slot. Always true: for all
-others the inner client uses only staging memory, freed only when it can't write there any more.
+Blocks larger than the staging memory move plain, directly between store and slot. Always true:
+for all others the inner client uses only staging memory, which is freed only when it can't write
+there any more.
 """
 
 import contextlib
@@ -128,8 +129,7 @@ class EncodingClient:
     def _part(
         self, keys: Sequence[bytes], slots: Sequence[memoryview], until_s: float, *, is_write: bool
     ) -> Iterator["_Part | None"]:
-        """Blocks with staging memory; None if they have no bytes, or none gets free by
-        `until_s`."""
+        """None if the blocks have no bytes, or no staging memory gets free by `until_s`."""
         num_bytes = sum(map(len, slots))
         self._staged_s = math.inf
         place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
@@ -149,8 +149,7 @@ class EncodingClient:
     def _read(
         self, part: "_Part", expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
-        """One or two requests: encoded where possible, else plain; then plain where the encoded
-        form is absent."""
+        """Asks for each block, encoded if it may be; then for the plain form of those absent."""
         is_encoded = part.may_be_encoded
         # Not yet in `codes`: if this raises, found blocks are only in staging memory.
         first = np.full(len(codes), Read.FAILED, np.uint8)
@@ -208,7 +207,7 @@ class _Part:
         return keys, [self._memory[begin:end] for begin, end in places]
 
     def encode(self) -> BoolMask:
-        """Encodes or copies each block to staging memory. Mask of the encoded."""
+        """Encodes or copies each block to staging memory. Mask of the encoded ones."""
         tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
         is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
         for row in np.flatnonzero(~is_encoded).tolist():
@@ -216,7 +215,7 @@ class _Part:
         return is_encoded
 
     def decode(self, rows: Int64s) -> Int64s:
-        """Decodes `rows` to their slots. Those that can't be."""
+        """Decodes `rows` to their slots. Returns those that can't be decoded."""
         damaged: Int64s = rows[self._staged.decode(*self._columns(rows)) == 0]
         return damaged
 

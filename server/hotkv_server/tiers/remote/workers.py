@@ -57,8 +57,7 @@ class RemoteHealth:
 
     @property
     def retry_at_s(self) -> float:
-        """Next try to connect (time.monotonic). Infinity while the store works, or a thread
-        tries."""
+        """When the next try to connect is due; infinity while the store works or a thread tries."""
         return self._retry_at_s
 
     def claim(self) -> bool:
@@ -164,11 +163,10 @@ class Workers:
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """Longest wait of a thread for the store since bytes moved; 0 if none waits. `now_s`:
-        time.monotonic.
+        """Longest wait of a thread for the store since bytes moved; 0 if none waits.
 
-        Without a connecting thread if another is connected, and without writes if not all
-        threads write: they may just take long.
+        A connecting thread does not count if another is connected. Writes don't count if only
+        some threads write, because they may just take long.
         """
         clients = [*self._clients]
         is_any = any(one is not None for one in clients[:-1])
@@ -189,7 +187,7 @@ class Workers:
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
 
     def submit(self, call: RemoteCall, parts: Sequence[Part]) -> None:
-        """Ends the call at once if it has no parts, the queue no room, or after `close`."""
+        """Ends the call at once if it has no parts, if the queue has no room, or after `close`."""
         call.expect(max(1, len(parts)))
         if not parts:
             call.part_ended()

@@ -1,8 +1,8 @@
 """Sends requests to a bucket, each with a time limit.
 
-Always true: a request ends by `until_s` (time.monotonic). Later data can't reach the caller's
-memory: obstore has its own buffers, and returns them only after success. Requests are not
-retried. All errors are StoreErrors.
+Always true: a request ends by `until_s`. Later data can't reach the caller's memory, because
+obstore has its own buffers and returns them only after success. Requests are not retried. All
+errors are StoreErrors.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", 
 
 
 def is_gone(said: str, is_404: bool) -> bool:
-    """Only an object is missing or archived. `said`: obstore's message."""
+    """An error only means that an object is missing or archived. `said`: obstore's message."""
     code = _CODE.search(said)
     return (is_404 and (code is None or code[1] != "NoSuchBucket")) or (
         code is not None and code[1] == "InvalidObjectState"
@@ -193,7 +193,7 @@ class Loop:
         return f"Loop({'runs' if self._thread.is_alive() else 'closed'})"
 
     def run(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Waits for the request. At `until_s` (time.monotonic) cancels it and raises LateError."""
+        """Waits for the request. At `until_s` cancels it and raises LateError."""
         future = asyncio.run_coroutine_threadsafe(request, self._loop)
         try:
             return future.result(max(0.0, until_s - time.monotonic()))
@@ -206,7 +206,7 @@ class Loop:
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Only when no caller waits in `run`. Cancelled requests get up to CLOSE_S."""
+        """Call it only when no caller waits in `run`. Cancelled requests get up to CLOSE_S."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
@@ -301,8 +301,8 @@ class Bucket:
         return self._each(map(one, paths), until_s)
 
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
-        """Writes an object if the present one has this version (ETag), or if there is none for
-        "". False if not."""
+        """Writes an object over one of this version (ETag); for "", only if there is none. False
+        if not."""
         exceptions = self._obstore.exceptions
 
         async def request() -> bool:

@@ -59,8 +59,8 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """The common bucket, a new one with new credentials and certificates if it `is_refused`.
-        Raises UnusableError."""
+        """The common bucket; a new one, with new credentials and certificates, if it
+        `is_refused`. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -88,7 +88,7 @@ class Shared:
         return next(self._numbers)
 
     def close(self) -> None:
-        """Only when no client is in use."""
+        """Call it only when no client is in use."""
         self.lister.close()
         self.loop.close()
 

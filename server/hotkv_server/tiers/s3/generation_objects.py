@@ -1,4 +1,5 @@
-"""Generations in a bucket, in the objects `generations/1/{fingerprint}`.
+"""Generations in a bucket, in the objects `generations/1/{fingerprint}`. All functions raise
+StoreError.
 
 Always true: a raise exceeds all generations that the raising node knows. A first write fails if the
 object exists (If-None-Match), a raise if it has changed since the read (If-Match), so of several
@@ -33,13 +34,12 @@ def generation_path(fingerprint: str) -> str:
 
 
 def read_generation(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """NO_GENERATION if there is none. Raises StoreError."""
+    """NO_GENERATION if there is none."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_generation(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """The present generation, or a new one; NO_GENERATION if there is no room. Raises
-    StoreError."""
+    """The present generation, or a new one; NO_GENERATION if there is no room."""
     for _ in range(TRIES):
         generation = read_generation(bucket, fingerprint, until_s)
         if generation != NO_GENERATION:
@@ -56,7 +56,7 @@ def begin_generations(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
     """`begin_generation` of several key spaces at once. Omits those whose object is no number,
-    or can't be read although others can. Raises StoreError."""
+    or can't be read although others can."""
     objects = bucket.objects([generation_path(name) for name in fingerprints], until_s)
     if any(isinstance(found, LostError) for found in objects):
         bucket.get(CHECK, until_s)
@@ -74,7 +74,7 @@ def raise_generation(
     bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float
 ) -> int:
     """A new generation above the present one and `floor`. Without room, deletes the present one
-    and returns NO_GENERATION: blocks are refused until a generation begins. Raises StoreError."""
+    and returns NO_GENERATION: blocks are refused until a generation begins."""
     for _ in range(TRIES):
         generation, version = _read(bucket, fingerprint, until_s)
         # Without a version there is no generation, and another node may just begin

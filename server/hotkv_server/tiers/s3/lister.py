@@ -61,7 +61,7 @@ class _Folder:
     `is_known`: the newest packs are in the index.
     `is_queued`: a listing is queued or under way.
     `looks`: listings that have ended, with success or not.
-    `due_s`: of the next listing (time.monotonic).
+    `due_s`: of the next listing.
     `horizon`: packs of this age (`packs.age_of`) and older are skipped.
     `clock_s`: wall clock minus monotonic clock when a listing last skipped nothing; it changes if
         the clock jumps.
@@ -116,7 +116,7 @@ class Lister:
 
     def ask(self, space: Space, until_s: float) -> None:
         """Queues a listing if one is due. Waits for a key space's first; raises StoreError if it
-        fails or has not ended at `until_s` (time.monotonic)."""
+        fails or has not ended at `until_s`."""
         with self._changed:
             folder = self._folder(space)
             is_due = not folder.is_known or time.monotonic() >= folder.due_s

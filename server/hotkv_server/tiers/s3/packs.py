@@ -142,8 +142,8 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
-    """Slices of a write, one per pack of `pack_bytes` or more; only the last may have fewer.
-    Below MIN_PACK_BYTES it joins the one before."""
+    """Slices of a write, one per pack of `pack_bytes` or more. Only the last may be smaller;
+    below MIN_PACK_BYTES it joins the one before."""
     ends, begin, total = list[int](), 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         total += size

@@ -154,8 +154,8 @@ class ClusterPipe:
 
     def _find(self, until_s: float) -> None:
         """Reads the map from the first server of the settings that answers and names reachable
-        servers. (One cut off from the cluster may have an old map.) Each gets an equal share of
-        the time left. Raises an UnusableError, if any, else the last error."""
+        servers. (One cut off from the cluster may have an old map.) Each server gets an equal
+        share of the time left. Raises an UnusableError, if any, else the last error."""
         failed: StoreError | None = None
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds):

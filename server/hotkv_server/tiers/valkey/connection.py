@@ -30,7 +30,7 @@ MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
 """Likewise modes, if the settings name a cluster."""
 
 Ask = Callable[[Sequence[bytes], float], list[Reply]]
-"""Replies to commands in RESP, by a time (time.monotonic)."""
+"""Sends commands in RESP and returns their replies. Blocks until the given time at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def read_login(settings: ValkeySettings) -> Login | None:
 def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: float) -> None:
     """Logs in, selects the database, and checks that keys can be used. Raises StoreError.
 
-    Not the last two in a cluster, whose server may be a replica: the map of slots shows who
+    In a cluster it only logs in, because the server may be a replica: the map of slots shows who
     serves a key.
     """
     words = [b"HELLO", b"3"]
@@ -126,8 +126,8 @@ def _check_kind(hello: "dict[bytes, Reply]", settings: ValkeySettings) -> None:
 
 
 class Pipe(Protocol):
-    """Commands to a server or cluster, and replies. Not thread-safe. Methods block until
-    `until_s` (time.monotonic) at most, and raise StoreError."""
+    """Commands to a server or cluster, and their replies. Not thread-safe. Methods block until
+    `until_s` at most, and raise StoreError."""
 
     keeps_order: bool
     """Commands run in the order of sending; not in a cluster."""
@@ -136,7 +136,7 @@ class Pipe(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved (time.monotonic). Any thread."""
+        """When bytes last moved. Any thread."""
 
     def is_fresh(self) -> bool:
         """False if a connection is closed, or has bytes that answer no command."""

@@ -1,4 +1,5 @@
-"""Bytes to and from a server, over a Unix socket, TCP or TLS, until `until_s` (time.monotonic).
+"""Bytes to and from a server, over a Unix socket, TCP or TLS. Each operation has a time limit,
+`until_s`.
 
 Always true: `send` and `receive` copy nothing, end at their limit, don't touch a buffer
 afterwards, and raise LostError or LateError. Only a host name's lookup may take longer.
@@ -16,13 +17,15 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024
-"""Of sendmsg: Linux's IOV_MAX."""
+"""Most buffers of a sendmsg: Linux's IOV_MAX."""
 TLS_BYTES = 64 << 10
-"""Per call: one over TLS returns, and sets `moved_s`, only when all is sent."""
+"""Most bytes of a call over TLS, which returns only when all are sent; `moved_s` changes only
+then."""
 
 
 class ValkeyStream:
-    """See the module. Not thread-safe, but `moved_s` is: when bytes last moved (time.monotonic)."""
+    """See the module. Not thread-safe. `moved_s`: when bytes last moved; readable from any
+    thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.moved_s = time.monotonic()
