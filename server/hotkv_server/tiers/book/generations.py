@@ -5,14 +5,14 @@ belong. It has no clock and makes no calls: `drive.flushes` reports to it, and d
 Always true:
 
 - Blocks are *vouched for* in a generation if this node began a flush after the store had shown it,
-  or had no blocks then. So no vouched block is older than the flush that began the generation.
+  or had no blocks then. So none is older than the flush that began the generation.
 - A record's generation never falls. A store that shows a lower one has lost a flush, and must raise
   its own above all that this node knows.
-- Blocks are served only if the store *confirmed* their generation in the last CONFIRMED_S. (Without
-  the store, host memory still is.) A flush is answered CONFIRMED_S after the store's raise: by then
-  each other node has asked again or stopped serving.
+- Blocks are served only if the store *confirmed* their generation in the last CONFIRMED_S; without
+  the store, only host memory is served. A flush is answered CONFIRMED_S after the store's raise: by
+  then each other node has asked again or stopped serving.
 - A flush stays in the record until each store has raised. At most one raise of a key space is
-  under way in a store; it covers all flushes asked for before it.
+  under way in a store; it covers all flushes asked for before.
 """
 
 import heapq
@@ -110,7 +110,6 @@ class Record:
         match. Saved.
     `stores`: partly saved.
     `asked`: number of flushes asked for.
-    `need`: latest required flush.
     `ended_s`: when `ended` ended; for a generation adopted later without a flush, or a record from
         the file, the time of the answer that showed it.
     `saved_at`: first `GenerationBook.revision` with the end of `ended`.

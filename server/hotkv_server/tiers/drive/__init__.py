@@ -1,1 +1,2 @@
-"""Carries out the decisions of `tiers.book` on the event loop."""
+"""Carries out the decisions of `tiers.book`, all on the event loop. Tiers call `on_done` on
+their own threads."""

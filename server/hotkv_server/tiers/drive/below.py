@@ -1,8 +1,5 @@
-"""Drives the disk tier: demotes blocks soon after they were stored, promotes them for a lease or a
-prefetch.
-
-Runs on the event loop; the tier calls `on_done` on its own threads.
-"""
+"""Drives the disk tier: demotes blocks soon after they were stored, promotes them for a lease or
+a prefetch."""
 
 import asyncio
 import time
@@ -217,9 +214,7 @@ class TierBelow:
 
     def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move that the tier has read; returns the number of damaged or absent blocks.
-
-        `codes`: `Read` values, uint8 [n].
-        `checks`: checksums, uint64 [n]; zeros if the server computes none.
+        `checks`: from `tasks.checksums`.
         """
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)

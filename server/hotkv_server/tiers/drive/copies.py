@@ -1,11 +1,9 @@
 """Copies blocks to a shared tier: just stored ones soon, *old* ones (from the disk, an earlier
 server, or a failed copy) at a limited rate.
 
-Always true: a block is written only if it matches its checksum and the store has just confirmed its
-generation. Before old blocks are written, the tier is asked which it lacks. While the tier has a
-problem, copying pauses.
-
-Runs on the event loop; the tier calls `on_done` on its own threads.
+Always true: a block is written only if it matches its checksum and the store has just confirmed
+its generation. Before old blocks are written, the tier is asked which it lacks. While the tier
+has a problem, copying pauses.
 """
 
 import asyncio

@@ -6,10 +6,8 @@ store, one flush here and one write of the book are under way. A slow write dela
 disk and, for a bounded time, answers to flushes.
 
 A store is *away* if its tier reports a problem, two questions in a row failed, an answer is
-overdue, or it has restarted and may show an old copy of its data. Only time in which this process
-runs counts: after a stop of GAP_S, no store is away, and all are asked again.
-
-Runs on the event loop; tiers call `on_done` on their own threads.
+overdue, or it has restarted and may show an old copy of its data. Only time in which this
+process runs counts: after a stop of GAP_S, no store is away, and all are asked again.
 """
 
 import asyncio
@@ -153,12 +151,8 @@ class FlushDriver:
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes on this node and in shared tiers: no node finds blocks stored before the call.
-        Names the tiers where it is still pending.
-
-        With stores it takes CONFIRMED_S or more, because other nodes may use a store's last
-        answer so long. A store that does not answer within TELL_S is raised later, by the next
-        server if need be.
-        """
+        Names the tiers where it is still pending. With stores it takes CONFIRMED_S or more,
+        because other nodes may use a store's last answer so long."""
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
         self._callers.append(caller)
@@ -288,7 +282,7 @@ class FlushDriver:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Like `confirm_all`, but also waits for stores that are away unless their tier reports
+        """Like `confirm_all`, but waits for stores that are away, too, unless their tier reports
         a problem: seconds, if a store has just started. For prefetches."""
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)

@@ -1,6 +1,6 @@
 """Finds out which blocks are in tiers, for engines' lookups and for operators. A lookup does not
 count a tier's blocks as hits if loading takes longer than computing. Waits for shared tiers are
-bounded. Runs on the event loop."""
+bounded."""
 
 import asyncio
 import contextlib

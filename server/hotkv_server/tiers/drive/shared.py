@@ -2,8 +2,7 @@
 blocks to it.
 
 Always true: blocks are read and written only if the store has just confirmed their generation
-(`drive.flushes`), and written only if they match their checksums. Runs on the event loop; the
-tier calls `on_done` on its own threads.
+(`drive.flushes`), and written only if they match their checksums.
 """
 
 import asyncio
@@ -206,11 +205,7 @@ class TierShared:
 
     def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move that the tier has read; returns the number of damaged blocks, not of those
-        that it has evicted.
-
-        `codes`: `Read` values, uint8 [n].
-        `checks`: checksums, uint64 [n]; zeros if the server computes none.
-        """
+        that it has evicted. `checks`: from `tasks.checksums`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())

@@ -3,7 +3,7 @@ tiers.
 
 Always true: a lease waits for tiers at most `lookup_wait_s`; hits in host memory don't wait. A
 slot belongs to the tier from the beginning of a move until the tier reports that it has stopped
-using it. Runs on the event loop; tiers call `on_done` on their own threads.
+using it.
 """
 
 import asyncio
@@ -149,9 +149,8 @@ class Tiers:
         """Starts the tasks of all tiers.
 
         `tell`: sends the core's notices and events, after blocks were evicted or condemned.
-        `flush`: flushes on this node only.
+        `flush`, `on_flushed`: see `FlushDriver.start`.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
-        `on_flushed`: called if another node has flushed a key space without blocks here.
         """
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health

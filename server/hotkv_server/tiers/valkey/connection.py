@@ -90,8 +90,8 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
 
 
 def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
-    """Without HELLO: before version 6, or if the user may not use it. Only a write then shows a
-    replica."""
+    """Logs in without HELLO: before version 6, or if the user may not use it. Only a write then
+    shows a replica."""
     if login is not None:
         # Servers before version 6 have no users.
         user = [login.user.encode()] if login.user != DEFAULT_USER else []
@@ -132,7 +132,7 @@ class Pipe(Protocol):
     keeps_order: bool
     """Commands run in the order of sending; not in a cluster."""
     has_one_clock: bool
-    """A single server: INFO has its clock and start."""
+    """The store is a single server: INFO has its clock and start."""
 
     @property
     def moved_s(self) -> float:
@@ -199,7 +199,7 @@ class ValkeyConnection:
         return self._replies.value(head, place, until_s)
 
     def ask(self, commands: Sequence[bytes], until_s: float) -> list[Reply]:
-        """Commands in RESP."""
+        """Replies to commands in RESP."""
         self._stream.send([b"".join(commands)], until_s)
         return [self._replies.next(until_s) for _ in commands]
 

@@ -1,5 +1,5 @@
 """Generations in Valkey, integers under `hotkv/1/{fingerprint}/generation`. Always true: a raise
-exceeds all that the raising node knows.
+exceeds all generations that the raising node knows.
 
 **A read asks for the generation after the blocks.** Proof: a server executes commands one at a
 time, those of a connection in order. Suppose the GETs of generation E's blocks precede a GET that
@@ -25,8 +25,8 @@ from hotkv_server.tiers.valkey.reply_errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
-"""Longer than nodes need to connect again (at most 2.5 s, `remote.workers`) and raise
-generations that a restart has lost."""
+"""After the first connection to a restarted server. Longer than nodes need to connect again (at
+most 2.5 s, `remote.workers`) and raise what it has lost."""
 YOUNG_S = 600.0
 """A server that has run longer is not restarted."""
 RAISE_TRIES = 8
@@ -46,8 +46,8 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float, highest: int = 0) -> int:
-        """`Shown.restored_below`: just after a restart the least generation that can have begun
-            since; else 0, also if INFO does not tell.
+        """See `Shown.restored_below`: just after a restart, the least generation that can have
+        begun since; else 0, also if INFO does not tell.
 
         `reply`: to INFO_SERVER.
         `highest`: that the server shows. If several raises put it ahead of the clock, it may be

@@ -1,17 +1,18 @@
-"""Messages for a server's error codes, an error's first word: how to make it usable. Always
-true: no secrets, so no quotes of replies to AUTH and HELLO, which may repeat a password.
+"""Messages that say how to make a server usable, by error code: an error's first word. Always
+true: they have no secrets, so they never quote replies to AUTH and HELLO, which may repeat a
+password.
 """
 
 from hotkv_server.tiers.remote.client import RefusedError, StoreError, UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
-"""Refuse writes, not reads."""
+"""The server refuses writes, but not reads."""
 NO_WRITE_CODES = (*FULL_CODES, "NOPERM")
-"""A write's codes although the user may read."""
+"""A write may get these although the user may read."""
 INCOMPLETE = "INCOMPLETE"
 """Our own: a cluster can't serve a key."""
 INCOMPLETE_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN")
-"""Only from servers of a cluster."""
+"""Only servers of a cluster answer with these."""
 STANDALONE = "STANDALONE"
 """Our own: no cluster, though the settings name one."""
 _CLUSTER = "is a cluster: set cluster = true"

@@ -16,14 +16,14 @@ MAX_REPLY_BYTES = 1 << 16
 MAX_SKIPPED_BYTES = 64 << 20
 """Skipping more would take longer than a new connection."""
 MAX_ITEMS = 1 << 14
-"""Of an array, map or set: a cluster's hash slots."""
+"""Of an array, map or set: as many as a cluster has hash slots."""
 MAX_DEPTH = 8
 """Of nested arrays."""
 BUFFER_BYTES = 1 << 14
 """For received bytes that are not parsed yet."""
 BESIDE_VALUE_BYTES = 128
-"""Received beyond a value, its line end and more, so that it takes one system call; so few are
-copied cheaply."""
+"""Received beyond a value, its line end and more, so that it takes one system call. So few are
+cheap to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class ReplySource(Protocol):
     """Bytes for `Replies`."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Waits for bytes and fills the buffers in order; at least 1, perhaps fewer than fit."""
+        """Waits for bytes and fills the buffers in order. Returns their number: at least 1,
+        perhaps fewer than fit."""
 
 
 def command(*words: bytes) -> bytes:
@@ -94,11 +95,12 @@ class Replies:
                 return reply
 
     def value(self, head: memoryview, place: Place, until_s: float) -> "bool | ErrorReply | None":
-        """Reads a string to memory (True), or skips it (False); None for null, or the error.
+        """Reads a string to memory and returns True, or skips it and returns False. None for null,
+        or the error.
 
         `head`: gets the first bytes; shorter strings are skipped.
-        `place`: given the length, once `head` is full, the memory for the rest, of its size;
-            None to skip it.
+        `place`: called with the length, once `head` is full; returns memory of the rest's size,
+            or None to skip it.
         """
         kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
         while kind in b">|":
