@@ -127,7 +127,8 @@ def _check_disk(path: Path, num_bytes: int, records_bytes: int, is_private: bool
 
 
 def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart | None:
-    """Opens the disk tier and allocates its space; None without a disk. Blocks. Raises StartError.
+    """Opens the disk tier and allocates its space; None without a disk. Blocking. Raises
+    StartError.
 
     `reset`: drops an earlier server's blocks.
     """
@@ -183,7 +184,7 @@ class OpenedTiers:
 
     def take_over(self, core: CacheCore) -> bool:
         """Restores the disk's blocks and starts the thread of its records. True if there is a
-        disk, whose blocks may have added key spaces. Blocks. Raises StartError."""
+        disk, whose blocks may have added key spaces. Blocking. Raises StartError."""
         if self._lower is None:
             return False
         memory, began_s = self._lower.memory, time.monotonic()
@@ -233,15 +234,15 @@ class OpenedTiers:
 
     def discard(self) -> None:
         """Removes the book of flushes, unless a disk's blocks outlive the server, or a store
-        must still raise a generation. At the end of a server that leaves no blocks in the arena.
-        Blocks."""
+        must still raise a generation. Blocking. Called at the end of a server that leaves no
+        blocks in the arena."""
         if self._lower is None and self._generations is not None:
             self._generations.discard()
 
 
 def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
     """None without tiers now and before: an earlier server's tiers need their flushes recorded, as
-    a later server may have them again. Blocks for allocation. Raises StartError.
+    a later server may have them again. Blocking while space is allocated. Raises StartError.
 
     `reset`: drops an earlier server's blocks on the disk.
     """

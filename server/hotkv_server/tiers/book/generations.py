@@ -306,7 +306,8 @@ class GenerationBook:
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
         """Key spaces to ask the store about now, counted as asked: those in use, and at most
-        MAX_IDLE of `idle`, the longest unasked first."""
+        MAX_IDLE of `idle`, the longest unasked first. Not those that it must still raise, unless
+        the last raise failed."""
 
         def asked_s(fingerprint: str) -> float:
             return self.standing(fingerprint, store).asked_s

@@ -144,7 +144,7 @@ class FlushDriver:
 
     def discard(self) -> None:
         """Removes the book's files, at the end of a server that leaves no blocks; not if a store
-        must still raise: the next server does that. Blocks."""
+        must still raise: the next server does that. Blocking."""
         self._notes.discard(self.book)
 
     # Flushes
@@ -187,6 +187,7 @@ class FlushDriver:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
+        """See `GenerationBook.generation`."""
         return self.book.generation(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:

@@ -47,7 +47,7 @@ class GenerationNotes:
         return f"GenerationNotes({[str(one.path) for one in self._folders]})"
 
     def read(self, stores: Sequence[str]) -> GenerationBook:
-        """The saved book, or an empty one. Blocks."""
+        """The saved book, or an empty one. Blocking."""
         read = [(one, _read(one.path / GENERATIONS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # A folder with blocks but no usable file: their flushes are unknown.
@@ -63,7 +63,7 @@ class GenerationNotes:
 
     def write(self, text: str) -> None:
         """Replaces all copies. If a folder fails, tries the others, then raises the first
-        OSError. Blocks; any thread, but one call at a time."""
+        OSError. Blocking; any thread, but one call at a time."""
         failed: OSError | None = None
         for one in self._folders:
             try:
@@ -74,7 +74,7 @@ class GenerationNotes:
             raise failed
 
     def discard(self, book: GenerationBook) -> None:
-        """Removes all copies, unless a store must still raise. Blocks."""
+        """Removes all copies, unless a store must still raise. Blocking."""
         if not any(s.is_unraised for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / GENERATIONS_FILE).unlink(missing_ok=True)

@@ -107,7 +107,7 @@ class LowerMemory:
     def open(
         folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
     ) -> "LowerMemory":
-        """Locks the folder, makes a new table, reads the old one. Blocks. Raises BusyError if
+        """Locks the folder, makes a new table, reads the old one. Blocking. Raises BusyError if
         another server uses the folder, or OSError.
 
         `num_bytes`: rounded down to whole slabs.
@@ -183,8 +183,8 @@ class LowerMemory:
         self._asked.set()
 
     def read_written(self) -> Written:
-        """An earlier server's writes; empty if there are none. Blocks. Raises StateError if the
-        file is damaged, or OSError."""
+        """An earlier server's writes; empty if there are none. Blocking. Raises StateError if
+        the file is damaged, or OSError."""
         path = self.folder / WRITTEN_FILE
         try:
             found = [(float(at_s), int(size)) for at_s, size in json.loads(read_file(path))]
