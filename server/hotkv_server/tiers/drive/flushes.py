@@ -128,6 +128,7 @@ class FlushDriver:
             try:
                 loop.call_soon_threadsafe(self._look_at, fingerprint)
             except RuntimeError:
+                # The loop has ended.
                 return
 
         for store in self._stores.values():

@@ -106,6 +106,7 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
         try:
             loop.call_soon_threadsafe(set_result, answer)
         except RuntimeError:
+            # The loop has ended.
             return
 
     return call
