@@ -1,6 +1,6 @@
-"""Tiers below host memory: a disk and shared stores keep blocks that the arena can't hold.
+"""Tiers below host memory: a disk, and shared stores.
 
-A tier copies blocks between slots of the arena (the server's host memory) and its store. The
-package `book` decides which blocks each tier gets, and is pure (no I/O). The package `drive` runs
-on the event loop: it calls the tiers and reports their results to `book`.
+A tier copies blocks between slots and its store. `book` decides which blocks it gets, and is
+pure; `drive` runs on the event loop, calls the tiers and reports to `book`. Points in time
+(`until_s`, `deadline_s`, `moved_s`) are of time.monotonic, unless a module says otherwise.
 """

@@ -1,9 +1,5 @@
-"""The capability (optional part of the server) that reports figures of the tiers to the node:
-counts, bytes and times, for metrics and the status page.
-
-It does nothing else. The tiers are opened before the node is made; the node gets them in its
-constructor (`Node.tiers`), and calls them through the protocols in `node.capability`.
-"""
+"""Capability that reports the tiers' figures. The tiers themselves are opened before the node,
+which calls them as `Node.tiers`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,18 +15,12 @@ __all__ = ["TiersCapability", "attach", "check", "open_below"]
 
 
 def attach(settings: Settings, node: Node) -> "TiersCapability":
-    """Returns the capability (optional part of the server) that reports the figures of this node's
-    tiers."""
     assert node.tiers is None or isinstance(node.tiers, Tiers), "tiers of another kind"
     return TiersCapability(node.tiers)
 
 
 class TiersCapability(Capability):
-    """Reports the states, counters, gauges and read times of the tiers to the node.
-
-    `tiers`: None for a node without tiers. The capability then reports no tier, and all figures
-        are 0.
-    """
+    """`tiers`: None: no tier is reported, and all figures are 0."""
 
     def __init__(self, tiers: Tiers | None) -> None:
         self._tiers = tiers

@@ -1,11 +1,9 @@
-"""The command `hotkv-server tiers check`: writes and reads blocks in each tier of the settings. A
-server that uses the same tiers may run at the same time.
+"""`hotkv-server tiers check`: writes and reads blocks in each tier of the settings. A server may
+use the tiers meanwhile.
 
-Always true: the check changes only data that it has written itself. On a disk it writes a slab file
-in a new folder inside the tier's folder, and then removes the new folder. In a store it writes keys
-under a random fingerprint (name of a key space), and then removes these keys. If the store fails
-before the removal, or can't remove single blocks, the keys stay until they expire. The check
-reports such keys if the store still answers.
+Always true: it changes only its own data: a slab file in a new folder inside the disk tier's, or
+keys of a store under a random fingerprint. Both are removed; keys that a store fails to remove
+stay until they expire, and are reported if it answers.
 """
 
 import argparse
@@ -41,19 +39,17 @@ from hotkv_server.tiers.remote.client import MissingError
 USAGE_ERROR = 2
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = ((64 * KIB, 32), (MIB, 8))
-"""The blocks to write, as pairs of two numbers: the size of a block in bytes, and how many blocks
-of this size."""
+"""(bytes, count) of the blocks to write."""
 NUM_BYTES = sum(size * count for size, count in SIZES)
 ANSWER_S = 15.0
-"""Time in seconds within which a tier must answer a call. A slower tier is useless to requests."""
+"""A slower tier is useless to requests."""
 REMOVE_S = 5.0
-"""Longest wait for a store to remove the keys of the check."""
+"""Longest wait for a store to remove the keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times to write and to read a block of `block_bytes` in a tier: medians over `num_blocks`
-    blocks, which were written and read one at a time."""
+    """Median times of `num_blocks` blocks, one at a time."""
 
     tier: str
     block_bytes: int
@@ -64,23 +60,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of the check for a tier that works.
-
-    `timings`: the times for each block size in SIZES.
-    `left`: a message about the keys that the check wrote and the store did not remove; empty if the
-        store removed all keys.
-    """
+    """`left`: about keys that the store did not remove, or ""."""
 
     timings: list[Timing]
     left: str = ""
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Runs the command. Returns the exit status: 0; 1 if a tier does not work; 2 if the settings
-    are bad or have no tier.
-
-    `options`: the command's own options, such as `json`.
-    `flags`: the flags of the command line that set settings.
+    """The exit status: 0, 1 if a tier does not work, 2 if the settings are bad or have no tier.
+    `flags`: those that set settings.
     """
     try:
         settings = load_settings(options.config, list(flags), "hotkv-server tiers check")
@@ -115,7 +103,6 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
-    """Returns, for each tier in the settings, its name and the function that checks it."""
     checks: list[tuple[str, Callable[[], Checked]]] = []
     disk = settings.tiers.disk
     if disk.path is not None:
@@ -131,13 +118,8 @@ def _check_at(open_at: Callable[[TierResources], SharedTier]) -> Checked:
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
-    """Checks the disk tier: writes and reads blocks in a new folder inside `path`, and removes that
-    folder at the end. If `path` is missing, creates it and removes it too. Raises StartError or
-    OSError if the disk does not work.
-
-    `path`: the folder of the disk tier.
-    `disk`: the settings of the disk tier.
-    """
+    """Works in a new folder inside `path`, which it creates if missing. Removes both. Raises
+    StartError or OSError if the disk does not work."""
     from hotkv_server.tiers.disk.slab_file import SLABS_FILE, SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -154,12 +136,8 @@ def check_disk(path: Path, disk: DiskSettings) -> Checked:
 
 
 def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
-    """Raises StartError if the disk has no room for a server's slab file, the file that holds the
-    disk tier's blocks.
-
-    `slabs`: path of the slab file. If the file exists, only the missing bytes need room.
-    `num_bytes`: size that the settings give to the slab file.
-    """
+    """Raises StartError if a slab file of `num_bytes` has no room; what exists at `slabs`
+    counts."""
     taken_bytes = slabs.stat().st_blocks * 512 if slabs.exists() else 0
     space = os.statvfs(path)
     free_bytes = space.f_bavail * space.f_frsize
@@ -171,9 +149,8 @@ def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
 
 
 def check_shared(tier: SharedTier, arena: Region) -> Checked:
-    """Checks a shared tier: writes and reads blocks of a key space (a model in a configuration)
-    with a random fingerprint, and removes them. Closes the tier. Raises StartError if the tier does
-    not work. `arena`: the memory with which the tier was opened (`_arena`)."""
+    """Closes the tier. Raises StartError if it does not work. `arena`: with which the tier was
+    opened."""
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S
@@ -196,13 +173,8 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 
 
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
-    """Removes the blocks and the generation (number that each flush raises) of the check from the
-    store. Returns a message about the keys that the store has not removed after REMOVE_S; empty if
-    it has removed all. Raises StartError if the tier does not answer.
-
-    `prefix`: the first bytes of the blocks' keys.
-    `fingerprint`: name of the check's key space.
-    """
+    """Removes blocks and generation. Returns what to say of keys left after REMOVE_S, or "".
+    Raises StartError without an answer."""
     keys = [key for size, count in SIZES for key in _keys(prefix, size, count)]
     everything = [*keys, b"hotkv/1/%s/generation" % fingerprint.encode()]
     until_s = time.monotonic() + REMOVE_S
@@ -222,9 +194,8 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
 
 
 def _arena() -> tuple[Region, int]:
-    """Returns memory that serves as arena, and the memory's file descriptor. The first half of the
-    memory holds the blocks to write. The blocks that are read back go to the second half. The
-    memory is never unmapped, because a tier that hangs may still write to it."""
+    """Memory and its descriptor: first half for blocks to write, second for those read. Never
+    unmapped, as a hung tier may still write to it."""
     descriptor = os.memfd_create("hotkv-check")
     os.ftruncate(descriptor, 2 * NUM_BYTES)
     memory = mmap.mmap(descriptor, 2 * NUM_BYTES)
@@ -242,13 +213,11 @@ def _keys(prefix: bytes, size: int, count: int) -> list[bytes]:
 
 
 def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) -> Iterator[Timing]:
-    """Writes blocks of each size in SIZES, reads them back and compares their bytes. Yields the
-    times for each size. Raises StartError if the tier fails or returns other bytes.
+    """Writes, reads and compares blocks of each size. Raises StartError if the tier fails or
+    returns other bytes.
 
-    `arena`: the memory with which the tier was opened (`_arena`).
-    `prefix`: the first bytes of the blocks' keys.
-    `generations`: generation (number that each flush raises) of the check's key space, by
-        fingerprint; empty for the disk.
+    `prefix`: of the keys.
+    `generations`: of the check's key space; empty for the disk.
     """
     memory, offset = arena.array(), 0
     for size, count in SIZES:
@@ -304,11 +273,8 @@ def _kib(num_bytes: int) -> str:
 
 
 def _answer(tier: Tier, call: Callable[[Callable[..., None]], None]) -> tuple[Any, ...]:
-    """Calls a method of the tier and returns the arguments that the tier passes to `on_done`.
-    Raises StartError if the tier has not called `on_done` after ANSWER_S + 1 seconds.
-
-    `call`: the method, with all arguments except `on_done`.
-    """
+    """Calls `call` with an `on_done` and returns its arguments. Raises StartError after ANSWER_S
+    + 1 seconds."""
     answers: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     call(lambda *answer: answers.put(answer))
     try:

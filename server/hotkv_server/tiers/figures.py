@@ -1,5 +1,4 @@
-"""Computes the figures (counts, bytes, times) of the tiers below host memory, for metrics and the
-admin service. All figures are 0 if there are no tiers."""
+"""Figures of the tiers for metrics and the admin service; all 0 without tiers."""
 
 import time
 from dataclasses import dataclass
@@ -16,19 +15,14 @@ from hotkv_server.tiers.protocol import TierFigures
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """The present state of a tier below host memory.
-
-    `is_shared`: True for a store that other nodes use too, False for the disk.
-    `capacity_bytes`: size of the disk tier; 0 for a shared tier.
-    `reads`: counts of lookups, and counts and times of reads.
-    `moved`: counts of the blocks and bytes that the tier has read and written.
-    `is_up`: False if lookups skip the tier, because it is broken or hangs.
-    `problem`: the reason why lookups skip the tier; empty if lookups use the tier.
-    `lost_blocks`: number of blocks that came back damaged since the start; for the disk also blocks
-        that were missing.
-    `waiting_blocks`: number of blocks in host memory that wait to be written.
-    `budget_bytes`: most bytes to write in 24 hours; 0: no limit.
-    `left_bytes`: bytes of this budget that are not spent yet; 0 without a limit.
+    """`is_shared`: False for the disk.
+    `capacity_bytes`: 0 for a shared tier.
+    `is_up`: lookups use the tier.
+    `problem`: why not, or "".
+    `lost_blocks`: came back damaged since the start; from the disk also missing.
+    `waiting_blocks`: that wait to be written.
+    `budget_bytes`: of writes in 24 hours; 0: no limit.
+    `left_bytes`: of the budget; 0 without a limit.
     """
 
     name: str
@@ -45,7 +39,7 @@ class TierState:
 
 
 def states(tiers: Tiers | None) -> list[TierState]:
-    """Returns the state of each tier, in the order in which lookups ask the tiers."""
+    """In the order of lookups."""
     if tiers is None:
         return []
     below = [] if tiers.below is None else [_below(tiers.below)]
@@ -53,8 +47,7 @@ def states(tiers: Tiers | None) -> list[TierState]:
 
 
 def activity(state: TierState) -> dict[str, Any]:
-    """Returns the figures of a tier for a message of the admin service, as a dictionary from the
-    name of a field to its value."""
+    """Fields of the admin service's message."""
     reads, moved = state.reads, state.moved
     return {
         "is_shared": state.is_shared,
@@ -110,16 +103,14 @@ def _shared(one: TierShared) -> TierState:
 
 
 def budget(below: TierBelow | None) -> tuple[int, int]:
-    """Returns two numbers: the budget of disk writes, in bytes per 24 hours, and the bytes of this
-    budget that are not spent yet. Returns (0, 0) if there is no limit or no disk."""
+    """Bytes per 24 hours, and those left; (0, 0) without a limit or a disk."""
     if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
         return 0, 0
     return budget_bytes, int(below.lower.down.gate.left_bytes(time.monotonic()))
 
 
 def counters(tiers: Tiers | None) -> dict[str, float]:
-    """Returns the counters of all tiers by metric name, without the `hotkv_` prefix. Names begin
-    with `tier_` for the disk and with `shared_` for shared tiers (sums over these tiers)."""
+    """By metric name without `hotkv_`: `tier_` is the disk, `shared_` the sum of shared tiers."""
     below = tiers.below if tiers is not None else None
     figures = TierFigures() if below is None else below.tier.figures()
     moves = MoveCounters() if below is None else below.lower.counters
@@ -151,7 +142,7 @@ def counters(tiers: Tiers | None) -> dict[str, float]:
 
 
 def gauges(tiers: Tiers | None) -> dict[str, float]:
-    """Returns the gauges of all tiers by metric name, without the `hotkv_` prefix."""
+    """By metric name without `hotkv_`."""
     below = tiers.below if tiers is not None else None
     shared = tiers.shared if tiers is not None else ()
     space = None if below is None else below.lower.space

@@ -1,8 +1,4 @@
-"""The kinds of shared tiers (`TIERS`), and the function that finds the shared tiers in a server's
-settings (`shared_tiers`).
-
-A server imports the modules of a kind of tier only if the settings name such a tier.
-"""
+"""The kinds of shared tiers, imported only if the settings name them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,14 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierResources:
-    """The resources that a tier gets when it is opened.
+    """What a tier gets when it is opened.
 
-    `arena`: host memory with the slots of blocks.
-    `fd`: file descriptor of the arena's file, for tiers that map the file in child processes.
-    `relay`: function that the tier calls when the store has another generation of a key space than
-        the tier expected. (A generation is a number that each flush raises, so another server has
-        then flushed the key space.)
-    `staged`: staging memory for encoded (compressed) blocks; None if the tier does not compress.
+    `fd`: of the arena's file, for child processes.
+    `relay`: called when the store has an unexpected generation.
+    `staged`: None: no compression.
     """
 
     arena: Region
@@ -37,13 +30,11 @@ class TierResources:
 
 
 OpenTier: TypeAlias = Callable[[Any, TierResources], SharedTier]
-"""Opens a tier, given its settings and its resources (`TierResources`). Does not wait for the
-tier's store."""
+"""Does not wait for the store."""
 
 
 TierKind: TypeAlias = Callable[[], OpenTier]
-"""Imports the modules of a kind of tier. Returns the function that opens such a tier. Raises
-ImportError or MissingError if a library is not installed."""
+"""Imports a kind. Raises ImportError or MissingError without a library."""
 
 
 def _mooncake() -> OpenTier:
@@ -81,16 +72,14 @@ TIERS: dict[str, TierKind] = {
     "valkey": _valkey,
     "s3": _s3,
 }
-"""Maps the name of a tier (its field in `TierSettings`) to the function that imports the tier.
-Lookups ask shared tiers in this order."""
+"""By field of `TierSettings`; lookups ask in this order."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[TierResources], SharedTier]]]:
-    """Yields, for each shared tier in the settings, its name and the function that opens it.
+    """Name and opener of each shared tier in the settings.
 
-    The function raises ImportError or MissingError if a library of the tier is not installed. If
-    the tier compresses, it also allocates the tier's staging memory, and raises OSError if memory
-    is short.
+    The opener raises ImportError or MissingError without a library, and OSError if memory is
+    short.
     """
     for name, kind in TIERS.items():
         given = getattr(settings.tiers, name)

@@ -1,14 +1,12 @@
-"""The protocol of tiers (`Tier`, `SharedTier`) and the values in its calls. Each call is for a
-batch of blocks, and reports its result to a function, `on_done`.
+"""The protocol of tiers. Each call is for a batch of blocks, and reports to `on_done`.
 
 Always true for every tier:
 
 - a call never blocks and never raises;
-- the tier calls `on_done` exactly once, from any thread, after it has stopped using the call's
-  slots (places in the arena). This also holds for calls that are queued when the tier is closed;
-- a read reports a block as FOUND only if the block's slot holds, bit for bit, the bytes that were
-  written under its key;
-- a write reports a block as STORED only if a read that follows at once would find the block.
+- `on_done` is called exactly once, from any thread, after the tier has stopped using the call's
+  slots, also when the tier is closed;
+- FOUND: the slot holds, bit for bit, what was written under the key;
+- STORED: a read that follows at once would find the block.
 """
 
 import enum
@@ -26,48 +24,32 @@ Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
 Generations: TypeAlias = Mapping[str, int]
-"""Maps the fingerprint (name) of a key space to its generation (a number that each flush
-raises)."""
+"""By fingerprint."""
 NO_GENERATIONS: Generations = MappingProxyType({})
 
 
 # -------------------------------------------------------------------------------------------
 # Generations
 
-# A generation is a number that a shared store keeps for each key space (a model in a
-# configuration). Each flush, which deletes all blocks of the key space, raises it. The number
-# encodes the time at which the generation began.
-#
-# Always true: of two generations of a key space in a store, the later is greater. A node computes
-# an generation from the wall clock, and makes it greater than all generations that the node knows.
-# A store may lose a generation, in a restart or when it returns to an old copy of its data. Because
-# the clock has advanced, no later generation repeats the lost number.
+# A generation encodes the time at which it began. Always true: a later one of a key space in a
+# store is greater, because a node makes it greater than all that it knows. A store may lose one,
+# in a restart or with an old copy of its data; as the clock has advanced, its number does not
+# return.
 
 RAISES = 1 << 16
-"""Generations (numbers that each flush raises) are computed from the clock. `begun` returns
-multiples of RAISES, one for each tick of the clock. `raised` may return the numbers in between, so
-that several flushes within a tick begin different generations."""
+"""`begun` returns multiples, one per tick; `raised` the numbers in between, for several flushes
+in a tick."""
 TICK_US = 64
-"""Length of a tick of the clock that `begun` reads, in microseconds."""
 
 
 def begun(now_us: int) -> int:
-    """Returns the number for a key space's new generation (a number that each flush raises).
-
-    `now_us`: when the generation begins, in microseconds of the wall clock. A later time gives a
-        number at least as great. The number has at most 19 digits and is less than 2^63.
-    """
+    """A new generation, at most 19 digits and below 2^63; not smaller for a later wall-clock
+    time."""
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the number for the generation that a flush (deletion of all blocks of a key space)
-    begins.
-
-    `now_us`: time of the flush, in microseconds of the wall clock.
-    `known`: the generations of the key space that the caller knows. The number is greater than all
-        of them.
-    """
+    """A flush's generation, greater than all `known` of the key space."""
     return max([begun(now_us), *(generation + 1 for generation in known)])
 
 
@@ -75,13 +57,10 @@ def raised(now_us: int, *known: int) -> int:
 
 
 class Read(enum.IntEnum):
-    """The result of reading a block. After a result other than FOUND, the bytes in the block's slot
-    (place in the arena) are undefined.
+    """After a result other than FOUND the slot's bytes are undefined.
 
-    FOUND: the slot has the block's bytes.
-    ABSENT: the tier does not have the block.
-    CORRUPT: the stored bytes are damaged; they don't match their seal (checksum).
-    FAILED: the tier has no answer, because of an error or a time limit.
+    CORRUPT: the stored bytes don't match their seal.
+    FAILED: an error or a time limit.
     """
 
     FOUND = 1
@@ -93,10 +72,9 @@ class Read(enum.IntEnum):
 class Write(enum.IntEnum):
     """The result of writing a block.
 
-    STORED: the tier has written the block.
-    PRESENT: the store already had a value under the key, and keeps that value.
+    PRESENT: the store keeps a value that it had under the key.
     FULL: the store has no room.
-    FAILED: the block was not written, because of an error or a time limit.
+    FAILED: an error or a time limit.
     """
 
     STORED = 1
@@ -104,32 +82,23 @@ class Write(enum.IntEnum):
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """The tier wrote nothing, because the encoded (compressed) form of the block is larger than the
-    block's `Blocks.stored_bytes`, or than the memory in which the tier encodes blocks."""
+    """The encoded form exceeds `Blocks.stored_bytes`, or the memory for encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The n blocks of a call. Item i of each field belongs to block i, except that `generations`
-    holds for all blocks.
+    """The n blocks of a call. Offsets and sizes are multiples of SLOT_ALIGN.
 
-    `keys`: the key of each block, the same on all nodes that share a tier; at most MAX_KEY_BYTES
-        long. A key ends with the block's hash, so it may contain any bytes.
-    `slots`: byte offsets of the blocks in the arena, multiples of SLOT_ALIGN.
-    `num_bytes`: sizes of the blocks in the arena, multiples of SLOT_ALIGN.
-    `places`: byte offsets of the blocks in the disk tier's file, multiples of SLOT_ALIGN. Empty for
-        a tier that decides itself where it stores a block.
-    `seals`: for a read from the disk tier, the checksums that the writes of the
-        blocks returned. Empty for other tiers, because they store each seal with its block.
-    `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
-        blocks itself may use the depths, to evict the end of a sequence first. Empty: all 0.
-    `generations`: for a `SharedTier`, the generations in the blocks' keys. After a read the tier
-        compares these generations with the generations that the store has now; if one differs, all
-        blocks are ABSENT.
-        Empty: the tier compares nothing.
-    `stored_bytes`: for the disk tier, the bytes that each block may use in the file. If this is
-        less than the block's `num_bytes`, the tier encodes (compresses) the block. Empty: the same
-        as `num_bytes`.
+    `keys`: the same on all nodes, any bytes, at most MAX_KEY_BYTES.
+    `slots`: byte offsets in the arena.
+    `num_bytes`: sizes in the arena.
+    `places`: byte offsets in the disk tier's file; empty for other tiers.
+    `seals`: for reads from the disk tier, what the writes returned; other tiers store them.
+    `depths`: a tier that evicts may begin with the deepest. Empty: all 0.
+    `generations`: of the keys. If the store's differ after a read, all blocks are ABSENT; empty:
+        not compared.
+    `stored_bytes`: sizes of the disk's places; a block with less than `num_bytes` is encoded.
+        Empty: `num_bytes`.
     """
 
     keys: Sequence[bytes]
@@ -146,41 +115,31 @@ class Blocks:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of `num_bytes`: the bytes of all blocks in the arena."""
         return int(self.num_bytes.sum())
 
     @property
     def place_bytes(self) -> Int64s:
-        """Bytes that each block may use in the tier, int64 [n]: `stored_bytes`, or `num_bytes` if
-        `stored_bytes` is empty."""
         return self.stored_bytes if len(self.stored_bytes) else self.num_bytes
 
 
 MAX_KEY_BYTES = 250
-"""Most bytes in the key of a block."""
 
 OnRead = Callable[[Codes], None]
-"""Called with the results of a read: a value of `Read` for each block, uint8 [n]."""
+"""`Read` values, uint8 [n]."""
 OnWrite = Callable[[Codes, Seals], None]
-"""Called with the results of a write: a value of `Write` for each block, uint8 [n], and the seals
-(checksums) of the STORED blocks, uint64 [n]; zeros from a shared tier."""
+"""`Write` values, uint8 [n], and seals of STORED blocks, uint64 [n]; zeros from a shared tier."""
 OnProbe = Callable[[Codes], None]
-"""Called with the results of `SharedTier.probe`: for each block FOUND, ABSENT or FAILED (values of
-`Read`), uint8 [n]. The results are only a hint, because the store may lose or get a block at any
-time."""
+"""FOUND, ABSENT or FAILED, uint8 [n]: a hint, as the store may change at any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer when a tier asks the store for key spaces' generations (numbers that each
-    flush raises).
+    """A store's answer to a question for generations.
 
-    `generations`: the generation of each key space; NO_GENERATION if the store has no generation
-        for the key space and can't begin one: it has no room, or forbids hotkv's user to write.
-    `restored_below`: nonzero if the store has just restarted, perhaps with an old copy of its data.
-        Generations below this number began before the restart. The caller must not trust them,
-        because the old copy may lack flushes. 0: the store has not just restarted, or does not
-        report its restarts.
+    `generations`: NO_GENERATION if the store has none and can't begin one (no room, or no
+        permission).
+    `restored_below`: nonzero just after a restart: lower generations began before it, and may be
+        an old copy's, which lacks flushes.
     """
 
     generations: Generations
@@ -188,29 +147,23 @@ class Shown:
 
 
 OnGenerations = Callable[[Shown | None], None]
-"""Called with the result of `SharedTier.generations` (the store's answer about generations, numbers
-that each flush raises); None if the store did not answer."""
+"""None if the store did not answer."""
 OnGeneration = Callable[[int | None], None]
-"""Called with the result of `SharedTier.raise_generation`: the new generation (a number that each
-flush raises), or NO_GENERATION; None if the store did not answer."""
+"""The new generation or NO_GENERATION; None if the store did not answer."""
 
 
 MAX_STALL_S = 1.0
-"""Default of `TierFacts.max_stall_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """Properties of a tier that never change.
+    """Properties that never change.
 
-    `name`: the tier's name in metrics and messages, such as "valkey".
-    `places`: True for the disk tier: the cache core chooses the place of each block and evicts
-        blocks. False for a shared tier, which itself places and evicts blocks.
-    `batch_bytes`: a call is most efficient with about this many bytes of blocks.
-    `linger_s`: a caller with less than `batch_bytes` of blocks to write waits up to this time for
-        more blocks.
-    `max_stall_s`: the tier counts as hanging if a call waits for the store for longer than this
-        (`Tier.stalled_s`). The server then abandons reads under way, and lookups skip the tier.
+    `name`: in metrics and messages, such as "valkey".
+    `places`: the core chooses places and evicts; True only for the disk tier.
+    `batch_bytes`: most efficient size of a call.
+    `linger_s`: how long a writer waits for `batch_bytes`.
+    `max_stall_s`: a tier with a longer call hangs: its reads are abandoned, and lookups skip it.
     """
 
     name: str
@@ -222,11 +175,10 @@ class TierFacts:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Counts of blocks and bytes since the tier's start. `read_bytes` and `written_bytes` count
-    stored bytes for the disk tier, and bytes in the arena for other tiers.
+    """Since the start. Bytes read and written are stored bytes for the disk, else bytes in the
+    arena.
 
-    `queued_bytes`: sizes of the blocks whose calls have not ended, as bytes of the arena. It falls
-        when a call ends; the other counts only grow.
+    `queued_bytes`: of calls that have not ended.
     """
 
     read_blocks: int = 0
@@ -240,62 +192,47 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """Memory that a tier uses for buffers, indexes and child processes.
-
-    `held_bytes`: bytes in use now.
-    `most_bytes`: the upper limit of `held_bytes`; 0 if there is no limit.
-    """
+    """Of buffers, indexes and child processes. `most_bytes`: limit of `held_bytes`; 0 if there
+    is none."""
 
     held_bytes: int
     most_bytes: int
 
 
 class Tier(Protocol):
-    """Copies blocks between slots of the arena and a store; see the module. Thread-safe."""
+    """See the module. Thread-safe."""
 
-    def facts(self) -> TierFacts:
-        """Returns the tier's properties; they never change."""
+    def facts(self) -> TierFacts: ...
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Reads blocks from the store into their slots (places in the arena). If the read of a
-        block has not begun by the deadline, the block's result is FAILED.
-        `deadline_s`: a time of time.monotonic."""
+        """A block whose read has not begun by the deadline is FAILED."""
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Writes the blocks from their slots (places in the arena) to the store. The caller must
-        not change the slots before the tier calls `on_done`."""
+        """The slots must not change before `on_done`."""
 
     def problem(self) -> str:
-        """Returns the reason why the tier is unusable; empty if no problem is known."""
+        """Why the tier is unusable, or ""."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest time, in seconds, that a call under way has already waited for the
-        store; 0 if no call waits. `now_s`: a time of time.monotonic."""
+        """Longest wait of a call under way for the store; 0 if none waits. `now_s`:
+        time.monotonic."""
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the tier has died. True once the tier is closed."""
+        """False if a thread has died; True once closed."""
 
-    def memory(self) -> TierMemory:
-        """Returns the memory that the tier uses in addition to slots of the arena."""
+    def memory(self) -> TierMemory: ...
 
-    def figures(self) -> TierFigures:
-        """Returns the tier's counts since its start."""
+    def figures(self) -> TierFigures: ...
 
     def close(self) -> None:
-        """Ends all calls, then frees memory and connections. Blocks until the calls under way have
-        ended; the tier's own time limits bound this wait."""
+        """Ends all calls and frees memory and connections. Blocks until calls under way have
+        ended, within the tier's time limits."""
 
 
 class SharedTier(Tier, Protocol):
-    """A tier whose store several nodes share. The store also keeps a number for each key space, its
-    generation. Each flush (deletion of all blocks of the key space) raises the generation. In this
-    way a flush takes effect on all nodes.
-
-    Always true: once the tier has answered `raise_generation`, the old generation has ended. A read
-    with `Blocks.generations` that begins after this answer, on any node, finds no block of the old
-    generation. The tier executes and answers calls of `generations` and `raise_generation` in the
-    order of the calls.
-    """
+    """Always true: once `raise_generation` is answered, a read with `Blocks.generations` that
+    begins later, on any node, finds no block of the old generation. `generations` and
+    `raise_generation` run in the order of the calls, not behind queued reads and writes."""
 
     def probe(
         self,
@@ -304,41 +241,27 @@ class SharedTier(Tier, Protocol):
         on_done: OnProbe,
         generations: Generations = NO_GENERATIONS,
     ) -> None:
-        """Asks the tier which of these blocks it has.
+        """Which blocks the tier has.
 
-        `deadline_s`: a time of time.monotonic. The caller ignores a later answer, so the tier may
-            then report FAILED without asking its store.
-        `generations`: the generations (numbers that each flush raises) in the blocks' keys. If the
-            store has another generation, all blocks are ABSENT.
+        `deadline_s`: time.monotonic; a later answer is ignored, so it may be FAILED unasked.
+        `generations`: if the store's differ, all blocks are ABSENT.
         """
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks from the store, and does not wait for the removal. A tier for
-        which removal is expensive may leave some of these blocks in the store."""
+        """Starts to remove blocks. If that is expensive, a tier may leave some."""
 
     def generations(
         self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations
     ) -> None:
-        """Asks the store for key spaces' generations (numbers that each flush raises). Begins a
-        generation for each key space that has no generation in the store. Does not wait behind
-        queued reads and writes.
-
-        `fingerprints`: names of the key spaces.
-        `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.
-        """
+        """Begins generations that are missing. `deadline_s`: time.monotonic, then None."""
 
     def raise_generation(
         self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False
     ) -> None:
-        """Flushes a key space (a model in a configuration) in the store, which deletes all its
-        blocks there. For this, raises the key space's generation (a number that each flush raises):
-        ends the old generation, and begins and reports a new one, which is greater than the old
-        generation and `floor`. Does not wait behind queued reads and writes.
+        """Begins a generation above the present one and `floor`. Reports NO_GENERATION if there is
+        no room (the old generation has ended all the same), None if the store did not answer: then
+        call again, because it may have raised or not.
 
-        `floor`: the highest generation of the key space that the caller knows.
-        `is_retry`: True if the last call for the same flushes has failed.
-
-        Reports NO_GENERATION if the store has no room for the new generation; even then the old
-        generation has ended. Reports None if the store did not answer. The caller must then call
-        again, because it does not know whether the generation was raised.
+        `floor`: the highest that the caller knows.
+        `is_retry`: the last call for the same flushes failed.
         """

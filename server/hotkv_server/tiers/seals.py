@@ -1,10 +1,6 @@
-"""Seals: the checksums of blocks in tiers. A tier computes the seal of a block when it writes
-the block, and compares it at each read.
-
-A seal is the 64-bit XXH3 hash of all stored bytes of a block. Its seed is computed from the block's
-key, so the bytes of another block don't match. It covers all bytes, because a disk may lose any
-sector. It detects damage, but not forgery.
-"""
+"""Seals: the 64-bit XXH3 of all stored bytes of a block, because a disk may lose any sector. The
+seed comes from the block's key, so another block's bytes don't match. A seal shows damage,
+not forgery."""
 
 from collections.abc import Sequence
 
@@ -24,21 +20,18 @@ SECRET = np.frombuffer(
     ),
     np.uint64,
 )
-"""The default secret of the XXH3 specification (constants that the hash mixes with its input), as
-24 words of 64 bits."""
+"""The XXH3 specification's default secret."""
 
 
 def seal(key: bytes, content: "bytes | memoryview") -> int:
-    """Returns the seal (checksum) of a block; never 0. `content`: the block's stored bytes."""
+    """Never 0."""
     return xxhash.xxh3_64_intdigest(content, xxhash.xxh3_64_intdigest(key)) or 1
 
 
 def secrets(keys: Sequence[bytes]) -> Seals:
-    """Returns, for each block's key, the secret with which XXH3 computes the block's seal
-    (checksum): 24 words that XXH3 mixes with the block's bytes, uint64 [n, 24]. XXH3 derives the
-    secret from a seed, and the seed is the XXH3 hash of the key."""
+    """XXH3's secret for each key, uint64 [n, 24]: derived from its seed, the XXH3 of the key."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
-    # XXH3 adds the seed to the 64-bit words 0, 2, 4 … of the default secret, and subtracts it from
-    # the words 1, 3, 5 …, modulo 2**64.
+    # XXH3 adds the seed to the default secret's even 64-bit words and subtracts it from the odd
+    # ones, modulo 2**64.
     signs = np.where(np.arange(len(SECRET)) % 2 == 0, 1, -1).astype(np.int64).view(np.uint64)
     return SECRET + signs * seeds[:, None]

@@ -1,5 +1,4 @@
-"""Opens the tiers below host memory during the start of a server, and restores the blocks that an
-earlier server left on the disk."""
+"""Opens the tiers at a server's start, and restores the disk's blocks."""
 
 import logging
 import os
@@ -44,22 +43,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S = 60.0
-"""Longest wait for the disk at the start. The time to allocate disk space does not count."""
+"""Longest wait for the disk at the start, apart from allocation."""
 SLOWEST_BYTES_PER_S = 50 << 20
-"""Slowest speed at which a disk is expected to allocate space. When the disk tier is opened, the
-start waits, in addition to ANSWER_S, as long as the whole tier takes at this speed."""
+"""Slowest speed of allocation. The start waits as long as the whole disk tier takes, plus
+ANSWER_S."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerPart:
-    """The opened disk tier.
-
-    `memory`: the records of the tier's blocks, and the lock on the tier's folder. Close `tier`
-        before `memory`, because closing `memory` unlocks the folder for another server.
-    `space`: the places in the slab file (the file with the disk's blocks). The core assigns these
-        places to blocks.
-    `tier`: copies blocks to and from the slab file.
-    """
+    """The opened disk tier. Close `tier` before `memory`, which unlocks the folder for another
+    server."""
 
     memory: LowerMemory
     space: Space
@@ -67,12 +60,9 @@ class LowerPart:
 
 
 def check_tiers(settings: Settings) -> None:
-    """Raises StartError if a server with these settings can't start its tiers.
-
-    The possible reasons: the folder of the disk tier is unusable or has no room; the modules of a
-    tier are not installed; the file that records flushes (`GENERATIONS_FILE`) belongs to another
-    user. Does not connect to stores, because a server also starts while a store is down.
-    """
+    """Raises StartError if the tiers can't start: an unusable disk folder or no room, missing
+    modules, or another user's GENERATIONS_FILE. Does not connect to stores, which may be down at
+    the start."""
     try:
         check_files([settings.arena_dir / GENERATIONS_FILE])
     except (UnsafeError, OSError) as error:
@@ -80,8 +70,7 @@ def check_tiers(settings: Settings) -> None:
     disk = settings.tiers.disk
     if disk.path is not None:
         path = disk.path
-        # The disk also has a table that records its blocks. Require room for two such tables,
-        # because a later start briefly has an old and a new table.
+        # A later start briefly has an old and a new table.
         records_bytes = 2 * records_file_bytes(settings.tiers.capacity, disk.bytes)
         is_private = bool(settings.security.tenants)
         _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes, records_bytes, is_private))
@@ -95,12 +84,8 @@ def check_tiers(settings: Settings) -> None:
 
 
 def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
-    """Runs `call` on a thread and returns its result. Raises StartError if `call` takes longer than
-    `wait_s`. Also raises any error that `call` raises.
-
-    `path`: the folder of the disk tier, which `call` uses. A server refuses to start if its disk
-        hangs, because it could not record flushes (deletions of all blocks of a key space) there
-        for the next server.
+    """Runs `call` on a thread, and returns its result or raises its error. StartError after
+    `wait_s`: on a hung disk flushes could not be recorded.
     """
     try:
         return Clerk("disk-start").do(call).result(wait_s)
@@ -119,13 +104,12 @@ def _check_own(path: Path, *, is_private: bool) -> None:
 
 
 def _check_disk(path: Path, num_bytes: int, records_bytes: int, is_private: bool) -> None:
-    """Raises StartError if the disk tier's folder `path` can't be written, if other users could
-    have changed what it has, or if it has no room for the slab file, which holds the blocks.
+    """Raises StartError if the folder can't be written, could have been changed by other users, or
+    has no room.
 
-    `num_bytes`: size of the slab file. Files that the folder already has count as part of it.
-    `records_bytes`: size of the file that records which blocks the disk has. If the slab file is
-        not completely allocated yet, there must be room for this file too, because without it no
-        block would be written.
+    `num_bytes`: of the slab file; what the folder has counts.
+    `records_bytes`: also needed until the slab file is allocated, as without records no block is
+        written.
     """
     folder = next(filter(os.path.exists, (path.absolute(), *path.absolute().parents)))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -143,17 +127,15 @@ def _check_disk(path: Path, num_bytes: int, records_bytes: int, is_private: bool
 
 
 def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart | None:
-    """Opens the disk tier, and allocates its disk space. Returns None if the settings have no disk.
-    Blocks the calling thread. Raises StartError.
+    """Opens the disk tier and allocates its space; None without a disk. Blocking. Raises
+    StartError.
 
-    `arena`: host memory with the slots of blocks.
-    `reset`: True drops the blocks that an earlier server left on the disk.
+    `reset`: drops an earlier server's blocks.
     """
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
         return None
-    # Import these here, because servers without a disk tier need neither its compiled code nor
-    # xxhash.
+    # Servers without a disk need neither compiled code nor xxhash.
     from hotkv_server.tiers.disk.slab_file import SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -181,11 +163,8 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
 
 
 class OpenedTiers:
-    """Sets up the tiers during the start of a server. The server calls `add_books`, `take_over` and
-    `drive`, in this order.
-
-    `lower`: the opened disk tier; None without a disk.
-    """
+    """Sets up the tiers at the start: `add_books`, `take_over`, `drive`, in this order. `lower`:
+    None without a disk."""
 
     def __init__(self, settings: Settings, arena: Region, lower: LowerPart | None) -> None:
         self._settings = settings
@@ -199,15 +178,13 @@ class OpenedTiers:
         return f"OpenedTiers({self._lower!r})"
 
     def add_books(self, core: CacheCore) -> None:
-        """Makes the `TierBooks`, which records which blocks are on the disk, and which blocks move
-        between tiers at present. Its constructor registers it in the core."""
+        """The books register themselves in the core."""
         space = None if self._lower is None else self._lower.space
         TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
 
     def take_over(self, core: CacheCore) -> bool:
-        """Restores the blocks that an earlier server left on the disk, then starts the thread that
-        writes the disk's records. Returns True if there is a disk; its blocks may have added key
-        spaces to the core. Blocks the calling thread. Raises StartError."""
+        """Restores the disk's blocks and starts the thread of its records. True if there is a
+        disk, whose blocks may have added key spaces. Blocking. Raises StartError."""
         if self._lower is None:
             return False
         memory, began_s = self._lower.memory, time.monotonic()
@@ -224,9 +201,8 @@ class OpenedTiers:
         return True
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:
-        """Opens the shared tiers. Returns the object that makes the calls to all tiers (lookups,
-        reads, writes, flushes). The core must already have restored the blocks in the arena. Does
-        not wait for stores, so a store may be down. Raises StartError."""
+        """Opens the shared tiers, without waiting for stores. The arena's blocks must be
+        restored. Raises StartError."""
         shared: list[tuple[SharedTier, GenerationRelay]] = []
         for name, open_at in shared_tiers(self._settings):
             relay = GenerationRelay()
@@ -245,39 +221,30 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, generations, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> GenerationNotes:
-        """Returns the `GenerationNotes`, the record of flushes (deletions of all blocks of a key
-        space). Its file has a copy in the arena's folder and, if there is a disk, another copy in
-        the disk's folder. The core must already have restored the blocks in both folders."""
+        """Copies for the arena and the disk, whose blocks must be restored."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
         return GenerationNotes(folders)
 
     def close(self) -> None:
-        """Closes the records of the disk tier, and unlocks the disk's folder for another server.
-        Called after the tiers have closed."""
+        """After the tiers: closes the disk's records and unlocks its folder."""
         if self._lower is not None:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Removes the files with the record of flushes (`GenerationNotes`), unless they are still
-        needed. They are needed if there is a disk, because its blocks outlive the server. They are
-        also needed if a flush is not complete: the next server must then still raise the generation
-        (a number that each flush raises) of the key space in a store. Called at the end of a server
-        that leaves no blocks in the arena to the next server. Blocks the calling thread."""
+        """Removes the book of flushes, unless a disk's blocks outlive the server, or a store
+        must still raise a generation. Blocking. Called at the end of a server that leaves no
+        blocks in the arena."""
         if self._lower is None and self._generations is not None:
             self._generations.discard()
 
 
 def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
-    """Opens the disk tier if the settings have a disk. Returns an object whose `drive` later opens
-    the shared tiers; returns None if the settings have no tier. But if an earlier server had tiers,
-    returns an object also without tiers: it records flushes (deletions of all blocks of a key
-    space) for these tiers, because a later server may have them again. Blocks while disk space is
-    allocated. Raises StartError.
+    """None without tiers now and before: an earlier server's tiers need their flushes recorded, as
+    a later server may have them again. Blocking while space is allocated. Raises StartError.
 
-    `arena`: host memory with the slots of blocks.
-    `reset`: True drops the blocks that an earlier server left on the disk.
+    `reset`: drops an earlier server's blocks on the disk.
     """
     lower = open_lower(settings, arena, reset=reset)
     had_tiers = (settings.arena_dir / GENERATIONS_FILE).exists()
@@ -287,9 +254,7 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
 
 
 def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
-    """Counts the disk writes of an earlier server in this server's daily budget of disk writes.
-    Reads the sizes and times of these writes from a file. If the file is unusable, logs the reason
-    and begins with the full budget."""
+    """Counts an earlier server's writes in the budget, or logs why it begins full."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()
@@ -299,9 +264,7 @@ def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
 
 
 def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
-    """Restores the blocks on the disk from the records that an earlier server left. Returns the
-    number of restored blocks that are encoded (compressed). `began_s`: when the restoring began, a
-    time of time.monotonic."""
+    """Restores the disk's blocks from their records; returns the number of encoded ones."""
     memory = part.memory
     if memory.old is None or memory.state is None:
         return 0

@@ -1,6 +1,4 @@
-"""Records, for all tiers of a node, which blocks are on the disk, and which moves of blocks between
-host memory and tiers are under way. `TierBooks` implements `cache.seams.Below`, the interface
-through which the core calls the tiers."""
+"""The tiers' side of the core: which blocks are on the disk, and which moves are under way."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,16 +16,13 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """Records the blocks on the disk and the moves under way. Implements the protocol
-    `cache.seams.Below`, which describes the methods. The constructor registers the object in the
-    core; call it before the core has key spaces (each is a model in a configuration).
+    """Implements `cache.seams.Below`, which describes the methods. Registers itself in the core,
+    which must not have key spaces yet.
 
-    `space`: the blocks on the disk and their places; None without a disk.
-    `lower`: the records of the disk tier; None without a disk.
-    `copies`: for each shared tier, the queues of blocks to copy to it.
-    `write_bytes_per_day`: most bytes to write to the disk in 24 hours; None: no limit.
-    `encoded_bytes`: returns the size of the disk space for an encoded (compressed) block, given the
-        size of its slot; None if blocks are never encoded.
+    `lower`, `space`: None without a disk.
+    `copies`: one per shared tier.
+    `write_bytes_per_day`: None: no limit.
+    `encoded_bytes`: None: nothing is encoded.
     """
 
     def __init__(
@@ -92,8 +87,7 @@ class TierBooks:
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
         for move in self.moves:
             if move.is_up and move.key_space_id == key_space_id:
-                # Abandon the move: the tier may still write to its slots, so blocks that are stored
-                # from now on get other slots.
+                # The tier may still write to its slots: new stores get others.
                 self.arrivals.forsake(move)
         return self.moves.stopped(key_space_id)
 
@@ -114,8 +108,7 @@ class TierBooks:
 
 
 def books_of(core: CacheCore) -> TierBooks:
-    """Returns the `TierBooks` (records of blocks in tiers) that is registered in this core. Raises
-    LookupError if the core has no tiers."""
+    """Raises LookupError if the core has no tiers."""
     for one in core.below:
         if isinstance(one, TierBooks):
             return one

@@ -1,13 +1,7 @@
-"""Decides which blocks of host memory are copied to a shared tier, and when a failed copy is tried
-again.
+"""Decides which blocks are copied to a shared tier, and when again. They wait in queues, the lanes.
 
-The blocks wait in queues, called lanes. The lane STORED has the blocks that engines stored on this
-node, in the order of the stores. The lane OLD has blocks that the tier may already have. The lanes
-after OLD have blocks whose copy failed.
-
-Always true: a block that is being copied stays pinned in host memory until the tier has stopped
-reading it. A failed copy is tried again at most MAX_TRIES times, and only while the block is in
-host memory.
+Always true: a block stays pinned until the tier has stopped reading it. A failed copy is tried
+again at most MAX_TRIES times, and only while the block is in host memory.
 """
 
 from collections.abc import Callable
@@ -22,19 +16,13 @@ from hotkv_server.tiers.book.moves import Move, Moves
 from hotkv_server.tiers.book.waiting import MAX_LOOKED, PART_BLOCKS, WaitingBlocks
 
 STORED, OLD = 0, 1
-"""Numbers of lanes (queues of blocks). STORED: blocks that engines stored on this node. OLD: blocks
-that came from the disk or were left by an earlier server. OLD + k: blocks whose copy has failed k
-times."""
+"""Lanes. STORED: stored on this node. OLD: from the disk or an earlier server, so perhaps in the
+tier. OLD + k: failed k times."""
 MAX_TRIES = 4
-"""Most times that a failed copy of a block is tried again."""
 
 
 class Copies:
-    """Queues blocks for a shared tier, and begins and ends their copies.
-
-    `moves`: the moves under way, of all tiers.
-    `on_stored`: called each time `add_stored` has queued blocks.
-    """
+    """See the module. `on_stored`: called when `add_stored` has queued blocks."""
 
     def __init__(self, moves: Moves) -> None:
         self.on_stored: Callable[[], None] = lambda: None
@@ -50,32 +38,24 @@ class Copies:
 
     @property
     def num_waiting(self) -> int:
-        """Number of blocks that wait in all lanes (queues)."""
         return sum(map(len, self.lanes))
 
     def add_stored(self, entries: Entries) -> None:
-        """Queues blocks that an engine has stored on this node. Blocks of a sequence must be in the
-        order of the sequence."""
+        """Blocks of a prompt must be in its order."""
         self.lanes[STORED].add(entries)
         self.on_stored()
 
     def add_old(self, entries: Entries) -> None:
-        """Queues ready blocks of host memory that came from the disk or were left by an earlier
-        server. The tier may have them already."""
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the number of the lane (queue) from which to copy next; never the lane STORED. Of
-        the other lanes that are not empty, returns the lane whose blocks have failed most often.
-        Returns None if all lanes except STORED are empty."""
+        """The non-empty lane with the most failures, never STORED; None if there is none."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
-        """Removes the next blocks from a lane (queue), and returns the removed blocks that are
-        still ready, without duplicates. Stops when the removed blocks have about `num_bytes` in
-        total, or when about MAX_LOOKED blocks were checked. This is a generator, which yields
-        between parts of the work, so that the caller can run other work."""
+        """The next blocks of a lane that are still ready, each once: about `num_bytes`, or
+        MAX_LOOKED blocks. Yields between parts of the work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         reuses = index.table.records[:, table.W_REUSES]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]
@@ -86,17 +66,14 @@ class Copies:
             parts.append(some)
             known.append(reuses[some])
             yield
-        # While this generator was suspended, a block may have been evicted and its entry number
-        # reused for another block. The reuse count of the entry has then changed.
+        # Entries may have been reused while this generator was suspended.
         taken = np.concatenate(parts)
         same = (reuses[taken] == np.concatenate(known)) & index.is_ready(taken)
         return each_once(taken[same])
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """Begins to copy blocks that `take` has just removed from the queue `lane`. Pins them, and
-        returns a move for each key space (a model in a configuration). If a flush is deleting
-        the blocks of a key space (`Moves.stopped`), puts these blocks back into the queue instead.
-        """
+        """Pins blocks and begins a move per key space. Blocks that are being flushed go back
+        into the lane."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
             mine = entries[key_spaces == key_space_id]
@@ -110,13 +87,8 @@ class Copies:
         return moves
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
-        """Ends a move of n blocks after the tier has stopped reading its slots (places in the
-        arena). Unpins the blocks. If the copy of a block failed, queues the block again, in the
-        lane (queue) of blocks with one more failure. Returns the number of failed blocks that are
-        not queued again, because all their tries have failed.
-
-        `has_failed` [n]: True if the copy of the block failed; None if no copy failed.
-        """
+        """Unpins the blocks once the tier has stopped reading, and queues failed ones in the
+        next lane. Returns how many are given up."""
         index, lane = self._host.index, max(self._under_way.pop(move.number), OLD) + 1
         num_given_up = 0
         if has_failed is not None:

@@ -1,15 +1,12 @@
-"""Begins and ends moves of blocks from host memory down to the disk, in the order in which the
-blocks were stored. ("Below" means on the disk; a place is the part of the disk's file that a block
-gets.)
+"""Moves blocks from host memory to the disk ("below"), in the order of the stores.
 
-Blocks are written to the disk soon after they are stored in host memory, not when they are evicted.
-So a store that needs room never waits for the disk. A block that was not written then is considered
-again at each use. If the encoded (compressed) form of a block does not fit its place, the block is
-moved again, to a place as large as its slot. Always true:
+A block is written soon after it is stored, not at its eviction, so no store waits for the disk; if
+the gate refuses it, again at each use. If its encoded form does not fit its place, it moves once
+more, to a place as large as its slot. Always true:
 
-- a block becomes ready on the disk only after the tier has reported that it has stored the block;
-- the block stays pinned in host memory until the tier has stopped reading it;
-- a place is not reused while the tier writes to it.
+- a block is ready on the disk only after the tier has reported it stored;
+- it stays pinned until the tier has stopped reading it;
+- a place is not reused while it is written.
 """
 
 from collections import Counter
@@ -28,14 +25,7 @@ from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 
 class Demotion:
-    """Begins and ends moves of blocks down, from host memory to the disk; see the module.
-
-    `moves`: the moves under way, of all tiers.
-    `below`: the blocks on the disk and their places.
-    `gate`: decides which blocks are written, so that the budget of disk writes lasts.
-    `sizes`: chooses the sizes of the places.
-    `waiting`: queue of blocks that were stored or used, and may not be on the disk yet.
-    """
+    """See the module. `waiting`: stored or used blocks that the disk may lack."""
 
     def __init__(
         self,
@@ -58,30 +48,21 @@ class Demotion:
         return f"Demotion({self.waiting!r}, {self.gate!r}, {self._moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers a key space (a model in a configuration), with the tokens and bytes of a
-        block in each KV cache group."""
         self._sizes.add_key_space(record)
         for group, spec in enumerate(record.key_space.groups):
             self._block_tokens[record.number, group] = spec.block_tokens
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space (a model in a configuration) that has no blocks in host memory
-        and no moves."""
+        """The key space must have no blocks in host memory and no moves."""
         self._sizes.forget_key_space(record)
         for group in range(len(record.key_space.groups)):
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from the queue `waiting`, and returns the blocks to write to the disk:
-        ready blocks that are not on the disk, and that the write gate admits (`WriteGate`, which
-        enforces the budget of disk writes).
+        """Takes the blocks to write: ready, not on the disk, admitted by the gate. Blocks of a key
+        space that is being flushed stay queued, in order.
 
-        While a flush deletes the blocks of a key space (`Moves.stopped`), blocks of this key space
-        stay in the queue, in their order, and the gate is not asked about them.
-
-        Stops when the returned blocks have about `num_bytes` in total, or when about MAX_LOOKED
-        blocks were checked. This is a generator, which yields between parts of the work, so that
-        the caller can run other work.
+        Stops at about `num_bytes`, or MAX_LOOKED blocks. Yields between parts of the work.
         """
         index, num_looked = self._host.index, 0
         reuses = index.table.records[:, table.W_REUSES]
@@ -92,9 +73,8 @@ class Demotion:
             some = self.waiting.take(num_bytes)
             num_looked += len(some) + PART_BLOCKS
             some = some[np.sort(np.unique(some, return_index=True)[1])]
-            # A flush may be deleting the blocks of a key space while engines already store new
-            # blocks in it. Hold the new blocks back. If the flush ends during this call, also hold
-            # back later blocks of the key space, so that its blocks stay in order.
+            # Engines may store new blocks during a flush: hold them back, and those after its
+            # end too, to keep their order.
             held_key_spaces |= self._stopped(some)
             is_held = np.isin(index.key_spaces(some), list(held_key_spaces))
             held = np.concatenate((held, some[is_held]))
@@ -108,30 +88,23 @@ class Demotion:
             taken = np.concatenate((taken, some))
             known = np.concatenate((known, reuses[some]))
             yield
-        # While this generator was suspended, a block may have been evicted and its entry number
-        # reused for another block. The reuse count of the entry has then changed.
+        # Entries may have been reused while this generator was suspended.
         ready: Entries = taken[(reuses[taken] == known) & index.is_ready(taken)]
-        # First put the held blocks back at the head of the queue. If blocks of `ready` must go back
-        # too (`put_back`, below), they are then inserted before the held blocks, which follow them
-        # in their sequences.
+        # Held blocks first: `put_back` then inserts others before them, which precede them in
+        # their prompts.
         self.waiting.add_first(held[(reuses[held] == held_known) & index.is_ready(held)])
-        # A flush may have begun while this generator was suspended.
         is_stopped = np.isin(index.key_spaces(ready), list(self._stopped(ready)))
         if is_stopped.any():
             self.put_back(ready[is_stopped], now_s)
         return ready[~is_stopped]
 
     def _stopped(self, entries: Entries) -> set[int]:
-        """Returns the ids of the given blocks' key spaces whose blocks may not be moved to the disk
-        now, because a flush deletes them (`Moves.stopped`)."""
         key_spaces = np.unique(self._host.index.key_spaces(entries)).tolist()
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks again that `take` has just returned, before all others. Subtracts their
-        bytes from the written bytes that the write gate (`WriteGate`) counts: `take` will count
-        them when it returns the blocks again.
-        """
+        """Puts blocks of `take` back at the head of the queue, and their bytes off the gate's
+        count."""
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )
@@ -139,9 +112,7 @@ class Demotion:
         self.waiting.add_first(entries)
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
-        """Describes blocks for the write gate (`WriteGate`), which decides whether to write them to
-        the disk. `taken`: blocks that the gate has already admitted in the present call of `take`.
-        They count as blocks on the disk."""
+        """`taken`: admitted before in this call, so they count as on the disk."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
@@ -164,8 +135,7 @@ class Demotion:
         )
 
     def lacks(self, entries: Entries) -> BoolMask:
-        """Returns a mask [n]: True for each block that is neither on the disk nor being moved
-        there. `entries`: n ready blocks of host memory."""
+        """Mask [n] of ready blocks neither on the disk nor moving there."""
         missing = np.zeros(len(entries), np.bool_)
         for key_space_id, group, at in by_group(self._host, entries):
             hashes = self._host.index.keys(entries[at])[2]
@@ -173,30 +143,19 @@ class Demotion:
         return missing
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
-        """Evicts blocks from the disk, to make room for the blocks of `entries` that the disk
-        lacks. The caller must call `begin` directly afterwards, with the blocks that are still
-        ready. This is a generator, which yields between parts of the work, so that the caller can
-        run other work. It does not yield if there is room already.
-
-        `entries`: ready blocks of host memory.
-        `is_plain`: the same as for `begin`. True: a block needs as many bytes on the disk as in the
-            arena, because it is not encoded (compressed).
-        """
+        """Evicts from the disk for `entries`. Yields between parts of the work, not at all if
+        there is room. Call `begin` directly afterwards."""
         wanted: Counter[int] = Counter()
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             wanted[self._size(key_space_id, group, is_plain=is_plain)] += len(at)
         for size, count in wanted.items():
-            # `make_room` needs a key space only to find the tenant in whose share room is made.
-            # The disk has no shares of tenants, so pass any of the key spaces.
+            # The key space only finds a tenant's share, which a disk lacks: any will do.
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
-        """Begins to move ready blocks to the disk, as many as there are places for. Skips blocks
-        that the disk already has. Returns a move for each key space (a model in a
-        configuration). The caller must call `make_room` first.
+        """Moves blocks that the disk lacks, while there are places: a move per key space.
 
-        `is_plain`: True gives each block a place as large as its slot in the arena, so that the
-            tier stores it without encoding (compression).
+        `is_plain`: in places as large as slots, so not encoded.
         """
         moves = []
         entries = entries[self.lacks(entries)]
@@ -221,10 +180,7 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Returns the size of the places (ranges of the disk's file) for the next `num_blocks`
-        blocks of a group. If the group's blocks are at present not encoded (compressed), also
-        counts these blocks (`PlaceSizes.kept_plain`): after a certain number of them, encoding is
-        tried again."""
+        """Also counts blocks of a group that is not encoded at present."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -237,12 +193,8 @@ class Demotion:
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
-        """Reserves places of `size` bytes on the disk for blocks of a group. Begins with the blocks
-        of the least depth (number of blocks before the block in its sequence). Returns the blocks
-        that got a place, and the entries of these places in the disk's block table.
-
-        `number`: number of the move (`Move.number`), which owns the places.
-        """
+        """For a group's blocks, least depth first, while there is room. `number`: of the owning
+        move."""
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
         entries = entries[np.argsort(depths, kind="stable")]
         hashes = self._host.index.keys(entries)[2]
@@ -252,8 +204,7 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Looks up, for each block, the preceding block of its sequence in the disk's block table.
-        Returns the preceding block's entry number; 0 if the disk does not have that block."""
+        """Parents' entries on the disk; 0 if it lacks one."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
@@ -267,15 +218,12 @@ class Demotion:
         now_s: float,
         is_unfit: BoolMask | None = None,
     ) -> Entries:
-        """Ends a move of n blocks after the tier has stopped reading its slots (places in the
-        arena). Makes the stored blocks ready on the disk, and unpins all blocks in host memory.
-        Returns the blocks whose encoded form did not fit: the caller must move them again, with
-        `is_plain`, without asking the write gate (`WriteGate`).
+        """Publishes stored blocks and unpins all, once the tier has stopped reading. Returns those
+        to move again with `is_plain`, past the gate.
 
-        `is_stored` [n]: True if the tier has stored the block.
-        `seals` uint64 [n]: seals (checksums) of the stored blocks.
-        `is_unfit` [n]: True if the encoded form of the block did not fit its place; None if all
-            forms fitted.
+        `is_stored` [n]: the tier has stored the block.
+        `seals` [n]: of stored blocks.
+        `is_unfit` [n]: the form did not fit its place; None: all did.
         """
         self._moves.remove(move)
         good = is_stored & ~move.is_void
@@ -294,19 +242,15 @@ class Demotion:
         self._host.index.pin(move.entries, -1)
         self._host.removal.reap(move.entries)
         again = unfit & ~move.is_void & self._host.index.is_ready(move.entries)
-        # The write gate (which keeps the budget of disk writes) has counted the bytes of all blocks
-        # as written: subtract the bytes that were not written.
+        # The gate has counted all blocks as written.
         unspent_bytes = place_bytes[~is_stored & ~again].sum()
         if change_bytes := int(more_bytes[again].sum() - unspent_bytes):
             self.gate.add(change_bytes, now_s)
         return move.entries[again]
 
     def _stored_again(self, move: Move) -> Entries:
-        """Returns the blocks of host memory that must be queued again at the end of `move`, because
-        they are not on the disk. A flush has deleted blocks of the move while they were written;
-        then engines have stored blocks with the same keys again. `take` has dropped these new
-        blocks from the queue, because the disk's table still had the move's entries with the same
-        keys."""
+        """Blocks that a flush deleted during their move and engines then stored anew. `take`
+        dropped them, as the move still had their keys on the disk."""
         again, places = [], move.places[move.is_void]
         for key_space_id, group, at in by_group(self._below, places):
             hashes = self._below.index.keys(places[at])[2]
@@ -315,14 +259,7 @@ class Demotion:
         return joined(again)
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Reports two numbers for each KV cache group in a move of n blocks to `PlaceSizes`, which
-        decides whether the group's next blocks are encoded (compressed): how many blocks the tier
-        tried to encode, and how many of these had an encoded form that fitted its place. Must be
-        called while the places (ranges of the disk's file) of the move are still reserved.
-
-        `is_encoded` [n]: True if the tier has stored the block in encoded form.
-        `is_unfit` [n]: True if the encoded form of the block did not fit its place.
-        """
+        """Counts tried and fitted blocks per group, while their places are reserved."""
         for key_space_id, group, at in by_group(self._below, move.places):
             num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
             self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

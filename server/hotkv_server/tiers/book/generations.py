@@ -1,29 +1,18 @@
-"""Decides how flushes of key spaces reach all nodes. A key space is a model in a configuration;
-a flush deletes all its blocks. Each shared store keeps a generation per key space: a number that
-every flush raises.
+"""Decides how flushes of key spaces reach all nodes.
 
-`GenerationBook` has a record for each key space, under the key space's fingerprint. For each store,
-the record has the generation to which the key space's blocks on this node belong. `GenerationBook`
-has no clock
-and makes no calls: its caller (`drive.generations`) reports which generations the stores show and
-which flushes have run on this node. `GenerationBook` decides when the caller must ask a store for
-generations, raise a generation in a store, flush a key space on this node, or save the records to a
-file. Always true:
+`GenerationBook` knows, per key space and shared store, the generation to which this node's blocks
+belong. It has no clock and makes no calls: `drive.flushes` reports to it, and does what it decides.
+Always true:
 
-- The blocks on this node count as blocks of a generation (they are *vouched for*) in two cases:
-  this node began to flush the key space after the store had shown the generation, or this node had
-  no blocks of the key space when the store showed it. So no vouched block is older than the flush
-  that began the generation, whichever node requested that flush.
-- The generation of a record never falls. A store that shows a lower generation has lost a flush;
-  the node then raises the store's generation above all generations that the node knows.
-- Blocks are served only if their generation was *confirmed* in the last CONFIRMED_S: this node
-  asked the store for the generation, and the store answered with the generation of the record. (A
-  node that can't reach the store still serves blocks from its host memory.) A flush is answered
-  only when CONFIRMED_S have passed since the store raised its generation. By then every other node
-  has either asked the store again or stopped serving the blocks that need the store's confirmation.
-- A flush that was requested on this node stays in the record until each store has raised its
-  generation. At most one raise of a key space is under way in a store; it covers all flushes that
-  were requested before it.
+- Blocks are *vouched for* in a generation if this node began a flush after the store had shown it,
+  or had no blocks then. So none is older than the flush that began the generation.
+- A record's generation never falls. A store that shows a lower one has lost a flush, and must raise
+  its own above all that this node knows.
+- Blocks are served only if the store *confirmed* their generation in the last CONFIRMED_S; without
+  the store, only host memory is served. A flush is answered CONFIRMED_S after the store's raise: by
+  then each other node has asked again or stopped serving.
+- A flush stays in the record until each store has raised. At most one raise of a key space is
+  under way in a store; it covers all flushes asked for before.
 """
 
 import heapq
@@ -31,92 +20,57 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""Time for which a store's answer confirms a generation (a number that each flush raises). The time
-begins when the question is sent to the store."""
+"""A confirmation holds for this time after the question was sent."""
 ASK_EVERY_S = 0.4
-"""Time between two questions to a store for the generation (number that each flush raises) of a key
-space in use."""
+"""Between two questions for a key space in use."""
 USED_S = 10.0
-"""A key space counts as in use for this time after the last request for its blocks."""
+"""A key space is in use for this time after a request for its blocks."""
 IDLE_EVERY_S = 30.0
-"""Time between two questions to a store for the generation (number that each flush raises) of an
-idle key space (not in use)."""
+"""Between two questions for an idle key space."""
 MAX_IDLE = 64
 """Most idle key spaces in one question."""
 TELL_S = 1.0
-"""Longest time that a flush waits for a store to raise the key space's generation (a number that
-each flush raises). After this time the flush is answered although the store has not raised the
-generation; the store must raise it later."""
+"""How long a flush waits for a store. After that it is answered as pending, and retried."""
 SPARE_S = 0.5
-"""Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the key
-space's new generation (a number that each flush raises)."""
+"""How long a flush waits, beyond CONFIRMED_S, for a store to confirm the new generation."""
 CALM_S = 5.0
-"""A flush raises a key space's generation (a number) in every store, but not at the same moment.
-After this node has adopted the new generation of one store, another store may still show its old
-generation, and serve blocks from before the flush. For this time, no blocks are copied from store
-to store (`GenerationBook.is_calm`). It is longer than the longest waits for a store together:
-TELL_S, and ASK_S of `drive.generations`."""
+"""Stores raise at different moments, so one may serve old blocks when another has the new
+generation. For this time no block is copied from store to store. Longer than TELL_S and
+`drive.flushes.ASK_S` together."""
 MISSED_S = 5.0
-"""If a store shows a new generation (a number that each flush raises), and another store shows no
-new generation within this time, a flush of another node has missed the other store. This time is
-longer than TELL_S."""
+"""A store that shows no new generation this long after another has missed the flush of another
+node. Longer than TELL_S."""
 RETRY_S = 0.5
-"""Time between two tries to raise a generation (a number that each flush raises) in a store."""
+"""Between two tries to raise."""
 MAX_RECORDS = 1 << 13
-"""If there are more records than this, `GenerationBook` forgets the records of idle key spaces that
-this node no longer knows."""
+"""Above this, idle key spaces that this node no longer knows are forgotten."""
 NO_GENERATION = 0
-"""Stands in place of a generation (a number that each flush raises) if the store has no generation
-for the key space. The key space's blocks are then neither read from the store nor written to it."""
+"""The store has none: the key space's blocks are neither read nor written there."""
 NEVER_S = float("-inf")
 
 
 @dataclass(slots=True)
 class GenerationStanding:
-    """The state of a key space (a model in a configuration) in one shared store.
+    """A key space in one shared store. The first three fields are saved. An answer's time is when
+    its question was sent.
 
-    The store has a number for the key space, the generation, which each flush of the key space
-    (deletion of all its blocks) raises. This node sends two kinds of requests to the store:
-    *questions* for the generation, and *raises*, which ask the store to raise the generation for a
-    flush.
-
-    Saved in the file with the records of `GenerationBook`:
-
-    `generation`: the highest generation of the store that this node has adopted.
-    `is_verified`: True if all blocks of the key space on this node belong to `generation`.
-    `is_unraised`: True if the store must still raise its generation: a flush has not reached the
-        store yet, or the store has lost it.
-
-    Not saved:
-
-    `target`: a new generation that the store has shown, or NO_GENERATION. This node adopts it as
-        `generation` when its own flush with the number `target_at`, or a later flush, has ended.
-        None if this node need not flush for the store.
-    `is_none`: True if the store has no generation and can't begin one, and this node has flushed
-        the key space since the store showed that.
-    `asked_s`: when the last question for the generation was sent.
-    `confirmed_s`: send time of the question whose answer last confirmed `generation`.
-    `is_raising`: True while a raise is under way.
-    `has_failed`: True if the last raise failed.
-    `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
-    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers. -1: this
-        store must raise its generation once more, because another store has raised its generation
-        late.
-    `acknowledged`: number of flush requests that the store's generation covers; -1: it does not
-        even cover the request that an earlier server has saved.
-    `acknowledged_s`: when the store answered the raise that covers these requests.
-    `shown_s`: send time of the last question that the store answered with a generation, or by
-        saying that it has no generation.
-    `changed_s`: send time of the last question that the store answered with a later generation than
-        this node had adopted. The first generation after the store had no generation does not
-        count.
-    `unchanged_s`: the value that `shown_s` had before the answer of `changed_s`; the same as
-        `changed_s` if that was the first answer. The store has raised the generation after this
-        time.
-    `emptied_s`: send time of the last question that the store answered by saying that it has no
-        generation. At that time no node could read blocks from the store.
-    `is_reported`: True if `GenerationBook.missed` has returned the store since `changed_s` was last
-        set.
+    `generation`: the highest that this node has adopted.
+    `is_verified`: all blocks on this node belong to it.
+    `is_unraised`: the store must still raise it: a flush has not reached the store, or is lost.
+    `target`: generation or NO_GENERATION to adopt when this node's flush `target_at` has ended;
+        None: no flush is needed.
+    `is_none`: the store can't begin a generation, and this node has flushed since.
+    `confirmed_s`: last answer with `generation`.
+    `raise_s`: when the last raise was sent; after a failure, when the next may be.
+    `raise_for`: `Record.asked` of the last raise; -1: raise once more, as another store was late.
+    `acknowledged`: `Record.asked` that the store's generation covers; -1: not even an earlier
+        server's.
+    `acknowledged_s`: when the store answered that raise.
+    `shown_s`: last answer.
+    `changed_s`: last answer with a later generation than the adopted one; not the first after none.
+    `unchanged_s`: the answer before that; the store has raised since.
+    `emptied_s`: last answer without a generation; no node could then read from the store.
+    `is_reported`: `GenerationBook.missed` has named the store since `changed_s`.
     """
 
     generation: int = NO_GENERATION
@@ -141,45 +95,27 @@ class GenerationStanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if the store's answers can confirm that no block on this node is older than a flush
-        (deletion of all blocks of the key space). The store has a number for the key space, the
-        generation, which each flush raises. There are two conditions:
-
-        - all blocks on this node belong to `generation` (`is_verified`), or the store has no
-          generation (`is_none`);
-        - no flush on this node is pending, and no raise (a request to the store to raise its
-          generation). A raise that has failed does not count, because it concerns only older blocks
-          in the store.
-        """
+        """The store's answers can confirm this node's blocks. A failed raise does not matter to
+        them."""
         is_raised = self.has_failed or not self.is_unraised
         return self.target is None and is_raised and (self.is_verified or self.is_none)
 
 
 @dataclass(slots=True)
 class Record:
-    """The record of a key space (a model in a configuration). Requests for a flush (deletion of
-    all blocks of the key space) and the flushes that this node runs are counted separately, because
-    one flush may serve several requests. The flushes on this node are numbered; `need`, `begun` and
-    `ended` are such numbers.
+    """A key space. `need`, `begun` and `ended` number this node's flushes, of which one may serve
+    several requests.
 
-    `local`: the seal number: a number that is part of the seals (checksums) of the key space's
-        blocks on this node's disk. Each flush changes it, so the seals of older blocks don't match.
-        Saved in the file.
-    `stores`: the state in each store, by the store's name. Partly saved.
-    `asked`: number of flushes that callers have requested.
-    `need`: the latest flush on this node that is required.
-    `begun`: the latest flush on this node that has begun.
-    `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` ended. If this node has later adopted a generation (a number
-        that each flush raises) without a flush: when it sent the question whose answer showed the
-        generation.
-        For a record from the file: when this node sent the first question whose answer confirmed an
-        generation.
-    `saved_at`: the first `GenerationBook.revision` that includes the end of the flush `ended`.
-    `asked_at_s`: when a caller last requested a flush.
-    `waits_s`: when a caller requested the first flush that has not begun on this node; NEVER_S if
-        all requested flushes have begun.
-    `used_s`: when blocks were last requested.
+    `local`: in the seals of its blocks on the disk. Each flush changes it, so older blocks don't
+        match. Saved.
+    `stores`: partly saved.
+    `asked`: number of flushes asked for.
+    `ended_s`: when `ended` ended; for a generation adopted later without a flush, or a record from
+        the file, the time of the answer that showed it.
+    `saved_at`: first `GenerationBook.revision` with the end of `ended`.
+    `asked_at_s`: last request for a flush.
+    `waits_s`: first request that has not begun, or NEVER_S.
+    `used_s`: last request for blocks.
     """
 
     local: int = 0
@@ -197,13 +133,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request for a flush (deletion of all blocks of a key space). With the ticket, the caller
-    asks later whether the flush is done (`GenerationBook.pending`, `GenerationBook.is_saved`).
-
-    `number`: number of the request, which is the value of `Record.asked` after the request.
-    `need`: number of the flush of this node that serves the request (`Record.need`).
-    `asked_s`: time of the request.
-    """
+    """A request for a flush. `number`: `Record.asked` with it. `need`: this node's flush that
+    serves it."""
 
     fingerprint: str
     number: int
@@ -213,11 +144,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """A request to a store: raise a key space's generation (a number that each flush raises) above
-    `floor`, the highest generation of this key space (a model in a configuration) in this store
-    that this node knows.
-
-    `is_retry`: True if the last raise for the same flushes has failed.
+    """Asks a store for a generation above `floor`, the highest that this node knows there.
+    `is_retry`: the last raise for the same flushes failed.
     """
 
     fingerprint: str
@@ -226,17 +154,13 @@ class Raise:
 
 
 class GenerationBook:
-    """Decides when stores must raise key spaces' generations (numbers that each flush raises), and
-    when this node must flush a key space; see the module.
+    """See the module.
 
-    `stores`: names of the shared stores in the settings.
-    `records`: the records that an earlier server saved, by fingerprint; None: no records.
-    `base`: seal number (see `Record.local`) of key spaces without a record.
-    `last`: the highest seal number that was ever used.
-    `is_saved`: False if these arguments are not completely saved, so that the caller must save
-        them.
-    `revision`: number of the present state; each change of saved state increases it.
-    `saved`: the last revision that the caller has saved.
+    `base`: seal number (`Record.local`) without a record.
+    `last`: highest seal number ever used.
+    `is_saved`: False if the caller must save these arguments.
+    `revision`: grows with each change of saved state.
+    `saved`: last revision that the caller has saved.
     """
 
     def __init__(
@@ -251,8 +175,6 @@ class GenerationBook:
         self.stores = tuple(stores)
         self.records = dict(records or {})
         for record in self.records.values():
-            # Add the stores that the record lacks: the server that saved it may have had other
-            # settings.
             record.stores.update(
                 {n: GenerationStanding() for n in stores if n not in record.stores}
             )
@@ -262,8 +184,7 @@ class GenerationBook:
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self._sealed_at = int(not is_saved)
         self.saved = 0
-        # Key spaces that are in use, or that still wait for a flush, or for a store to raise their
-        # generation (a number that each flush raises).
+        # Key spaces in use, or waiting for a flush or a raise.
         self._active = dict.fromkeys(
             name for name, one in self.records.items() if self._is_waiting(one)
         )
@@ -280,24 +201,16 @@ class GenerationBook:
         return record
 
     def standing(self, fingerprint: str, store: str) -> GenerationStanding:
-        """Returns what is known of a key space (a model in a configuration) in a store: its
-        generation there (a number that each flush raises), and the flushes that the store still
-        lacks."""
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
-        """Returns the seal number of the key space (`Record.local`): the number that is part of the
-        seals (checksums) of its blocks on the disk."""
         record = self.records.get(fingerprint)
         return self.base if record is None else record.local
 
     # Flushes
 
     def flush(self, fingerprint: str, now_s: float) -> Ticket:
-        """Requests a flush of a key space: a deletion of all its blocks, on this node and in each
-        store. A store is flushed by raising its generation (a number in the keys of blocks).
-        Returns a ticket. With the ticket, `pending` and `is_saved` report whether the flush is
-        done."""
+        """Asks for a flush, on this node and in each store."""
         record = self._record(fingerprint)
         record.asked += 1
         record.need += 1
@@ -312,14 +225,10 @@ class GenerationBook:
         return Ticket(fingerprint, record.asked, record.need, now_s)
 
     def begin_flush(self, now_s: float) -> str:
-        """Returns the fingerprint of a key space that the caller must now flush on this node
-        (delete all its blocks), and counts the flush as begun. Returns "" if no flush is due.
+        """Fingerprint to flush on this node now, counted as begun, or "".
 
-        A requested flush is due as soon as each shared store has raised the key space's generation
-        (a number that each flush raises), or has failed to raise it. It is due TELL_S after the
-        first waiting request at the latest. It is not due at once, because a flush that begins
-        before a store's answer must run again: this node adopts the store's new generation only
-        after a flush that begins after the answer.
+        A flush waits for the stores' raises, at most TELL_S: begun before an answer, it would
+        have to run again.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
@@ -335,18 +244,13 @@ class GenerationBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """Gives the key space (a model in a configuration) a new seal number (`Record.local`),
-        which is part of the checksums of its blocks on the disk. The blocks already on the disk
-        don't match the new number, even if a power loss brings their records back."""
+        """Invalidates blocks on the disk, even those that a power loss brings back."""
         self.last += 1
         record.local = self.last
         self.revision = self._sealed_at = self.revision + 1
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Records that the flush of a key space (a model in a configuration) on this node has
-        ended: all blocks that were on this node when the flush began are removed. This node now
-        adopts the stores' new generations (numbers that each flush raises) that had to wait for
-        this flush (`GenerationStanding.target`)."""
+        """A flush here has ended: adopts the generations that waited for it."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -360,29 +264,15 @@ class GenerationBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Records that the flush of a key space (a model in a configuration) on this node (the
-        deletion of its blocks) has failed. This flush must run again, after the due flushes of
-        other key spaces."""
+        """Reschedules a failed flush behind the others."""
         record = self._record(fingerprint)
         record.begun = record.ended
         self._active.pop(fingerprint, None)
         self._active[fingerprint] = None
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns the stores in which a requested flush (deletion of all blocks of a key space) is
-        not confirmed. Returns None while the caller that requested the flush must still wait.
-
-        The result has two kinds of stores:
-
-        - stores that did not raise the generation (a number that each flush raises) in time. The
-          server asks them again later to raise it;
-        - stores that raised the generation, but did not confirm the new generation in time.
-
-        If the result is empty, no node that can reach the stores serves blocks that are older than
-        the request for the flush.
-
-        `ticket`: the result of `flush`.
-        """
+        """Stores that did not raise or confirm in time; None while the caller must wait. If
+        empty, no node that can reach the stores serves blocks older than the request."""
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -396,41 +286,28 @@ class GenerationBook:
             elif now_s < (acknowledged_s := standing.acknowledged_s + CONFIRMED_S):
                 return None
             elif standing.confirmed_s < acknowledged_s - CONFIRMED_S / 2:
-                # The store has raised its generation (a number that each flush raises), but has not
-                # confirmed the new generation yet. It may have restarted since, with an old copy of
-                # its data.
+                # Not confirmed: it may have restarted with an old copy of its data.
                 if now_s < max(acknowledged_s, record.ended_s) + SPARE_S:
                     return None
                 pending.append(name)
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if the flush (deletion of all blocks of the key space) that serves the
-        request has ended on this node, and the file records the end of the key space's latest flush
-        on this node."""
+        """The request's flush has ended here, and the key space's latest is in the file."""
         record = self._record(ticket.fingerprint)
         return record.ended >= ticket.need and self.saved >= record.saved_at
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved file has the seal numbers (`Record.local`) of all key spaces (each is
-        a model in a configuration), which are part of the checksums of blocks on the disk.
-        Without these numbers the next server could not read the blocks on the disk."""
+        """If not, the next server could not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Returns the key spaces for whose generations (numbers that each flush raises) the caller
-        must now ask the store. Counts these questions as sent.
-
-        A key space in use is due ASK_EVERY_S after the last question for it, a key space in `idle`
-        after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first the key spaces
-        whose last question is oldest. Leaves out key spaces whose generation the store must still
-        raise, unless the last raise failed.
-
-        `idle`: idle key spaces (not in use) for which the caller would ask too.
-        """
+        """Key spaces to ask the store about now, counted as asked: those in use, and at most
+        MAX_IDLE of `idle`, the longest unasked first. Not those that it must still raise, unless
+        the last raise failed."""
 
         def asked_s(fingerprint: str) -> float:
             return self.standing(fingerprint, store).asked_s
@@ -457,25 +334,18 @@ class GenerationBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """Processes a store's answer to a question for generations (numbers that each flush
-        raises). The
-        answer has one of four results for each key space: the generation is confirmed; this node
-        adopts a new generation; this node must flush the key space (delete all its blocks); or the
-        store must raise its generation.
+        """Processes an answer: confirm, adopt, flush here, or raise.
 
-        `generations`: by fingerprint, the store's generation of each key space, or NO_GENERATION.
-        `restored_below`: nonzero if the store has just restarted; generations below this number may
-            come from an old copy of its data.
-        `sent_s`: when the question was sent.
-        `has_blocks`: the key spaces in `generations` that have blocks on this node.
+        `generations`: by fingerprint, or NO_GENERATION.
+        `restored_below`: see `protocol.Shown`.
+        `has_blocks`: key spaces with blocks on this node.
         """
         for fingerprint, generation in generations.items():
             record = self._record(fingerprint)
             standing = record.stores[store]
             is_old = standing.is_unraised or sent_s < standing.raise_s
             if standing.is_raising or (is_old and not standing.has_failed):
-                # The question was sent before this node asked the store to raise the generation (a
-                # number that each flush raises), so the answer may be out of date.
+                # Asked before the raise: the answer may be out of date.
                 continue
             has_none = standing.is_none or standing.target == NO_GENERATION
             if generation == NO_GENERATION:
@@ -504,9 +374,8 @@ class GenerationBook:
                 if generation >= restored_below:
                     standing.confirmed_s = sent_s
                     if record.ended_s == NEVER_S:
-                        # `record` comes from the file. The earlier server may have adopted this
-                        # generation (a number that each flush raises) just before it ended, so the
-                        # time CALM_S (see `is_calm`) begins now.
+                        # The earlier server may have adopted it just before it ended: CALM_S
+                        # begins now.
                         record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.generation, standing.is_verified, standing.is_none = (
@@ -523,10 +392,8 @@ class GenerationBook:
                 self._aim(fingerprint, standing, generation)
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
-        """Finds flushes (deletions of all blocks of a key space) by other nodes that seem not to
-        have reached one of the stores (`_missed`). Examines only key spaces in use. Returns each
-        case once, as a pair: the fingerprint of the key space (a model in a configuration) and the
-        name of the store."""
+        """(fingerprint, store) of flushes by other nodes that seem to have missed a store. Each
+        once, and only of key spaces in use."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -540,11 +407,8 @@ class GenerationBook:
         return found
 
     def _missed(self, record: Record) -> list[str]:
-        """Returns the stores that seem to have missed a flush (deletion of all blocks of the key
-        space). A store seems to have missed a flush if another store has raised its generation
-        (number that each flush raises), but this store has not raised its generation since then,
-        nor in the MISSED_S before. Possible reasons: the node that flushed can't reach these
-        stores, its settings do not name them, or the other store has lost its generations."""
+        """Stores that did not raise since MISSED_S before another did: the flushing node can't
+        reach or doesn't name them, or the other has lost its generations."""
         raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
@@ -553,10 +417,7 @@ class GenerationBook:
         ]
 
     def _aim(self, fingerprint: str, standing: GenerationStanding, generation: int) -> None:
-        """Requires this node to flush the key space (delete all its blocks), because a store has
-        shown a new generation (a number that each flush raises). When the flush has ended, this
-        node adopts `generation` as the key space's generation in that store. `standing`: what is
-        known of the key space in that store."""
+        """Requires a flush here, which adopts `generation`."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
@@ -565,9 +426,7 @@ class GenerationBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """Returns the raise (a request to a store to raise the generation of a key space) that the
-        caller must now send to the store, and counts it as sent. If several raises are due, returns
-        the raise that was due first. Returns None if no raise is due."""
+        """The raise to send now, counted as sent: the longest due, or None."""
 
         def raise_s(fingerprint: str) -> float:
             standing = self.standing(fingerprint, store)
@@ -587,9 +446,7 @@ class GenerationBook:
         )
 
     def raised(self, store: str, fingerprint: str, generation: int | None, now_s: float) -> None:
-        """Processes the store's answer to a raise, a request to raise a key space's generation (a
-        number that each flush raises). `generation`: the new generation; NO_GENERATION if the store
-        has no room for it; None if the raise failed or the store did not answer."""
+        """Processes the answer to a raise; NO_GENERATION if there is no room, None if it failed."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -597,15 +454,12 @@ class GenerationBook:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
         if standing.acknowledged < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
-            # This store has raised its generation (a number that each flush raises) late. Before
-            # that, nodes may have copied old blocks from it to other stores that had raised their
-            # generations already. So all other stores must raise their generations once more, even
-            # if they are raising them now.
+            # Late: nodes may have copied old blocks from this store to others that had already
+            # raised. So all others must raise once more, even if they are raising now.
             for other in self._mine(record):
                 if other is not standing:
                     other.is_unraised, other.raise_for = True, -1
-        # If a flush was requested after this request to the store was sent, the store must raise
-        # its generation (a number that each flush raises) once more.
+        # A flush asked for meanwhile needs one more.
         standing.is_unraised = standing.raise_for < record.asked
         standing.acknowledged, standing.acknowledged_s = (
             max(standing.acknowledged, standing.raise_for),
@@ -617,45 +471,29 @@ class GenerationBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Records that a client has requested blocks of the key space (a model in a
-        configuration). The key space then counts as in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 
     def generation(self, fingerprint: str, store: str) -> int:
-        """Returns the generation (a number that each flush raises) under which the key space's
-        blocks in the store may be read and written. Returns NO_GENERATION if they may not be read
-        or written now."""
+        """For reads and writes in the store now, or NO_GENERATION."""
         standing = self.standing(fingerprint, store)
         is_usable = standing.is_settled and standing.is_verified and not standing.is_unraised
         return standing.generation if is_usable else NO_GENERATION
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Withdraws the stores' confirmations of the key space's generations (numbers that each
-        flush raises). Called when a call of a tier has seen another generation than this node
-        expected. Afterwards `due` returns the key space (a model in a configuration) at once, so
-        that the stores are asked again."""
+        """A tier has seen an unexpected generation: withdraws confirmations, so the stores are
+        asked at once."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Returns True if in the last CONFIRMED_S the store has confirmed the generation (number
-        that each flush raises) to which the blocks on this node belong."""
         standing = self.standing(fingerprint, store)
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def is_calm(self, fingerprint: str) -> bool:
-        """Returns True if blocks that may come from one store may be copied to another store. There
-        are two conditions:
-
-        - each store has confirmed its generation, in answer to a question that was sent at least
-          CALM_S after this node last adopted a generation;
-        - no store has missed a flush (deletion of all blocks of the key space, see `missed`).
-
-        The reason: a flush does not raise the generations of all stores at the same moment. Until
-        its generation is raised, a store may still serve blocks from before the flush.
-        """
+        """Blocks of one store may be copied to another: none has missed a flush, and each has
+        confirmed CALM_S after this node last adopted a generation."""
         record = self._record(fingerprint)
         if len(self.stores) < 2:
             return True
@@ -665,32 +503,21 @@ class GenerationBook:
         )
 
     def is_outdated(self, fingerprint: str) -> bool:
-        """Returns True if a store has shown a new generation (a number that each flush raises) and
-        this node has not yet flushed the key space (deleted all its blocks). The blocks on this
-        node may then be older than the flush that began the new generation."""
+        """This node must still flush for a generation that a store shows."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[GenerationStanding]:
-        """Returns the states of a key space (a model in a configuration) in the stores that the
-        present settings name. `record` may also have states in stores that earlier settings named.
-        """
+        """Only of the present settings' stores."""
         return [record.stores[name] for name in self.stores]
 
     def _is_waiting(self, record: Record) -> bool:
-        """Returns True while a flush (deletion of all blocks of the key space) is not complete: it
-        has not ended on this node, or a store of the present settings must still raise its
-        generation (a number that each flush raises)."""
         return record.ended < record.need or any(one.is_unraised for one in self._mine(record))
 
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks each key space (a model in a configuration) as idle that was not used for USED_S,
-        unless a flush of it is pending, on this node or in a store. If there are more than
-        MAX_RECORDS records, also forgets the records of idle key spaces that are not in `known`.
-
-        `known`: the fingerprints of all key spaces of this node.
-        """
+        """Idles key spaces unused for USED_S without a pending flush, and forgets those above
+        MAX_RECORDS that are not `known` to this node."""
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not self._is_waiting(record):
@@ -698,22 +525,19 @@ class GenerationBook:
         if len(self.records) <= MAX_RECORDS:
             return
         for fingerprint in known:
-            # Make records for all key spaces of this node, because a record has the key space's
-            # seal number, which is a part of the checksums of its blocks on the disk.
+            # Each needs its seal number in a record before `base` changes.
             self._record(fingerprint)
         for fingerprint in list(self.records):
             record = self.records[fingerprint]
             is_unraised = any(one.is_unraised for one in record.stores.values())
             if fingerprint not in known and fingerprint not in self._active and not is_unraised:
                 del self.records[fingerprint]
-                # A power loss may bring old blocks of the key space back to the disk. They must not
-                # become valid again: their seal number, a part of their checksums, must differ
-                # from that of a later record.
+                # A power loss may bring its old blocks back: a later record needs another seal
+                # number.
                 self.base = max(self.base, record.local)
                 self.revision = self._sealed_at = self.revision + 1
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the record of a key space contradicts itself."""
         for record in self.records.values():
             assert record.ended <= record.begun <= record.need, "a flush has ended before it began"
             assert record.local <= self.last, "a flush here has a number twice"

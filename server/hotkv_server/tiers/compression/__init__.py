@@ -1,2 +1,1 @@
-"""Lossless compression of bfloat16 keys and values, 12 bits per value, for tiers below host
-memory."""
+"""Lossless compression of bfloat16 blocks in tiers, 12 bits per value."""

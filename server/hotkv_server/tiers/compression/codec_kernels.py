@@ -1,13 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that encode and decode blocks, without the GIL. Load them with
-`hotkv_proto.native.require`. The module `form` describes the encoded form of a block. A room is the
-memory reserved for the encoded form. `tests/oracles/compression.py` has the same functions in
-numpy.
+"""Numba kernels for `form`, without the GIL. Load them with `hotkv_proto.native.require`.
+`tests/oracles/compression.py` has them in numpy.
 
-Always true: the kernels touch only the block and its room, even if the room has arbitrary bytes.
-
-Numba compiles the kernels again only if this file changes; it does not notice a change of `form`.
-So whoever changes `form` must also change this file.
+Always true: they touch only block and room, even if the room has arbitrary bytes. Numba
+recompiles only if this file changes: whoever changes `form` must change it too.
 """
 
 from typing import Any
@@ -55,12 +51,8 @@ def _store(builder: Any, vector: Any, address: Any) -> None:
 
 
 def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
-    """Returns 16 vectors, one for each exponent in a tile's table of exponents. All lanes
-    (elements) of a vector have that exponent.
-
-    `low`, `high`: the table's 16 bytes, as two 64-bit words. They are arguments so that they stay
-        in registers: a table in memory would be loaded again for each group of values.
-    """
+    """A vector per exponent of a table. `low`, `high`: its 16 bytes, kept in registers: memory
+    would be loaded for each group."""
     int32 = ir.IntType(32)
     nothing = ir.Constant(_BYTES, ir.Undefined)
     first = ir.Constant(ir.VectorType(int32, LANES), [0] * LANES)
@@ -74,9 +66,8 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
 
 
 def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> tuple[Any, Any]:
-    """Emits code that encodes the vector of values at address `source`, and writes their signs and
-    mantissas to address `rests`. Returns the values' indices into the table, and a mask of the
-    values whose exponent is not in the table. `entries`: the table, as `_entries` returns it."""
+    """Encodes the vector at `source`, its signs and mantissas to `rests`. Returns its indices
+    and a mask of escapes."""
     values = _load(builder, source, _WORDS)
     exponents = builder.trunc(builder.lshr(values, _all(_WORDS, 7)), _BYTES)
     signs = builder.trunc(builder.lshr(values, _all(_WORDS, 8)), _BYTES)
@@ -98,14 +89,8 @@ def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> t
 def _encode_group(
     typingctx: Any, source: Any, rests: Any, indices: Any, low: Any, high: Any
 ) -> Any:
-    """Encodes GROUP_VALUES values. Returns two words with a bit for each value; the bit is set if
-    the value is an escape (its exponent is not in the table).
-
-    `source`: address of the values.
-    `rests`: address to which their signs and mantissas are written.
-    `indices`: address to which their exponent indices are written.
-    `low`, `high`: the 16 bytes of the table.
-    """
+    """Encodes GROUP_VALUES values; all positions are addresses. Returns two words with a bit per
+    escape. `low`, `high`: the table's 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, rests, place, low, high = args
@@ -125,12 +110,7 @@ def _encode_group(
 
 
 def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: list[Any]) -> None:
-    """Decodes a vector of values and writes them to address `target`.
-
-    `indices`: vector of the values' exponent indices.
-    `rests`: address of the values' signs and mantissas.
-    `entries`: the table of exponents, as `_entries` returns it.
-    """
+    """Decodes a vector to address `target`. `rests`: an address; `indices`: a vector."""
     left = entries
     for bit in range(4):
         is_set = builder.icmp_unsigned(
@@ -151,13 +131,8 @@ def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: l
 def _decode_group(
     typingctx: Any, rests: Any, indices: Any, target: Any, low: Any, high: Any
 ) -> Any:
-    """Decodes GROUP_VALUES values.
-
-    `rests`: address of their signs and mantissas.
-    `indices`: address of their exponent indices.
-    `target`: address to which the values are written.
-    `low`, `high`: the 16 bytes of the table.
-    """
+    """Decodes GROUP_VALUES values; all positions are addresses. `low`, `high`: the table's 16
+    bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rests, place, target, low, high = args
@@ -178,7 +153,7 @@ def _decode_group(
 
 @intrinsic
 def _first_bit(typingctx: Any, word: Any) -> Any:
-    """Returns the number of the lowest set bit of a word, which must not be 0."""
+    """Number of the lowest set bit; not for 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -188,8 +163,8 @@ def _first_bit(typingctx: Any, word: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
-    """Fills `table` with the 16 most common exponents in a sample of the values from index `begin`
-    to `end` - 1. `counts`: working memory, int64 [256]."""
+    """Fills `table` from a sample of values `begin` to `end` - 1. `counts`: scratch, int64
+    [256]."""
     counts[:] = 0
     for at in range(begin, end, SAMPLE_STEP):
         counts[(values[at] >> 7) & 255] += 1
@@ -205,7 +180,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
             if counts[exponent] > most:
                 best, most = exponent, counts[exponent]
         if not most:
-            # Fewer than 16 exponents occur: fill the table with the lowest unused exponents.
+            # Fewer than 16 exponents: fill up with the lowest unused.
             while counts[unused] < 0:
                 unused += 1
             best = unused
@@ -215,7 +190,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _word(room: Any, at: Any) -> Any:
-    """Returns the 8 bytes at offset `at` of `room` as a little-endian word."""
+    """8 bytes, little endian."""
     found = _U64(0)
     for i in range(8):
         found |= _U64(room[at + i]) << _U64(8 * i)
@@ -230,9 +205,7 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """Returns the number of escapes (values whose exponent is not in the table) of a tile. Reads it
-    as an int32 at offset `at` of `room`, the memory with the encoded block. The number may be
-    negative if the encoded block is damaged."""
+    """A tile's escapes, int32; negative only in a damaged form."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 
@@ -248,12 +221,8 @@ def _rests_at(num_values: Any) -> Any:
 def _encode(
     values: Any, first: Any, num_values: Any, rooms: Any, place: Any, room: Any, counts: Any
 ) -> Any:
-    """Encodes a block. Returns the size of the encoded form in bytes; 0 if the form does not fit
-    its room, the memory that is reserved for the form.
-
-    `values`, `first`, `num_values`: the block is the `num_values` values from index `first` on.
-    `rooms`, `place`, `room`: its room is the `room` bytes at offset `place` of `rooms`.
-    `counts`: working memory, int64 [256].
+    """Size of a block's form, or 0 if it exceeds its room. `first`, `num_values`: in `values`.
+    `place`, `room`: offset and bytes in `rooms`. `counts`: scratch, int64 [256].
     """
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
@@ -299,12 +268,7 @@ def _encode(
 
 @numba.njit(nogil=True, cache=True)
 def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_values: Any) -> Any:
-    """Decodes a block from its room, the memory with the encoded form. Returns 1 on success; 0 if
-    the room does not hold the encoded form of `num_values` values.
-
-    `rooms`, `place`, `room`: the block's room is the `room` bytes at offset `place` of `rooms`.
-    `values`, `first`, `num_values`: the values are written to `values`, from index `first` on.
-    """
+    """1, or 0 if the room has no form of `num_values` values. Arguments as of `_encode`."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -346,17 +310,11 @@ def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_valu
 def encode_many(
     blocks: Any, begins: Any, sizes: Any, rooms: Any, places: Any, room_sizes: Any, results: Any
 ) -> None:
-    """Encodes n blocks. Block i is the `sizes[i]` bytes at offset `begins[i]` of `blocks`. Its room
-    (the memory reserved for its encoded form) is the `room_sizes[i]` bytes at offset `places[i]` of
-    `rooms`.
+    """Encodes n blocks, with zeros behind the forms. `results`: size of a form, or 0 if it exceeds
+    its room, whose bytes are then undefined.
 
-    `blocks`, `rooms`: uint8. All other arguments: int64 [n]. `blocks` must begin at an even
-    address, all blocks and rooms must lie in their arrays, and offsets and sizes of blocks must be
-    multiples of SLOT_ALIGN.
-
-    Sets `results[i]` to the size of the encoded form in bytes, and fills the rest of the room with
-    zeros. Sets `results[i]` to 0 if the form does not fit the room; the room's bytes are then
-    undefined.
+    `blocks`, at an even address, and `rooms` are uint8, the others int64 [n]. Blocks and rooms
+    must lie inside the arrays, blocks at multiples of SLOT_ALIGN.
     """
     values, counts = blocks.view(np.uint16), np.empty(256, np.int64)
     for i in range(sizes.shape[0]):
@@ -375,17 +333,8 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes n blocks. The room of block i (the memory with its encoded form) is the
-    `room_sizes[i]` bytes at offset `places[i]` of `rooms`. The block is written to the `sizes[i]`
-    bytes at offset `begins[i]` of `blocks`. Reads only the rooms and writes only the blocks, even
-    if a room has arbitrary bytes.
-
-    `rooms`, `blocks`: uint8. All other arguments: int64 [n]. Offsets and sizes of blocks must be
-    multiples of SLOT_ALIGN.
-
-    Sets `results[i]` to 1 if the room holds the encoded form of a block of `sizes[i]` bytes.
-    Otherwise sets it to 0, and the block's bytes are undefined.
-    """
+    """Decodes n blocks. `results`: 1, or 0 if a room has no form of its block's size; the
+    block's bytes are then undefined. Arguments as of `encode_many`."""
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):
         results[i] = _decode(

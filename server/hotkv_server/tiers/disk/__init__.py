@@ -1,1 +1,1 @@
-"""The disk tier: keeps blocks in a preallocated file on the local disk, the slab file."""
+"""The disk tier: blocks in a preallocated file on the local disk."""

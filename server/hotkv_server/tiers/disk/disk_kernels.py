@@ -1,12 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that move blocks between memory and a file, and compute the blocks' seals
-(checksums), without the GIL. Load them with `hotkv_proto.native.require`.
+"""Numba kernels for block I/O and seals, without the GIL. Load them with
+`hotkv_proto.native.require`.
 
-Always true: if a block can't be moved, the blocks after it are moved all the same.
-
-A seal is the 64-bit XXH3 hash with a seed. The kernels implement it only for inputs of more than
-240 bytes. Algorithm, constants and names are from the specification of xxHash
-(doc/xxhash_spec.md).
+Always true: if a block can't be copied, those after it are all the same. Seals are XXH3 with a
+seed, only for more than 240 bytes; names and constants are those of xxHash's doc/xxhash_spec.md.
 """
 
 import errno
@@ -28,16 +25,8 @@ _MOVE_MANY = types.void(types.int64, _INPUTS, _INPUTS, _INPUTS, types.int64[::1]
 
 
 def _emit_call(name: str, builder: Any, args: Any) -> Any:
-    """Emits a call of pread or pwrite. Returns the LLVM value of its result: the number of bytes
-    moved, or -errno.
-
-    `name`: "pread" or "pwrite".
-    `builder`: llvmlite's builder, which gets the code.
-    `args`: fd, address, num_bytes and offset, int64 each.
-
-    The emitted code reads errno directly after the call in the same thread, so errno can't change
-    in between.
-    """
+    """Emits pread or pwrite of int64 (fd, address, num_bytes, offset): bytes or -errno. errno is
+    read directly after the call, on its thread."""
     int32, int64, byte_pointer = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
     move_type = ir.FunctionType(int64, [int32, byte_pointer, int64, int64])
     move = cgutils.get_or_insert_function(builder.module, move_type, name)
@@ -55,8 +44,6 @@ def _emit_call(name: str, builder: Any, args: Any) -> Any:
 
 @intrinsic
 def _pread(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -> Any:
-    """Calls pread. Returns the number of bytes read, or -errno."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_call("pread", builder, args)
 
@@ -65,8 +52,6 @@ def _pread(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -
 
 @intrinsic
 def _pwrite(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -> Any:
-    """Calls pwrite. Returns the number of bytes written, or -errno."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_call("pwrite", builder, args)
 
@@ -75,13 +60,9 @@ def _pwrite(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) 
 
 @numba.njit(_MOVE_MANY, nogil=True, cache=True)
 def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -> None:
-    """Reads n blocks: `sizes[i]` bytes at offset `offsets[i]` of the file to memory at
-    `addresses[i]`. All arrays are int64 [n].
+    """See `BlockIO.read_many`. Fewer bytes only at the file's end; -errno even after a part.
 
-    Sets `results[i]` to the number of bytes read; it is less than `sizes[i]` only at the end of the
-    file. Sets `results[i]` to -errno if pread failed, even if it had read a part before. If pread
-    stops at an offset that is no multiple of SLOT_ALIGN, this counts as the end of the file,
-    because direct I/O could not continue from there.
+    A stop off SLOT_ALIGN counts as the end: direct I/O can't go on from there.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -100,12 +81,7 @@ def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -
 
 @numba.njit(_MOVE_MANY, nogil=True, cache=True)
 def write_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -> None:
-    """Writes n blocks: `sizes[i]` bytes of memory at `addresses[i]` to offset `offsets[i]` of the
-    file. All arrays are int64 [n].
-
-    Sets `results[i]` to the number of bytes written; it is less than `sizes[i]` only if pwrite
-    returned 0. Sets `results[i]` to -errno if pwrite failed, even if it had written a part before.
-    """
+    """See `BlockIO.write_many`. Fewer bytes only if pwrite returned 0; -errno even after a part."""
     for i in range(sizes.shape[0]):
         done = 0
         while done < sizes[i]:
@@ -144,7 +120,7 @@ _SHIFTS = np.uint64(37), np.uint64(32)
 
 
 def _lanes(builder: Any, address: Any) -> Any:
-    """Loads eight 64-bit words from an address, which need not be aligned."""
+    """Eight 64-bit words from any address."""
     loaded = builder.load(builder.inttoptr(address, _LANES.as_pointer()))
     loaded.align = 1
     return loaded
@@ -157,9 +133,8 @@ def _keep(builder: Any, lanes: Any, address: Any) -> None:
 
 @intrinsic
 def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any) -> Any:
-    """Adds `count` stripes (64 bytes each) at `address` to the eight words at `sums`, the
-    accumulators of XXH3. Combines stripe i with the eight words of the secret that begin at
-    word i."""
+    """Adds `count` stripes of 64 bytes to XXH3's accumulators, the words at `sums`. Stripe i
+    uses the secret's eight words from word i."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, address, secret, count = args
@@ -182,7 +157,7 @@ def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any
 
 @intrinsic
 def _scramble(typingctx: Any, sums: Any, secret: Any) -> Any:
-    """Scrambles the eight words at `sums`, as XXH3 does after each 1024 bytes of input."""
+    """XXH3's step after each 1024 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, secret = args
@@ -196,7 +171,7 @@ def _scramble(typingctx: Any, sums: Any, secret: Any) -> Any:
 
 @intrinsic
 def _word(typingctx: Any, address: Any) -> Any:
-    """Returns the 64-bit word at an address, which need not be aligned."""
+    """From any address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         loaded = builder.load(builder.inttoptr(args[0], _INT64.as_pointer()))
@@ -208,7 +183,7 @@ def _word(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def _folded(typingctx: Any, one: Any, other: Any) -> Any:
-    """Returns the xor of the two halves of the 128-bit product of two 64-bit words."""
+    """Xor of the halves of a 128-bit product."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -223,12 +198,8 @@ def _folded(typingctx: Any, one: Any, other: Any) -> Any:
     types.void(_INPUTS, _INPUTS, types.uint64[:, ::1], types.uint64[::1]), nogil=True, cache=True
 )
 def seal_many(addresses: Any, sizes: Any, secrets: Any, seals: Any) -> None:
-    """Computes the seals (checksums) of n blocks, as `tiers.seals.seal` does: sets `seals[i]` to
-    the seal of the `sizes[i]` bytes of memory at `addresses[i]`.
-
-    `addresses`, `sizes`: int64 [n]; each size must be more than 240.
-    `secrets`: uint64 [n, 24], from `tiers.seals.secrets`.
-    `seals`: uint64 [n].
+    """`tiers.seals.seal` of n memory ranges into `seals`, uint64 [n]. Sizes above 240.
+    `secrets`: uint64 [n, 24], `tiers.seals.secrets`.
     """
     sums = np.empty(8, np.uint64)
     at_sums = np.uint64(sums.ctypes.data)

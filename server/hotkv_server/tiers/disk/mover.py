@@ -1,15 +1,9 @@
-"""Moves the blocks of a piece (part of a read or write call) between the arena and the slab file,
-and sets the result of each block.
+"""Copies the blocks of a piece between slots and places in the slab file. A place smaller than its
+slot holds the encoded form (`tiers.compression.form`).
 
-A slot is the part of the arena that a block occupies; a place is its part of the file. If the place
-of a block is smaller than its slot, the block is stored encoded, that is compressed
-(`tiers.compression.form`).
-
-Always true: a block is FOUND only if the file has returned the written bytes unchanged. The block's
-seal (checksum) covers all bytes of its place, and is compared before the bytes are decoded. (A
-seal over decoded bytes would not cover the unused bytes of the encoded form.) The seed of the seal
-is computed from the block's key. For an encoded block the key has a suffix, so plain and encoded
-bytes of a block have different seals.
+Always true: a FOUND block's bytes are those that were written. Its seal covers the whole place,
+also the form's unused bytes, and is compared before decoding. For encoded blocks the key, the
+seal's seed, has a suffix.
 """
 
 import errno
@@ -37,13 +31,11 @@ BoolMask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The data of n blocks of a call, as columns, int64 [n] each.
+    """Columns of n blocks of a call, int64 [n], offsets and sizes in bytes.
 
-    `numbers`: index of each block in the call.
-    `slots`: offset of each block's slot in the arena, in bytes.
-    `sizes`: size of each block's slot, in bytes.
-    `places`: offset of each block's place in the file, in bytes.
-    `stored`: size of each block's place, in bytes.
+    `numbers`: in the call.
+    `sizes`: of the slots.
+    `stored`: sizes of the places.
     """
 
     numbers: Int64s
@@ -57,12 +49,10 @@ class Rows:
 
     @property
     def is_encoded(self) -> bool:
-        """True if these blocks are stored encoded. Valid only if all of them are stored encoded or
-        all of them plain."""
+        """Only if all are encoded or all plain."""
         return bool((self.stored != self.sizes).any())
 
     def only(self, mask: BoolMask | slice) -> "Rows":
-        """Returns the data of the blocks that `mask` selects."""
         return Rows(
             self.numbers[mask],
             self.slots[mask],
@@ -73,15 +63,9 @@ class Rows:
 
 
 class BlockMover:
-    """Moves the blocks of pieces (parts of a read or write call) between the arena and the slab
-    file; see the module. Several threads may use it at the same time, for different pieces.
-
-    `io`: reads and writes `file`.
-    `staged`: encodes and decodes blocks.
-    """
+    """See the module. Thread-safe for different pieces."""
 
     def __init__(self, arena: Region, file: SlabFile, io: BlockIO, staged: Staged) -> None:
-        """Loads compiled functions (numba), which takes seconds the first time."""
         self._arena = arena
         self._file = file
         self._io = io
@@ -92,12 +76,8 @@ class BlockMover:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
     def move(self, piece: DiskPiece) -> None:
-        """Copies the blocks of a piece (part of a read or write call). Sets their codes (results)
-        and, for a write, their seals (checksums).
-
-        A block is not copied, and stays FAILED, in three cases: its slot is outside the arena; it
-        would be written outside the file; or it gets no staging memory in time.
-        """
+        """Copies a piece and sets codes and seals. A block outside the arena or file, or without
+        staging memory in time, stays FAILED."""
         call, rows = piece.call, self._rows(piece)
         is_plain = rows.stored == rows.sizes
         plain, encoded = rows.only(is_plain), rows.only(~is_plain)
@@ -112,9 +92,7 @@ class BlockMover:
             move(call, encoded.only(part))
 
     def _rows(self, piece: DiskPiece) -> Rows:
-        """Returns the blocks of a piece (some blocks of a call) that may be copied: their slots
-        must be inside the arena and, for a write, their places (byte ranges) inside the file. Logs
-        the number of blocks that may not be copied."""
+        """The blocks inside the arena and, for a write, inside the file."""
         blocks = piece.call.blocks
         rows = Rows(
             np.arange(piece.begin, piece.end),
@@ -132,9 +110,6 @@ class BlockMover:
         return rows.only(fits)
 
     def _decode(self, call: DiskCall, rows: Rows) -> None:
-        """Reads the encoded blocks of `rows` (some blocks of `call`) from the file to staging
-        memory, decodes them to their slots (places in the arena), and sets their codes (results).
-        """
         num_bytes = int(rows.stored.sum())
         place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
         if place is None:
@@ -149,12 +124,10 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=False)
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
-        """Reads the blocks of `rows` (some blocks of `call`) from the file to memory at
-        `addresses`. Returns a mask of the blocks whose bytes match their seals (checksums).
+        """Reads blocks to `addresses`. Mask of those that match their seals.
 
-        Sets a block's result to CORRUPT in three cases: the block's bytes don't match its seal; the
-        file ends before these bytes; or the disk can't read this block but can read another part of
-        the file. If the disk can't read another part either, the result stays FAILED.
+        The others are CORRUPT. If the disk can't read a block, nor another part of the file, it
+        stays FAILED.
         """
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
@@ -169,19 +142,16 @@ class BlockMover:
             call.code = -int(results[failed[-1]])
             works = self._file.is_direct and whole.any()
             if works or self._reads_elsewhere(rows.places, int(addresses[failed[0]])):
-                # The block is lost. The result CORRUPT makes the server forget it; after FAILED,
-                # the server would offer it as a hit for ever.
+                # After FAILED the server would offer a lost block for ever.
                 call.codes[rows.numbers[failed]] = Read.CORRUPT
         if is_short.any():
             self._file.mend()
         return is_same
 
     def _reads_elsewhere(self, places: Int64s, address: int) -> bool:
-        """Called if the disk could not read the blocks at `places`. Returns True if the disk can
-        read another part of the file: then the disk works, and these blocks are lost. Tries to read
-        the first SLOT_ALIGN bytes of the file, or the last if one of the `places` is at the file's
-        beginning, to memory at `address`. Bypasses the page cache, because it still has pages of
-        the file after the disk has failed."""
+        """After a failed read of `places`: the disk can read the file's first page (or last, if
+        a place is at the beginning), so the blocks are lost. Bypasses the page cache, which
+        outlives a failed disk."""
         if not self._file.is_direct:
             self._io.drop_cached()
         offset = 0 if places.min() > 0 else self._file.num_bytes - SLOT_ALIGN
@@ -190,10 +160,8 @@ class BlockMover:
         return bool(results[0] == SLOT_ALIGN)
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
-        """Encodes the blocks of `rows` (some blocks of `call`) to staging memory, and writes the
-        encoded forms to the file. Sets a block to UNFIT in two cases: its encoded form is larger
-        than its place in the file; or the place is larger than the part of the staging memory that
-        writes may use."""
+        """A block is UNFIT if its form exceeds its place, or its place the staging memory for
+        writes."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT
@@ -211,9 +179,7 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=True)
 
     def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
-        """Writes the stored bytes of the blocks of `rows` (some blocks of `call`), which are in
-        memory at `addresses`, to the blocks' places in the file. Sets the blocks' codes (results),
-        and the seals (checksums) of STORED blocks."""
+        """Writes the bytes at `addresses`, and sets codes and seals."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
         whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)
@@ -225,8 +191,6 @@ class BlockMover:
             call.code = -int(failed[-1])
 
     def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
-        """Returns the seals (checksums) of the blocks of `rows` (some blocks of `call`), whose
-        stored bytes are in memory at `addresses`."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):
             keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]

@@ -1,10 +1,8 @@
-"""The slab file: a file on the local disk with the blocks of the disk tier. It has its full size
-from the start.
+"""The slab file with the disk tier's blocks, always at its full size.
 
-Always true: while a server has the file open, no other server uses it (flock). Only the server's
-user may access it. Disk space is allocated for all its bytes, so writes succeed even when the file
-system is full. hotkv never punches holes into the file, because there might be no disk space to
-fill them again.
+Always true: one server at a time uses it (flock), and only the server's user may. All its space
+is allocated, so writes succeed on a full file system. Holes are never punched: there might be no
+space to fill them.
 """
 
 import contextlib
@@ -30,35 +28,27 @@ log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------- Block I/O
 
-# Block I/O: the interface between the disk tier and the file. Tests replace it by a simulated disk
-# with faults.
-#
-# Always true: block I/O only returns numbers of bytes and errors; the tier decides what they mean.
+# Tests replace it by a simulated disk with faults. It only returns bytes and errors; the tier
+# decides what they mean.
 
 
 class BlockIO(Protocol):
-    """Moves blocks between memory and a file. Thread-safe. A method blocks until the disk has
-    answered, and never raises."""
+    """Thread-safe. Methods block for the disk and never raise. Arguments and results are int64
+    [n]."""
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Reads n blocks. Block i is the `sizes[i]` bytes at offset `offsets[i]` of the file; it is
-        read to memory at address `addresses[i]`. Returns, for each block, the number of bytes read,
-        or -errno. Arguments and result: int64 [n]."""
+        """Block i: `sizes[i]` bytes at offset `offsets[i]` to address `addresses[i]`. For each,
+        bytes read or -errno."""
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Writes n blocks. Block i is the `sizes[i]` bytes of memory at address `addresses[i]`; it
-        is written to offset `offsets[i]` of the file. Returns, for each block, the number of bytes
-        written, or -errno. Arguments and result: int64 [n]."""
+        """Block i: `sizes[i]` bytes at address `addresses[i]` to offset `offsets[i]`. For each,
+        bytes written or -errno."""
 
     def drop_cached(self) -> None:
-        """Drops the file's pages from the page cache, so that the next reads reach the disk. Pages
-        that are not written yet stay."""
+        """Drops clean pages of the file, so that reads reach the disk."""
 
 
 class FileIO:
-    """Block I/O on the file with the descriptor `fd`. The constructor loads compiled functions
-    (numba), which takes seconds the first time."""
-
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._kernels = native.require("hotkv_server.tiers.disk.disk_kernels")
@@ -67,19 +57,16 @@ class FileIO:
         return f"FileIO({self._fd})"
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Reads blocks from the file; see `BlockIO.read_many`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.read_many(self._fd, addresses, offsets, sizes, results)
         return results
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Writes blocks to the file; see `BlockIO.write_many`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.write_many(self._fd, addresses, offsets, sizes, results)
         return results
 
     def drop_cached(self) -> None:
-        """Drops the file's pages from the page cache; see `BlockIO.drop_cached`."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -88,18 +75,15 @@ class FileIO:
 
 
 class SlabFileError(OSError):
-    """The slab file is unusable. The message says why, and what the operator can do."""
+    """The message says what the operator can do."""
 
 
 class SlabFile:
-    """The open slab file, which holds the blocks of the disk tier; see the module.
-
-    `is_direct`: True if I/O bypasses the page cache. Then addresses, offsets and sizes must be
-        multiples of SLOT_ALIGN.
-    """
+    """See the module. `is_direct`: I/O bypasses the page cache; addresses, offsets and sizes
+    must be multiples of SLOT_ALIGN."""
 
     def __init__(self, path: Path, fd: int, num_bytes: int, is_direct: bool) -> None:
-        """Takes ownership of the descriptor. Callers use `open` instead."""
+        """Owns the descriptor. Use `open`."""
         self.path = path
         self.fd = fd
         self.num_bytes = num_bytes
@@ -113,15 +97,13 @@ class SlabFile:
 
     @staticmethod
     def open(folder: Path, num_bytes: int, *, direct: bool = True) -> "SlabFile":
-        """Opens the file `slabs` in `folder`, locks it, and gives it the size `num_bytes`. Creates
-        folder and file if they are missing. Blocks while disk space is allocated.
+        """Opens or creates `slabs` in `folder`, locks it and sets its size, a multiple of
+        SLOT_ALIGN. Blocks for the allocation.
 
-        If the file becomes smaller, the bytes beyond `num_bytes` are lost; the other bytes stay.
-        Raises SlabFileError if the file is unusable or can't get this size; a file that can't grow
-        keeps its old size. Raises OSError if the folder can't be created.
+        A smaller file loses its end. Raises SlabFileError if the file is unusable or can't grow (it
+        keeps its size), OSError without the folder.
 
-        `num_bytes`: a multiple of SLOT_ALIGN.
-        `direct`: True uses direct I/O, or logs a warning if the file system does not support it.
+        `direct`: logs a warning if the file system has no direct I/O.
         """
         if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
             raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
@@ -138,9 +120,8 @@ class SlabFile:
         return SlabFile(path, fd, num_bytes, is_direct)
 
     def mend(self) -> bool:
-        """Restores the file's size if something has shortened the file. The restored part contains
-        zeros. If disk space is short, logs an error and leaves the file as it is. Returns True if
-        the file was shorter. May block. Thread-safe."""
+        """Restores a shortened file with zeros, or logs that space is short. True if it was
+        shorter. May block. Thread-safe."""
         with self._lock:
             if not self.is_open or (left := os.fstat(self.fd).st_size) >= self.num_bytes:
                 return False
@@ -152,14 +133,13 @@ class SlabFile:
             return True
 
     def close(self) -> None:
-        """Closes and unlocks the file. All I/O must have ended before: another file may get the
-        same descriptor number, and late I/O would then go to that file."""
+        """All I/O must have ended: late I/O could go to another file with the same descriptor."""
         with self._lock:
             if self.is_open:
                 try:
                     os.close(self.fd)
                 finally:
-                    # Linux frees the descriptor even if close fails.
+                    # Linux frees it even if close fails.
                     self.is_open = False
 
 
@@ -204,7 +184,7 @@ def _resize(fd: int, path: Path, num_bytes: int) -> None:
         log.info("%s has %d bytes now, it had %d", path, num_bytes, found.st_size)
     missing_bytes = num_bytes - os.fstat(fd).st_blocks * 512
     if missing_bytes > (free_bytes := _free_bytes(fd)):
-        # Check before allocating: an allocation that fails could fill the file system for a moment.
+        # First, as a failing allocation could fill the file system for a moment.
         raise SlabFileError(
             errno.ENOSPC,
             f"{path} needs {missing_bytes >> 20} MiB more and its file system has "
@@ -224,7 +204,7 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
-        # Restore the file's size, because the failed allocation may have enlarged the file.
+        # The failed allocation may have enlarged the file.
         os.ftruncate(fd, before_bytes)
         raise SlabFileError(
             error.errno,
@@ -234,8 +214,8 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
 
 
 def _make_direct(fd: int, path: Path) -> bool:
-    """Turns direct I/O on. Tests it with a read, because some file systems refuse direct I/O only
-    then. Returns False if the file system does not support direct I/O."""
+    """Tests direct I/O with a read, where some file systems refuse it first. False if there is
+    none."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

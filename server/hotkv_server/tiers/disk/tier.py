@@ -1,12 +1,8 @@
-"""The disk tier: moves blocks between slots of the arena and the slab file, on its own threads.
+"""The disk tier: copies blocks between the arena and the slab file, on its own threads. The core
+chooses the places and keeps the seals. Always true:
 
-The cache core chooses the place of each block in the file, and keeps the block's seal (checksum).
-Always true:
-
-- a read finds a block only if all its bytes match its seal. So the disk may reorder or lose writes
-  without harm;
-- a call ends only when no thread uses its slots any more, even if the disk hangs and the tier is
-  closed.
+- a found block matches its seal, so the disk may reorder or lose writes;
+- a call ends only when no thread uses its slots, even if the disk hangs and the tier is closed.
 """
 
 import errno
@@ -36,20 +32,16 @@ from hotkv_server.tiers.protocol import (
 )
 
 NUM_THREADS = 20
-"""Number of threads. Each thread copies one piece (part of a call) at a time. The threads wait for
-the disk nearly all the time, so small machines can run them too."""
+"""They wait for the disk nearly all the time, so small machines can run them too."""
 BATCH_BYTES = 16 << 20
-"""Best size of a call: it has enough pieces (parts) to keep the threads busy."""
+"""A call with enough pieces to keep the threads busy."""
 CLOSE_WAIT_S = 5.0
-"""Longest time that `close` waits for a disk that hangs."""
 SLOW_BYTES_PER_S = 16 << 20
-"""Speed at which a slow disk reads or writes a large block, while it also reads or writes others. A
-piece (part of a call) counts as stalled only after the time that it takes at this speed."""
+"""Of a slow disk. A piece counts as stalled only after its time at this speed."""
 LATE_CHECK_S = 0.1
-"""Time between two checks for reads whose deadline has passed. The checks are needed while all
-threads are busy."""
+"""Between two searches for late reads."""
 PROBLEM_CALLS = 3
-"""The disk counts as unusable when this number of calls in a row have failed with an errno."""
+"""So many calls failed in a row with an errno make the disk unusable."""
 _ANSWERS = {
     (False, Read.FOUND): "read",
     (False, Read.CORRUPT): "corrupt",
@@ -61,14 +53,8 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """The disk tier: copies blocks between the arena and the slab file on its own threads; see the
-    module and `Tier`. In its calls, `Blocks.places` are offsets in the slab file, which the core
-    has chosen.
-
-    Calls for the same place may run in any order. So the caller must read or reuse a place only
-    after the write to it has ended. Reading, writing, encoding and the computation of seals run
-    without the GIL; Python holds the GIL for microseconds per piece.
-    """
+    """See the module and `Tier`. Calls for a place may run in any order: read or reuse it only
+    after its write has ended. I/O, encoding and seals run without the GIL."""
 
     def __init__(
         self,
@@ -80,15 +66,11 @@ class DiskTier:
         staged: Staged | None = None,
         close_wait_s: float = CLOSE_WAIT_S,
     ) -> None:
-        """Takes ownership of the file. Loads compiled functions (numba), which takes seconds the
-        first time.
+        """Owns `file` and `staged`. Loads numba functions, which takes seconds the first time.
 
-        `arena`: memory with the slots; must outlive the tier.
-        `num_threads`: number of threads that move blocks.
-        `io`: moves the blocks; None: reads and writes `file`.
-        `staged`: encodes and decodes blocks in its staging memory; None: a new `Staged`. The tier
-            closes `staged`.
-        `close_wait_s`: longest time that `close` waits for a disk that hangs.
+        `arena`: must outlive the tier.
+        `io`: None: reads and writes `file`.
+        `close_wait_s`: how long `close` waits for a hung disk.
         """
         self._file = file
         self._staged = Staged(arena) if staged is None else staged
@@ -101,10 +83,9 @@ class DiskTier:
         self._num_failed_calls, self._code = 0, 0
         self._num_alive = num_threads
         self._closing = threading.Event()
-        # For each thread, the time from which its present piece (some blocks of a call) counts as
-        # stalled; 0 while it waits for a piece.
+        # When each thread's piece begins to count as stalled; 0 without a piece.
         self._stalled_from_s = [0.0] * num_threads
-        # When a thread last ended a piece after it had copied the blocks.
+        # When a thread last copied a piece.
         self._moved_s = 0.0
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"hotkv-disk-{i}", daemon=True)
@@ -121,37 +102,26 @@ class DiskTier:
         return f"DiskTier({self._file!r}, {self._queue!r}, {self._staged!r}, {threads})"
 
     def prepare_encoding(self) -> None:
-        """Allocates the staging memory and loads the compiled functions (numba) for encoding, so
-        that the first block to encode or decode does not wait for them. May block for seconds.
-        Raises OSError if memory is short."""
+        """Allocates staging memory and loads its functions before the first block. May block for
+        seconds. Raises OSError if memory is short."""
         self._staged.open()
 
     def facts(self) -> TierFacts:
-        """Returns the tier's properties; see `Tier.facts`."""
         return self._facts
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Reads blocks into their slots (places in the arena); see `Tier.read`.
-
-        A block is CORRUPT in three cases: the block's bytes don't match its seal (checksum); the
-        file ends before these bytes; or the disk can read other places of the file, but not the
-        block's place. A block is FAILED if the disk can't read at all, or if no staging memory was
-        free until the deadline.
-        """
+        """A block is CORRUPT if its seal differs, the file is too short, or the disk fails only
+        at this place; FAILED if the disk can't read at all or no staging memory was free in
+        time."""
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Writes blocks from their slots (places in the arena); see `Tier.write`. Queued reads
-        usually go first (see `disk.calls`).
-
-        A block is FULL if the file system has no room. This is rare, because disk space for the
-        file is allocated. A block can be UNFIT only if its place is smaller than its slot.
-        """
+        """A block is FULL if the file system has no room, which is rare, as space is allocated;
+        UNFIT only if its place is smaller than its slot."""
         self._add(DiskCall(blocks, True, NO_DEADLINE_S, on_done))
 
     def problem(self) -> str:
-        """Returns why the tier is unusable; see `Tier.problem`. The tier executes calls even while
-        it has a problem; the first call that succeeds ends the problem."""
+        """Calls run all the same; the first that succeeds ends the problem."""
         with self._lock:
             if self._num_failed_calls < PROBLEM_CALLS:
                 return ""
@@ -159,35 +129,24 @@ class DiskTier:
             return f"{self._file.path}: the last {self._num_failed_calls} calls failed ({words})"
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the oldest piece under way (a part of a read or write) has
-        waited for the disk; see `Tier.stalled_s`. The time that even a slow disk needs for the
-        piece (at SLOW_BYTES_PER_S) is subtracted. The wait begins anew whenever another piece ends:
-        a slow disk takes long for many large pieces, but as long as pieces end, it does not hang.
-        """
+        """Beyond the piece's time at SLOW_BYTES_PER_S. Begins anew when another piece ends: a
+        slow disk does not hang."""
         from_s = min(filter(None, self._stalled_from_s), default=now_s)
         return max(0.0, now_s - max(from_s, self._moved_s))
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
         return self._closing.is_set() or all(thread.is_alive() for thread in self._threads)
 
     def memory(self) -> TierMemory:
-        """Returns the size of the tier's staging memory; see `Tier.memory`."""
         return TierMemory(self._staged.held_bytes, self._staged.num_bytes)
 
     def figures(self) -> TierFigures:
-        """Returns the tier's counts since its start; see `Tier.figures`."""
         with self._lock:
             return TierFigures(**self._sums)
 
     def close(self) -> None:
-        """Ends all calls and closes the file; see `Tier.close`. If the disk hangs, waits at most
-        `close_wait_s`.
-
-        If the disk still hangs after this wait, calls are still under way, so the arena must stay
-        mapped. Once the disk answers, these calls end and the file is closed. Don't call `close`
-        from an `on_done`.
-        """
+        """Waits at most `close_wait_s`. If the disk still hangs then, the arena must stay
+        mapped; the calls and the file end when it answers. Not from an `on_done`."""
         self._closing.set()
         self._staged.stop()
         for call in self._queue.close():
@@ -230,7 +189,6 @@ class DiskTier:
                 self._end(call)
 
     def _end(self, call: DiskCall) -> None:
-        """Counts the results of a call that has ended in the figures, and calls its `answer`."""
         with self._lock:
             self._sums["queued_bytes"] -= call.blocks.total_bytes
             for code in np.unique(call.codes).tolist():

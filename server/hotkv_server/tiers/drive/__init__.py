@@ -1,2 +1,2 @@
-"""Executes the decisions of `tiers.book` on the event loop: moves blocks between host memory and
-tiers, and carries out flushes (deletions of all blocks of a key space)."""
+"""Carries out the decisions of `tiers.book`, all on the event loop. Tiers call `on_done` on
+their own threads."""

@@ -1,9 +1,7 @@
-"""A circuit breaker for a tier: makes lookups skip the tier if it is broken or hangs, and allows a
-trial call from time to time.
+"""Circuit breaker of a tier: lookups skip it while it is broken or hangs.
 
-Always true: a tier that is known to be broken gets one call every RETRY_S seconds; this trial call
-shows whether the tier works again. A tier that hangs gets no trial call. It counts as working again
-once the hanging call has ended.
+Always true: a broken tier gets one trial call every RETRY_S. A tier that hangs gets none; it
+works again once the hanging call has ended.
 """
 
 import logging
@@ -16,22 +14,15 @@ from hotkv_server.tiers.protocol import Tier
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
-"""Time between two trial calls of a broken tier."""
 SAY_AGAIN_S = 60.0
-"""Least time between two warnings that lookups skip the same tier."""
+"""Least time between two warnings about the same tier."""
 StalledS = Callable[[float], float]
-"""Returns the seconds for which a call has been under way, given a time of time.monotonic. Returns
-0 if no call is under way."""
+"""How long a call has been under way at a time of time.monotonic; 0 if none is."""
 
 
 class Breaker:
-    """The circuit breaker of a tier: makes lookups skip the tier while the tier is broken or hangs;
-    see the module.
-
-    `stalls`: functions (`StalledS`), one for each kind of other work for the tier, such as writes
-        of the disk's records. Each returns for how many seconds the work has been under way. The
-        tier also counts as hanging if such work takes longer than `TierFacts.max_stall_s`.
-    """
+    """See the module. `stalls`: one for each kind of other work, such as writes of the disk's
+    records; the tier also hangs if such work takes longer than `TierFacts.max_stall_s`."""
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
         self._tier = tier
@@ -45,42 +36,37 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """The reason why lookups skip the tier; empty if they use it."""
+        """Why lookups skip the tier, or ""."""
         if words := self._tier.problem():
             return words
         return f"a call has hung for {self._stalled_s():.0f} s" if self.hangs else ""
 
     @property
     def hangs(self) -> bool:
-        """True if a call has been under way for longer than `TierFacts.max_stall_s`."""
         return self._stalled_s() > self._max_stall_s
 
     @property
     def is_open(self) -> bool:
-        """True if the tier is known to be broken, or hangs. Lookups then skip it."""
         return bool(self.hangs or self._tier.problem())
 
     @property
     def lets_pass(self) -> bool:
-        """True if a call may be made now: the tier works, or a trial call is due (a single call
-        that shows whether a broken tier works again)."""
+        """The tier works, or a trial call is due."""
         if self.hangs:
             return False
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """Returns True if a call may be made now (`lets_pass`); the caller must then make it at
-        once. If this call is a trial call (a single call to a broken tier), the next trial call is
-        due after RETRY_S."""
+        """`lets_pass`. If True, the caller must call at once; the next trial call is due after
+        RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S
         return passes
 
     def say(self) -> None:
-        """Logs a warning when lookups begin to skip the tier. After a warning, logs a line when the
-        tier works again. Two warnings are at least SAY_AGAIN_S apart, so that a tier that breaks
-        often does not fill the log. Called from time to time."""
+        """Logs when lookups begin to skip the tier, at most every SAY_AGAIN_S, and when it works
+        again."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

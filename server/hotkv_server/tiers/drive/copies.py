@@ -1,13 +1,9 @@
-"""Copies blocks from host memory to a tier that other nodes share. Blocks that an engine has just
-stored on this node are copied soon. *Old* blocks are copied at a limited rate. Old blocks are:
-blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
+"""Copies blocks to a shared tier: just stored ones soon, *old* ones (from the disk, an earlier
+server, or a failed copy) at a limited rate.
 
-Always true: a block is written only if its bytes match its checksum. In addition, the
-store must have confirmed its key space's generation (a number that each flush raises) in the last
-1.5 s. Before old blocks are written, the tier is asked which of them it has already; only the
-blocks that it lacks are written. While the tier has a known problem, copying pauses.
-
-Runs on the event loop; the tier calls `on_done` on its own threads.
+Always true: a block is written only if it matches its checksum and the store has just confirmed
+its generation. Before old blocks are written, the tier is asked which it lacks. While the tier
+has a problem, copying pauses.
 """
 
 import asyncio
@@ -42,41 +38,29 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 PAUSE_S = 0.05
-"""Time between two checks for blocks to copy."""
+"""Between two checks for blocks to copy."""
 MAX_OUT_BYTES = 64 << 20
-"""Most bytes of blocks that are being copied at a time. These blocks can't be evicted from host
-memory."""
+"""Most bytes in copies at a time, which can't be evicted."""
 LEARN_S = 1.0
-"""Longest time that a write waits, before it begins, for the store to confirm the generation
-(number that each flush raises) of the blocks' key space."""
+"""Longest wait of a write for the store's confirmation."""
 PROBE_S = 2.0
-"""Longest wait until the tier has answered which of the old blocks it has."""
+"""Longest wait for the answer which old blocks the tier has."""
 OLD_BYTES_PER_S = 64 << 20
-"""Limit on the mean rate at which old blocks are written. It protects the store if many nodes start
-at the same time, and so copy their old blocks at the same time."""
+"""Mean rate of old blocks. Protects the store if many nodes start at once."""
 MIN_OLD_BYTES = 8 << 20
-"""Least size of a batch of old blocks, unless `moving_bytes` is less."""
+"""Least batch of old blocks, unless `moving_bytes` is less."""
 AGAIN_S = 1.0
-"""Wait before the next copy of old blocks, after a copy has failed. The wait doubles with each
-further failure of the same blocks."""
+"""Pause after a failed copy; doubles with each failure of the same blocks."""
 WALKED_ENTRIES = 1 << 16
-"""Number of entries that the task `_offer_left` searches in one turn for blocks of an earlier
-server."""
+"""Entries that `_offer_left` searches in a turn."""
 
 
 class TierCopies:
-    """Copies blocks from host memory to a tier that other nodes share; see the module.
+    """See the module.
 
-    `breaker`: knows whether the tier is broken.
-    `generations`: knows whether the store has confirmed a key space's generation (a number that
-        each flush raises).
-    `verifier`: compares blocks with their checksums.
-    `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
-    `num_copied`: number of blocks that were written to the tier, or were in it already.
-    `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
-        all tries failed, a flush removed them, or their bytes did not match their checksums.
-    `on_ready`: called after blocks were copied, with their entries in host memory, the medium
-        (`Medium.REMOTE`) and the tier's name.
+    `moving_bytes`: most bytes in copies at a time, below MAX_OUT_BYTES.
+    `num_copied`: blocks written to the tier, or found there.
+    `num_refused`: blocks given up: tier full, all tries failed, flushed, or wrong checksum.
     """
 
     def __init__(
@@ -104,13 +88,11 @@ class TierCopies:
         self._copies.on_stored = self._wake.set
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
-        # The earliest time to copy the next batch of old blocks.
         self._old_at_s = 0.0
-        # Bytes of the old blocks that the present batch has sent to the tier, also of blocks that
-        # the tier has refused.
+        # Bytes that the present batch of old blocks has sent, even if refused.
         self._sent_old_bytes = 0
-        # Key spaces in which an earlier server left blocks that are not queued yet, and the number
-        # of entries to search for these blocks.
+        # Key spaces with an earlier server's blocks that are not queued yet, and the entries to
+        # search for them.
         self._left = deque(core.key_spaces)
         self._num_left = core.space.index.num_numbers
 
@@ -119,24 +101,15 @@ class TierCopies:
 
     @property
     def num_waiting(self) -> int:
-        """Number of blocks that wait to be copied."""
         return self._copies.num_waiting
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts the tasks that copy blocks.
-
-        `tasks`: runs the tasks.
-        `tell`: sends the core's notices and events about removed blocks. Called after blocks may
-            have been condemned (dropped, because their bytes did not match their checksums).
-        """
         tasks.spawn(self._copy_stored(tasks, tell))
         tasks.spawn(self._copy_old(tasks, tell))
         tasks.spawn(self._offer_left(tasks))
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
-        """Queues old blocks of host memory (blocks from the disk or from an earlier server) to be
-        copied to the tier. Does nothing unless `FlushDriver.may_offer` allows it: among other
-        things, no flush may be on its way to a store."""
+        """Queues old blocks, unless a flush may be on its way to a store."""
         if self._generations.may_offer(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -155,10 +128,7 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks to the tier, one batch at a time, until the tiers close. (Old blocks
-        are blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.)
-        Newly stored blocks go first: a batch of old blocks uses only the part of the limit
-        `moving_bytes` that copies of newly stored blocks leave free."""
+        """One batch at a time, in what new blocks leave of the limit."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
@@ -171,8 +141,7 @@ class TierCopies:
             left_bytes = self._most_bytes - self._out_bytes
             taking = self._copies.take(min(batch_bytes, left_bytes), lane)
             entries = await in_slices(taking, tell)
-            # Pin the blocks now (`begin` does so), not in the task: other calls run before the
-            # task, and may evict unpinned blocks.
+            # Pin them now, not in the task: they may be evicted before it runs.
             if len(entries) and (moves := self._copies.begin(entries, lane)):
                 batch = tasks.spawn(self._write_old(moves, lane, tell))
 
@@ -190,10 +159,7 @@ class TierCopies:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
 
     async def _offer_left(self, tasks: TierTasks) -> None:
-        """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
-        the blocks of a key space (a model in a configuration) only once `FlushDriver.may_offer`
-        allows
-        it: among other things, no flush may be on its way to a store."""
+        """Queues an earlier server's blocks, a part each turn."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:
@@ -216,12 +182,8 @@ class TierCopies:
                     first = 0
 
     async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move to the tier, then ends the move. Skips old blocks that the
-        tier already has, and blocks whose bytes do not match their checksums.
-
-        `lane`: number of the queue from which the blocks were taken (`book.copies`).
-        `tell`: sends the core's notices and events about removed blocks (see `start`).
-        """
+        """Writes a move's blocks, except old ones that the tier has and those with a wrong
+        checksum."""
         num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
         self._out_bytes += num_bytes
         codes = np.zeros(len(move), np.uint8)
@@ -230,8 +192,7 @@ class TierCopies:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
-            # Confirm the generation (number that each flush raises) only after the probe: a flush
-            # may have begun during the probe.
+            # After the probe, as a flush may have begun meanwhile.
             until_s = time.monotonic() + LEARN_S
             if not await self._generations.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED
@@ -258,8 +219,7 @@ class TierCopies:
         self.num_refused += len(move) - int(is_there.sum()) - num_again
 
     async def _probed(self, move: Move) -> Codes:
-        """Asks the tier which of a move's blocks it has. Returns a code for each block: PRESENT if
-        the tier has it, 0 if the tier lacks it, FAILED if the tier did not answer."""
+        """For each block: PRESENT, 0 if the tier lacks it, FAILED without an answer."""
         codes = np.full(len(move), Write.FAILED, np.uint8)
         until_s = time.monotonic() + PROBE_S
         if await self._generations.confirm(self._name, move.key_space_id, until_s):
@@ -275,8 +235,6 @@ class TierCopies:
         return codes
 
     async def _written(self, move: Move, at: Int64s) -> Codes:
-        """Writes the blocks at positions `at` of a move to the tier. Returns their results, values
-        of `Write` (STORED, PRESENT, …)."""
         number, ended = move.key_space_id, future()
         prefix = self._generations.prefix(self._name, number)
         expected = self._generations.expected(self._name, number)

@@ -1,22 +1,13 @@
-"""Executes flushes in all tiers. A flush deletes all blocks of a key space (a model in a
-configuration). A generation is a number that a shared store keeps for each key space, and that
-every flush raises. `GenerationBook` (`tiers.book.generations`), the record of generations and
-flushes, decides which actions are due. This module executes them: it asks the stores of shared
-tiers for generations, raises generations in stores, flushes key spaces on this node, and saves the
-`GenerationBook`.
+"""Carries out flushes in all tiers, as `GenerationBook` decides: asks stores, raises generations,
+flushes key spaces here, saves the book.
 
-Always true: a flush continues if the caller that waits for it is cancelled. One task asks the
-`GenerationBook` for due actions. At most one action of each kind is under way: one question and one
-raise for each store, one flush of this node, one write of the `GenerationBook`. A slow write of the
-`GenerationBook` delays only moves to the disk and, for a bounded time, the answers to flushes.
+Always true: a flush goes on if its caller is cancelled. At most one question and one raise per
+store, one flush here and one write of the book are under way. A slow write delays only moves to the
+disk and, for a bounded time, answers to flushes.
 
-A store counts as *away* in four cases: its tier reports a problem; two questions in a row have
-failed; its answer to a question is overdue; or it has just restarted and shows a generation that
-may come from an old copy of its data. The delay of an answer counts only the time in which this
-process runs. If the process was stopped for GAP_S or longer, all stores stop counting as away, and
-are asked again.
-
-Runs on the event loop; tiers call `on_done` on their own threads.
+A store is *away* if its tier reports a problem, two questions in a row failed, an answer is
+overdue, or it has restarted and may show an old copy of its data. Only time in which this
+process runs counts: after a stop of GAP_S, no store is away, and all are asked again.
 """
 
 import asyncio
@@ -38,45 +29,29 @@ from hotkv_server.tiers.protocol import SharedTier, Shown
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-"""Time between two turns (ticks) of the task that asks the `GenerationBook` for due actions."""
 IDLE_TURN_S = 1.0
-"""Time between two turns in which the task also considers idle key spaces."""
+"""Between two turns that also look at idle key spaces."""
 ASK_S = 2.0
-"""Longest wait for a store's answer to a question for generations (numbers that each flush
-raises)."""
+"""Longest wait for an answer to a question."""
 SERVE_WAIT_S = 1.0
-"""Longest time that a hit in host memory waits for the stores to confirm the key space's
-generations (numbers that each flush raises)."""
+"""Longest wait of a hit in host memory for confirmations."""
 MEET_S = 1.0
-"""Longest time that a new session waits for the stores to confirm its key space's generations
-(numbers that each flush raises)."""
+"""Longest wait of a new session for confirmations."""
 LATE_TICKS = 20
-"""A store counts as away (calls no longer wait for it) if it has not answered a question for this
-number of ticks (turns of the task, see TICK_S)."""
+"""A store without an answer for so many ticks is away."""
 GAP_S = 0.5
-"""If two ticks (turns of the task, see TICK_S) are at least this far apart, the process is assumed
-to have been stopped between them."""
+"""Ticks this far apart mean that the process was stopped."""
 DEAF_TICKS = 30
-"""After a stop of the process (see GAP_S), no store begins to count as away (as not answering) for
-this number of ticks (turns of the task, see TICK_S)."""
+"""After a stop, no store is marked as away for so many ticks."""
 AGAIN_S = 1.0
-"""Wait after a failed write of the `GenerationBook` or a failed flush on this node, before the next
-try."""
+"""Pause after a failed write of the book or a failed flush here."""
 NOTES = "disk"
-"""The tier name that a flush reports as pending if the `GenerationBook` could not be written to its
-files in time."""
+"""Reported as a pending tier if the book could not be written in time."""
 
 
 class GenerationRelay:
-    """An object that a tier calls when the store has another generation (a number that each flush
-    raises) than the tier expected. The relay passes the call on to `FlushDriver`.
-
-    A tier gets its relay when it is opened, before `FlushDriver` exists. `FlushDriver.start`
-    connects the relay; until then calls of the relay have no effect.
-
-    `confirm`: the function to which calls are passed, with the fingerprint of the key space and the
-        store's generation.
-    """
+    """A tier calls it when the store shows an unexpected generation. Tiers open before
+    `FlushDriver.start` connects it; until then calls have no effect."""
 
     def __init__(self) -> None:
         self.confirm: Callable[[str, int], None] = lambda fingerprint, generation: None
@@ -87,47 +62,28 @@ class GenerationRelay:
 
 @dataclass(slots=True)
 class _Caller:
-    """A caller that waits for a flush (deletion of all blocks of a key space) to be done.
-
-    `done`: gets the result of the flush.
-    `num_blocks`: number of blocks that were removed on this node.
-    """
-
     ticket: Ticket
     done: "asyncio.Future[Flushed]"
     num_blocks: int = 0
 
 
 class _Store:
-    """The state of a shared tier's store in `FlushDriver`.
-
-    `is_away`: True while the store counts as away, for example because it does not answer; see the
-        module.
-    `is_raising`: True while a raise (a request to raise a generation, the number that each flush
-        raises) is under way.
-    """
-
     def __init__(self, tier: SharedTier, relay: GenerationRelay) -> None:
         self.tier = tier
         self.relay = relay
         self.name = tier.facts().name
         self.is_away = self.is_raising = False
-        # The tick (turn of the task, see TICK_S) at which the question under way was sent; None
-        # without a question.
+        # Tick at which the question under way was sent.
         self.asked_tick: int | None = None
-        # Number of questions to the store that have failed since its last answer.
+        # Questions failed since the last answer.
         self.num_failed = 0
 
 
 class FlushDriver:
-    """Executes flushes (deletions of all blocks of a key space), and decides which blocks may be
-    served: the stores must have confirmed the blocks' generations (numbers that each flush raises).
-    See the module.
+    """See the module. `until_s` of public methods is of time.monotonic, all other times are of
+    `now_s`.
 
-    `stores`: each shared tier, with its `GenerationRelay`, through which it reports that the store
-        has another generation than expected.
-    `notes`: files in which `book` (the record of generations and flushes) outlives the server;
-        None: `book` is lost when the process ends.
+    `notes`: None: the book ends with the process.
     """
 
     def __init__(
@@ -159,15 +115,11 @@ class FlushDriver:
         flush: FlushHere,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
-        """Starts the task that executes the due actions (see the module). From now on, this node
-        notices flushes (deletions of all blocks of a key space) that other nodes run. If an earlier
-        server could not raise a store's generation (a number that each flush raises), the task
-        raises it now.
+        """Starts the task. Flushes of other nodes are noticed from now on, and raises left by an
+        earlier server are sent.
 
-        `tasks`: runs the task.
-        `flush`: flushes a key space on this node only.
-        `on_flushed`: called in place of `flush` if another node has flushed a key space of which
-            this node has no block. Gets the key space.
+        `flush`: flushes on this node only.
+        `on_flushed`: called instead if another node has flushed a key space without blocks here.
         """
         self._tasks, self._flush, self._on_flushed = tasks, flush, on_flushed
         loop = asyncio.get_running_loop()
@@ -192,24 +144,16 @@ class FlushDriver:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files with the `GenerationBook` (record of generations and flushes). Leaves
-        them if a store must still raise a generation (a number that each flush raises), because the
-        next server must do that. Called at the end of a server that leaves no blocks to the next
-        server. Blocks the calling thread."""
+        """Removes the book's files, at the end of a server that leaves no blocks; not if a store
+        must still raise: the next server does that. Blocking."""
         self._notes.discard(self.book)
 
     # Flushes
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space (a model in a configuration) on this node and in shared tiers, so
-        that no node finds blocks that were stored before the call. Returns the number of blocks
-        removed on this node, and the names of the tiers in which the flush is not effective yet.
-
-        If there are stores and they answer, this takes at least CONFIRMED_S, because other nodes
-        may use the last answer of a store for that time. If a store does not answer within TELL_S,
-        the flush ends without this store. This server or the next server then raises the store's
-        generation (the number that each flush raises) as soon as the store answers.
-        """
+        """Flushes on this node and in shared tiers: no node finds blocks stored before the call.
+        Names the tiers where it is still pending. With stores it takes CONFIRMED_S or more,
+        because other nodes may use a store's last answer so long."""
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
         self._callers.append(caller)
@@ -244,69 +188,50 @@ class FlushDriver:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the generation (a number that each flush raises) under which the key space's
-        blocks in the store may be read and written. Returns NO_GENERATION if they may not be read
-        or written now."""
+        """See `GenerationBook.generation`."""
         return self.book.generation(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
-        """Returns True if blocks of the key space (a model in a configuration) may be copied to
-        the store, even blocks that may come from another store. This needs two conditions: the
-        store has a generation for the key space; and no flush (deletion of all blocks of the key
-        space) has reached one store but not yet another (`GenerationBook.is_calm`)."""
+        """Blocks that may come from another store may be copied to this one."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_GENERATION
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
-        """Returns the prefix of the keys of the key space's blocks in the store. The prefix
-        contains the generation, a number that each flush raises, so blocks from before a flush are
+        """Prefix of the blocks' keys in the store. It has the generation, so flushed blocks are
         not found."""
         fingerprint = self.fingerprint(key_space_id).encode()
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> GenerationsOf:
-        """Returns the key space's generation (a number that each flush raises) in the form of
-        `Blocks.generations`. After a read, the tier compares this generation with the store's
-        generation."""
+        """For `Blocks.generations`: a read compares it with the store's."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
-        """Returns the prefix of the keys of the key space's blocks on the disk. The prefix contains
-        the seal number (`Record.local`), which each flush changes, so the seals (checksums) of
+        """Prefix of the blocks' keys on the disk. It has the seal number, so the seals of
         flushed blocks don't match."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # Seal numbers are a part of the checksums on the disk. If the seal number is 0, return
-        # the prefix that earlier versions used; they had no seal numbers.
+        # Earlier versions had no seal numbers.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved `GenerationBook` has all seal numbers (`Record.local`), which are part
-        of the checksums of blocks on the disk. Then the next server can read these blocks."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
-        """Returns True if the key space's blocks in the store may be read and written: the store
-        has a generation for the key space (a number that each flush raises), and has confirmed this
-        generation in the last CONFIRMED_S."""
+        """The key space's blocks in the store may be read and written."""
         fingerprint = self.fingerprint(key_space_id)
         has_generation = self.book.generation(fingerprint, store) != NO_GENERATION
         return has_generation and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns True if all stores have confirmed the key space's generations (numbers that each
-        flush raises) in the last CONFIRMED_S. Then the key space's blocks on this node's disk are
-        newer than all flushes (deletions of all blocks of the key space), so they may be loaded."""
+        """The key space's blocks on this node's disk may be loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if the key space's blocks in host memory may be served now. There are two
-        conditions. All stores that are not away (see the module) have confirmed the key space's
-        generations (numbers that each flush raises) in the last CONFIRMED_S. No store has shown a
-        new generation for which this node must still flush the key space (delete all its
-        blocks)."""
+        """The key space's blocks in host memory may be served: each store that is not away has
+        confirmed, and none has shown a generation for which this node must still flush."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -317,9 +242,7 @@ class FlushDriver:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns True if a lookup must first wait for a confirmation: a store that is not away
-        (see the module) has not confirmed the key space's generation (a number that each flush
-        raises) in the last CONFIRMED_S."""
+        """A lookup must first wait for a confirmation."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -327,9 +250,7 @@ class FlushDriver:
         )
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits up to SERVE_WAIT_S until `may_serve` is True for the key space (a model in a
-        configuration), so that its blocks in host memory may be served. Returns False if that takes
-        longer, or if the key space is removed."""
+        """Waits until `may_serve`; False after SERVE_WAIT_S, or if the key space is removed."""
         until_s = now_s() + SERVE_WAIT_S
         while not self.may_serve(key_space_id):
             if not await self._ask_soon(until_s) or key_space_id not in self._core.key_spaces:
@@ -337,18 +258,13 @@ class FlushDriver:
         return True
 
     async def confirm_new(self, key_space_id: int) -> None:
-        """Waits, at most MEET_S, until the stores have confirmed their generations (numbers that
-        each flush raises) of a new session's key space. The reason: blocks that the engine stores
-        before the stores have answered count as possibly older than a flush, so this node would
-        delete them when a store answers."""
+        """Waits up to MEET_S for a new session's key space. Blocks stored before the stores have
+        answered would count as older than a flush, and be deleted by the answer."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
-        """Waits until `is_confirmed` is True, and returns True. If the last confirmation is too
-        old, asks the store for the key space's generation (a number that each flush raises).
-        Returns False if the store is away (for example, does not answer; see the module), has no
-        generation, refuses to raise it, or has not answered by `until_s`, a time of
-        time.monotonic."""
+        """Waits until `is_confirmed`. False if the store is away, has no generation, or has not
+        answered by `until_s`."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             fingerprint = self.fingerprint(key_space_id)
@@ -360,9 +276,7 @@ class FlushDriver:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's generations (numbers that each flush raises). Waits
-        until all stores have confirmed them, but at most until `until_s`, a time of time.monotonic.
-        Does not wait for stores that are away (that do not answer, for example; see the module)."""
+        """Waits for confirmations of all stores that are not away, until `until_s`."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -370,13 +284,8 @@ class FlushDriver:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's generations (numbers that each flush raises). Waits
-        until all stores have confirmed them, but at most until `until_s`, a time of time.monotonic.
-
-        Unlike `confirm_all`, also waits for stores that are away (that do not answer, for example),
-        unless their tier reports a problem. If a store has just started, this may take some
-        seconds. So this method is meant for prefetches only.
-        """
+        """Like `confirm_all`, but waits for stores that are away, too, unless their tier reports
+        a problem: seconds, if a store has just started. For prefetches."""
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)
         while key_space_id in self._core.key_spaces and any(
@@ -388,9 +297,8 @@ class FlushDriver:
                 return
 
     async def _ask_soon(self, until_s: float) -> bool:
-        """Makes the task begin the due actions at once. Then waits until an action has ended, or a
-        store begins to count as away (`_wake`), and returns True. Waits at most until `until_s`, a
-        time of `now_s`. Returns False at once if `until_s` has passed or the node closes."""
+        """Nudges the task and waits for `_wake`, at most until `until_s` of `now_s`. False if
+        that has passed or the node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
@@ -399,7 +307,6 @@ class FlushDriver:
         return True
 
     def fingerprint(self, key_space_id: int) -> str:
-        """Returns the key space's fingerprint in hexadecimal, its name in stores."""
         return self._core.key_space(key_space_id).fingerprint.hex()
 
     # The task
@@ -409,16 +316,12 @@ class FlushDriver:
             self._work()
 
     def _nudge(self) -> None:
-        """Makes the event loop call `_work`, which begins the due actions, in its next iteration,
-        without waiting for the task's next tick."""
+        """Runs `_work` in the loop's next iteration."""
         if not self._is_nudged:
             self._is_nudged = True
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Asks the `GenerationBook` which actions are due, and begins them: it asks stores for
-        generations (numbers that each flush raises) or raises generations, flushes a key space on
-        this node, or writes the `GenerationBook` to its file."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -455,10 +358,8 @@ class FlushDriver:
             self._tasks.spawn(self._save())
 
     def _tick(self, at_s: float) -> None:
-        """Counts a tick, and marks the stores that do not answer as away (see the module). Does
-        nothing if less than TICK_S has passed since the last tick. If more than GAP_S has passed,
-        the process was stopped meanwhile. Then the waits for answers begin anew, and no store is
-        marked as away in the next DEAF_TICKS ticks."""
+        """Marks stores that do not answer as away. After a stop of the process, the waits begin
+        anew."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():
@@ -483,8 +384,7 @@ class FlushDriver:
         store.asked_tick = None
         store.num_failed = store.num_failed + 1 if shown is None else 0
         if shown is not None:
-            # A store counts as away if it has just restarted and shows a generation (number that
-            # each flush raises) that may come from an old copy of its data.
+            # Restarted, and perhaps an old copy of its data.
             store.is_away = any(
                 0 < one < shown.restored_below for one in shown.generations.values()
             )
@@ -521,9 +421,7 @@ class FlushDriver:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space (a model in a configuration) on this node, and reports the end of
-        the flush to the `GenerationBook`. Removes no blocks if this node does not know the key
-        space. If the key space has no blocks on this node and no caller has requested the flush,
+        """Removes no blocks of an unknown key space. If there are none here and no caller asked,
         only calls `on_flushed`."""
         is_done = False
         try:
@@ -560,29 +458,23 @@ class FlushDriver:
         self._wake()
 
     def _look_at(self, fingerprint: str) -> None:
-        """Asks the stores at once for the key space's generations (numbers that each flush raises).
-        Called if a tier has seen another generation than it expected."""
         self.book.doubt(fingerprint, now_s())
         self._nudge()
 
     def _wake(self) -> None:
-        """Makes the task begin the due actions soon (`_nudge`), and wakes all callers that wait for
-        the result of an action (`_turn`). Called when an action has ended, or a store begins to
-        count as away (as not answering)."""
+        """Called when an action has ended or a store is marked as away."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)
 
     async def _turn(self, wait_s: float) -> None:
-        """Waits until `_wake` is called (an action has ended, or a store begins to count as away),
-        at most for `wait_s` seconds."""
+        """Waits for `_wake`, at most `wait_s`."""
         if self._turned is None or self._turned.done():
             self._turned = future()
         await asyncio.wait([self._turned], timeout=wait_s)
 
     def _number(self, fingerprint: str) -> int:
-        """Returns the number (id) of the key space (a model in a configuration) on this node; 0
-        if the node does not know it."""
+        """0 if this node does not know the key space."""
         return self._core.catalog.number(bytes.fromhex(fingerprint))
 
     def _has_blocks(self, number: int) -> bool:
@@ -590,6 +482,5 @@ class FlushDriver:
 
 
 def now_s() -> float:
-    """Returns the time of CLOCK_BOOTTIME in seconds. Unlike time.monotonic, this clock also runs
-    while the machine is suspended."""
+    """CLOCK_BOOTTIME: unlike time.monotonic, it runs while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

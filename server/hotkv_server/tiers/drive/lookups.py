@@ -1,6 +1,6 @@
-"""Finds out which blocks are in tiers below host memory, for lookups of engines and for operators.
-A lookup does not count the blocks of a tier as hits if loading these blocks takes longer than
-computing them. The waits for answers of shared tiers are bounded. Runs on the event loop."""
+"""Finds out which blocks are in tiers, for engines' lookups and for operators. A lookup does not
+count a tier's blocks as hits if loading takes longer than computing. Waits for shared tiers are
+bounded."""
 
 import asyncio
 import contextlib
@@ -24,22 +24,17 @@ from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tasks import TierTasks
 
 MAX_WAITING = 256
-"""Most calls (leases and lookups) of a session that wait for tiers at a time. Further calls don't
-wait, and get only blocks in host memory."""
+"""Most calls of a session that wait for tiers. Further calls get only blocks in host memory."""
 EXPLAIN_WAIT_S = 2.0
-"""Default of `TierLookups.find` for the longest wait for shared tiers."""
 
 
 TierSource: TypeAlias = TierBelow | TierShared
-"""A tier from which blocks can be read: the disk or a shared tier."""
 
 
 # ------------------------------------------------------------------------------------------ Lookups
 
 
 class WaitingCalls:
-    """Counts, for each session, the leases and lookups that wait for tiers."""
-
     def __init__(self) -> None:
         self._waiting: Counter[int] = Counter()
 
@@ -50,14 +45,11 @@ class WaitingCalls:
         return self._waiting.total()
 
     def has_many(self, session: LiveSession) -> bool:
-        """Returns True if MAX_WAITING calls of the session are waiting. Further calls of the
-        session must then not wait."""
+        """Further calls of the session must not wait."""
         return self._waiting[session.record.number] >= MAX_WAITING
 
     @contextlib.contextmanager
     def counted(self, session: LiveSession) -> Iterator[None]:
-        """Context manager that counts a call of the session as waiting while the context is
-        open."""
         number = session.record.number
         self._waiting[number] += 1
         try:
@@ -69,19 +61,11 @@ class WaitingCalls:
 
 
 class TierLookups:
-    """Finds out which blocks are in tiers; see the module. In its methods, `groups` has a list of
-    block hashes for each KV cache group.
+    """See the module.
 
-    `sources`: all tiers. If several tiers have a block, the first of them is preferred.
-    `shared`: the shared tiers among the sources. This node has no record of their blocks, so it
-        must ask these tiers which blocks they have.
-    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers
-        have confirmed.
-    `waiting`: counts the calls that wait for tiers.
-    `tasks`: knows whether the node is closing; then no lookup waits for tiers any more.
-    `lookup_wait_s`: longest time that `ask` waits for shared tiers.
-    `are_moves_well`: returns False if a move up to host memory is under way from a tier that
-        lookups now skip.
+    `sources`: all tiers; the first that has a block is preferred.
+    `shared`: those among them that must be asked.
+    `are_moves_well`: no move up is from a tier that lookups skip.
     """
 
     def __init__(
@@ -115,23 +99,17 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns, for each list of block hashes in `groups`, a mask of the blocks that are not in
-        host memory but count as hits for a lookup. These are blocks that a tier is known to have,
-        and blocks that are being moved up to host memory. Three kinds of blocks are left out:
+        """For each list, the blocks that count as hits though not in host memory: in a tier, or
+        moving up. Left out: blocks of a skipped tier or one slower than computing, and all that
+        move up if a move is from a skipped tier.
 
-        - the blocks of a tier that lookups now skip;
-        - the blocks of a tier if loading them takes longer than computing them;
-        - all blocks that are being moved up, if one of the moves is from a tier that lookups now
-          skip.
-
-        `ready`: for each list in `groups`, a mask of the blocks in host memory.
-        `tokens_per_s`: speed at which the engine computes prompts. 0: unknown; loading then counts
-            as faster than computing.
+        `ready`: for each list, the blocks in host memory.
+        `tokens_per_s`: speed of the engine's prompt processing; 0: unknown, so loading counts as
+            faster.
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
-        # Count blocks that are being moved up only if no move is from a tier that lookups skip: its
-        # moves may never end, so leases don't wait for it.
+        # A skipped tier's moves may never end, so leases don't wait for it.
         is_well = any(move.is_up for move in self._books.moves) and self._are_moves_well()
         masks = [
             self._books.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
@@ -168,13 +146,10 @@ class TierLookups:
         found: list[list[BoolMask]],
         tokens_per_s: float,
     ) -> list[bool]:
-        """Returns, for each tier in `sources`, True if loading its blocks is faster than computing
-        them.
+        """For each tier, whether loading its blocks is faster than computing.
 
-        `at_hand`: for each list in `groups`, a mask of the blocks in host memory or being moved
-            there.
-        `found`: for each tier, and each list in `groups`, a mask of the blocks to load from the
-            tier.
+        `at_hand`: for each list, the blocks in host memory or moving there.
+        `found`: for each tier and list, the blocks to load.
         """
         if not tokens_per_s or not any(map(count, found)):
             return [True] * len(sources)
@@ -189,15 +164,9 @@ class TierLookups:
         return worth(lists, offers, tokens_per_s)
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns True if a lookup must call `ask` before it is answered. There are two reasons: a
-        shared tier may have a block that host memory lacks; or the stores must first confirm the
-        key space's generation (a number that each flush raises), so that blocks may be loaded from
-        the disk or a shared tier.
-
-        Returns False without a session, if the session's client does not support tiers
-        (`Feature.TIERS`), if MAX_WAITING calls of the session are waiting, and while the tiers
-        close.
-        """
+        """Whether a lookup must `ask` before it is answered: a shared tier may have a block, or
+        stores must first confirm. False for a client without support of tiers, or with
+        MAX_WAITING calls."""
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False
         if self._waiting.has_many(session):
@@ -213,23 +182,20 @@ class TierLookups:
         )
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Asks the shared tiers which of these blocks they have, so that `lies_elsewhere` can
-        include these blocks. Waits for the answers, at most for `lookup_wait_s`."""
+        """Asks the shared tiers, for at most `lookup_wait_s`, so that `lies_elsewhere` knows
+        their blocks."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             await self.look(key_space_id, groups, until_s)
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Calls `look` of all tiers at the same time: asks the shared tiers which of these blocks
-        they have, and asks the stores to confirm the key space's generations (numbers that each
-        flush raises). Waits for the answers at most until `until_s`, a time of time.monotonic."""
+        """Calls `look` of all tiers at once."""
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = EXPLAIN_WAIT_S
     ) -> list[TierHolding]:
-        """Returns, for each tier, which of these blocks the tier has, for operators and routers.
-        Asks the shared tiers, and waits for their answers at most for `wait_s` seconds."""
+        """Which blocks each tier has, for operators and routers."""
         until_s = time.monotonic() + wait_s
         await self.look(key_space_id, groups, until_s)
         return [
@@ -249,15 +215,10 @@ class TierLookups:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
-        """Returns the blocks that must be loaded from tiers for the longest possible hit of a
-        lookup: a list for each list in `groups`, without lists of sketches (compact forms of
-        keys).
+        """The blocks to load for the longest possible hit: one list per group, without sketches. A
+        parent in host memory is listed too, as a move links a block to it.
 
-        If host memory has the block before a block to load, the result names that block too,
-        because a move links a loaded block to the block before it.
-
-        `ready`: for each list in `groups`, a mask of the blocks in host memory.
-        `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.
+        `ready`, `elsewhere`: for each list, the blocks in host memory and in tiers.
         """
         specs = self._core.key_space(key_space_id).groups
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]

@@ -1,8 +1,7 @@
-"""Measures how long the reads of a tier take, and decides from these times which tiers a lookup
-uses. Also counts the blocks that lookups asked a tier for.
+"""Measures a tier's reads, and decides from their times which tiers a lookup uses.
 
-Always true: memory is fixed. Quantiles and speeds cover the last RECENT reads, counts cover all
-reads. Runs on the event loop only.
+Always true: memory is fixed. Quantiles and speeds cover the last RECENT reads, counts cover all.
+Runs on the event loop only.
 """
 
 import sys
@@ -18,33 +17,24 @@ from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.values import BoolMask
 
 RECENT = 1024
-"""Number of recent reads over which quantiles and speeds are computed."""
 COSTED = 16
-"""Number of recent reads to which the costs of a read (`TierReads.costs`) are fitted. The number is
-small, so that the costs follow the load of the tier."""
+"""Reads to which `TierReads.costs` is fitted; few, so that costs follow the tier's load."""
 READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
-"""Upper bounds of the buckets in the histogram of read times."""
+"""Upper bounds of the histogram's buckets."""
 
 TRIED_S = 5.0
-"""If the last read of a tier ended longer ago than this, a lookup uses the tier even if its last
-reads were slow, so that its speed is measured again."""
+"""A tier not read for so long is used even if it was slow, to measure it again."""
 
 
 # --------------------------------------------------------------------------------------- The choice
 
-# Chooses the tiers that a lookup uses: loading the tiers' blocks must be faster than computing
-# them.
-#
 # Pure: no clock, no I/O, no state.
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The blocks of a KV cache group in a lookup, in the order of the sequence.
-
-    `spec`: the description of the group.
-    `ready`: mask of the blocks that are in host memory or being moved there.
-    """
+    """A group's blocks in a lookup, in the prompt's order. `ready`: in host memory or moving
+    there."""
 
     spec: GroupSpec
     ready: BoolMask
@@ -52,11 +42,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The blocks that a tier could load for a lookup, and the time to load them. Loading n bytes
-    takes wait_s + n * s_per_byte seconds.
-
-    `masks`: for each list of the lookup, a mask of the blocks that the tier has.
-    """
+    """What a tier could load: n bytes in wait_s + n * s_per_byte seconds. `masks`: one per list."""
 
     masks: Sequence[BoolMask]
     wait_s: float
@@ -64,38 +50,24 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list of blocks, a mask of the blocks that are selected in both masks: in
-    `some` and in `others`."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list of blocks, a mask of the blocks that are selected in `some`, in
-    `others`, or in both."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 
 def count(masks: Sequence[BoolMask]) -> int:
-    """Returns the number of blocks that the masks select in all lists together."""
     return sum(int(mask.sum()) for mask in masks)
 
 
 def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
-    """Returns the number of tokens in the longest possible hit of a lookup; 0 for empty lists.
-
-    `lists`: the blocks of the lookup, a list for each KV cache group.
-    `masks`: for each list, a mask of the blocks that are available for the hit.
-    """
+    """Length of the longest possible hit on the blocks in `masks`."""
     return longest_hit([one.spec for one in lists], masks, sys.maxsize) if lists else 0
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list in `lists`, a mask of the blocks that the longest possible hit of a
-    lookup needs.
-
-    `lists`: the blocks of the lookup, a list for each KV cache group.
-    `masks`: for each list, a mask of the blocks that are available for the hit.
-    """
+    """For each list, the blocks that the longest possible hit needs."""
     ranges = needed_blocks([one.spec for one in lists], hit_tokens(lists, masks))
     found = []
     for one, blocks in zip(lists, ranges, strict=True):
@@ -106,18 +78,13 @@ def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]
 
 
 def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float) -> list[bool]:
-    """Decides which offers a lookup takes (an offer is the blocks that a tier could load). Returns,
-    for each offer, True if it is taken.
+    """For each offer, whether the lookup takes it.
 
-    Tiers are read at the same time, so a lookup waits for the slowest tier. The blocks of all
-    offers together lengthen the hit by some tokens. If the engine would compute these tokens in
-    less time than the wait, the slowest offer is dropped, and the remaining offers are judged in
-    the same way. If several offers have the same block, the first of them loads it.
+    Tiers are read at once, so a lookup waits for the slowest. If the engine computes the tokens
+    that all taken offers add in less time, the slowest is dropped, and the rest are judged again.
+    The first offer that has a block loads it.
 
-    `lists`: the blocks of the lookup, a list for each KV cache group.
-    `offers`: for each tier, the blocks that it could load, and the time to load them.
-    `tokens_per_s`: speed at which the engine computes prompts. 0 if unknown; then all offers are
-        taken.
+    `tokens_per_s`: speed of the engine's prompt processing; 0: unknown, all are taken.
     """
     taken = [True] * len(offers)
     if not tokens_per_s:
@@ -143,17 +110,8 @@ def _seconds(
     offers: Sequence[Offer],
     taken: Sequence[bool],
 ) -> list[float]:
-    """Returns how many seconds each tier takes to load its part of the wanted blocks; 0 if it loads
-    no block.
-
-    Each tier makes an offer: the blocks that it could load. If the lookup takes the offer, the tier
-    loads the wanted blocks in it, except blocks that are in host memory or that an earlier taken
-    offer loads. If the lookup does not take the offer, the tier loads no block.
-
-    `lists`: the blocks of the lookup, a list for each KV cache group.
-    `wanted`: for each list, a mask of the wanted blocks.
-    `taken`: for each offer, True if the lookup takes it.
-    """
+    """Seconds that each tier takes for its part of `wanted`: blocks neither ready nor in an
+    earlier taken offer."""
     lacking = [mask & ~one.ready for one, mask in zip(lists, wanted, strict=True)]
     seconds = []
     for offer, is_taken in zip(offers, taken, strict=True):
@@ -170,18 +128,12 @@ def _seconds(
 
 
 class TierReads:
-    """Counts the lookups and reads of a tier, and estimates the cost of a read from recent reads. A
-    read is one call of `Tier.read`.
+    """Counts a tier's lookups and reads, and estimates a read's cost.
 
-    `asked_blocks`: number of blocks that lookups asked the tier for. Lookups ask a tier only for
-        blocks that host memory and the tiers before it lack.
-    `hit_blocks`: number of these blocks that the tier had.
-    `left_blocks`: number of blocks that the tier had, but lookups did not load, because the engine
-        computes them sooner.
-    `num_reads`: number of all reads.
-    `times_s`: histogram of the durations of all reads.
-    `last_s`: when the last read ended, a time of time.monotonic.
-    `queued_bytes`: bytes of the blocks in reads that have not ended.
+    `asked_blocks`: asked for by lookups, as host memory and the tiers before lack them.
+    `left_blocks`: there, but not loaded, as computing is faster.
+    `last_s`: when the last read ended.
+    `queued_bytes`: of reads that have not ended.
     """
 
     def __init__(self) -> None:
@@ -197,17 +149,11 @@ class TierReads:
         return f"TierReads({self.num_reads} reads, {self.hit_blocks}/{self.asked_blocks} hit)"
 
     def add_lookup(self, num_asked: int, num_hit: int) -> None:
-        """Counts a lookup that asked the tier for `num_asked` blocks. The tier had `num_hit` of
-        them."""
         self.asked_blocks += num_asked
         self.hit_blocks += num_hit
 
     def add(self, seconds: float, num_bytes: int) -> None:
-        """Counts a read of the tier that has just ended.
-
-        `seconds`: duration of the read.
-        `num_bytes`: bytes of the blocks that the read found.
-        """
+        """`num_bytes`: of the found blocks."""
         at = self.num_reads % RECENT
         self._seconds[at], self._bytes[at] = seconds, num_bytes
         self.num_reads += 1
@@ -215,36 +161,28 @@ class TierReads:
         self.last_s = time.monotonic()
 
     def quantile_s(self, share: float) -> float:
-        """Returns a quantile of the durations of recent reads, in seconds; 0 before the first read.
-        `share`: 0.5 for the median."""
+        """Of recent reads; 0 before the first."""
         recent = self._seconds[: self.num_reads]
         return float(np.quantile(recent, share)) if len(recent) else 0.0
 
     def bytes_per_s(self) -> float:
-        """Returns the mean speed of a read, in bytes per second, over the recent reads that found
-        blocks; 0 if there are no such reads. A tier that executes several reads at the same time
-        delivers more bytes per second than this mean."""
+        """Mean speed of recent reads that found blocks, or 0. Reads that run at once deliver
+        more together."""
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0
 
     def offer(self, masks: Sequence[BoolMask], now_s: float) -> Offer:
-        """Returns the tier's offer to a lookup: the blocks in `masks`, and the estimated time to
-        load them. The time includes the wait for queued reads, but not for writes, because they
-        don't delay reads.
-
-        If the last read ended more than TRIED_S ago, the tier's speed is unknown. The estimate is
-        then 0, so that the lookup uses the tier.
-        """
+        """Loading `masks`, with the wait for queued reads (writes don't delay reads). 0 s if the
+        last read ended more than TRIED_S ago."""
         fixed_s, s_per_byte = self.costs()
         if now_s >= self.last_s + TRIED_S:
             fixed_s = s_per_byte = 0.0
         return Offer(masks, fixed_s + self.queued_bytes * s_per_byte, s_per_byte)
 
     def costs(self) -> tuple[float, float]:
-        """Returns the estimated costs of a read: seconds per read, and seconds per byte. Both are
-        fitted to the last COSTED reads by least squares, and are at least 0. Both are 0 if these
-        reads found no blocks."""
+        """Seconds per read and per byte, least squares over COSTED reads, at least 0; both 0 if
+        they found nothing."""
         if self._costs_at != self.num_reads:
             last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
             self._costs = fitted(self._bytes[last], self._seconds[last])

@@ -1,18 +1,14 @@
-"""The records of the disk tier, from which the next server restores the blocks on the disk. There
-are three records: a block table, which has the place of each block; the key spaces (each is a
-model in a configuration) of these blocks; and a note of the bytes written to the disk. The
-records are in memory, and a thread writes their changes to files.
+"""The disk tier's records, from which the next server restores it: block table, key spaces, recent
+writes. They are in memory; a thread writes changes to files.
 
 Always true:
 
 - the event loop neither opens nor maps a file of the tier, so a disk that hangs stops only the
   thread;
-- a block is moved to the disk only after its key space was written to a file (`kept_revision`);
-- if a server is killed during its start, the next server still finds the old table, because the new
-  table is a separate file until it is complete;
-- a wrong record in the file does no harm: each read compares the bytes at the block's place with
-  the block's seal (checksum). So the file may be older than the table in memory, by KEEP_S and
-  the time that the disk takes.
+- a block moves to the disk only after its key space is in a file (`kept_revision`);
+- a kill during the start leaves the old table: the new one is a separate file until it is complete;
+- a wrong record does no harm: each read compares the bytes with the seal. So the file may be
+  older than the table, by KEEP_S and what the disk takes.
 """
 
 import contextlib
@@ -49,43 +45,37 @@ from hotkv_server.memory.state import (
 LOCK_FILE, STATE_FILE, TABLE_FILE, NEW_TABLE_FILE = "lock", "state.json", "records", "records.new"
 WRITTEN_FILE = "written.json"
 Written = list[tuple[float, int]]
-"""Writes to the disk, as pairs of their time in seconds since 1970 and their size in bytes."""
+"""(seconds since 1970, bytes) of writes to the disk."""
 MODE = 0o600
 KEEP_S = 0.5
-"""Least time between two searches of the disk's whole block table for changed records."""
+"""Least time between two searches of the whole table for changes."""
 MAX_LOOK_SHARE = 0.02
-"""Largest share of its time that the thread which writes the records spends on searches of the
-whole block table. So a large table is searched less often than every KEEP_S."""
+"""Largest share of the thread's time for these searches, so a large table is searched less
+often."""
 RETRY_S = 1.0
-"""Wait after a failed write, before the next try."""
+"""Pause after a failed write."""
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
 SYNCED_PARTS = 256
-"""Number of parts of a new table that are written between two syncs. A slow disk takes seconds for
-a large table; each completed sync shows that the disk does not hang."""
+"""Parts of a new table between two syncs. A slow disk takes seconds for a large table; each sync
+shows that it does not hang."""
 CLOSE_WAIT_S = 5.0
 _ZEROS = bytes(PART_BYTES)
-"""A part of the table without records."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class LowerMemory:
-    """The records of the disk tier, in memory and in files from which the next server restores the
-    tier; see the module.
+    """See the module.
 
-    `folder`: folder of the tier, with its files.
-    `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space).
-    `num_bytes`: size of the whole tier.
-    `table`: the block table in memory; empty until the core fills it.
-    `old`: the table that an earlier server left; None if there is no usable table, and after
-        `start`.
-    `state`: the key spaces and slab size that belong to `old`.
-    `why_empty`: the reason why the old table is unusable; empty if it is usable or there was none.
-    `kept_revision`: revision of the key spaces that are in the file; -1 before the first write.
-    `problem`: the reason why the last write to the files failed; empty if it succeeded.
-    `num_changed`: number of changed records that `changed` has reported since the start.
-    `num_saved`: number of these records that are in the file.
+    `table`: empty until the core fills it.
+    `old`: an earlier server's table; None if there is no usable one, and after `start`.
+    `state`: key spaces and slab size of `old`.
+    `why_empty`: why the old table is unusable; "" if it is usable or there was none.
+    `kept_revision`: of the key spaces in the file; -1 before the first write.
+    `problem`: why the last write failed, or "".
+    `num_changed`: records that `changed` has reported.
+    `num_saved`: those of them in the file.
     """
 
     folder: Path
@@ -117,14 +107,12 @@ class LowerMemory:
     def open(
         folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
     ) -> "LowerMemory":
-        """Locks the folder, makes a new table, and reads the table that an earlier server left.
-        Blocks the calling thread. Raises BusyError if another server uses the folder, or OSError.
+        """Locks the folder, makes a new table, reads the old one. Blocking. Raises BusyError if
+        another server uses the folder, or OSError.
 
-        `num_bytes`: size of the disk tier; it is rounded down to whole slabs.
-        `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space). If there is
-            a usable old table, its slab size is used instead.
-        `capacity`: most blocks in the table.
-        `reset`: True first removes the old table.
+        `num_bytes`: rounded down to whole slabs.
+        `slab_bytes`: a usable old table's is used instead.
+        `reset`: first removes the old table.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_fd = lock_file(folder / LOCK_FILE)
@@ -136,7 +124,7 @@ class LowerMemory:
             slab_bytes = slab_bytes if state is None else state.slab_bytes
             num_bytes = num_bytes // slab_bytes * slab_bytes
             geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
-            # Make the file now, so that a server whose folder can't be written does not start.
+            # Now, so that a server that can't write the folder does not start.
             _new_file(folder / NEW_TABLE_FILE, geometry.file_bytes)
         except BaseException:
             os.close(lock_fd)
@@ -149,13 +137,10 @@ class LowerMemory:
         )
 
     def start(self, revision: int, state: ServerState) -> None:
-        """Starts the thread, which replaces the file of the old table, writes the key spaces (each
-        is a model in a configuration) in `state`, and from then on writes changes. The core
-        must have filled the table before. Does not wait for the disk.
+        """Starts the thread, once the core has filled the table. It replaces the old table's file
+        and writes `state`, then changes.
 
-        `revision`: number of the present set of key spaces; becomes `kept_revision` when the key
-            spaces are in the file.
-        `state`: the key spaces and the slab size.
+        `revision`: becomes `kept_revision`.
         """
         self._keeps_numbers = self.state is not None and _agree(self.state, state)
         self.old = self.state = None
@@ -164,53 +149,42 @@ class LowerMemory:
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Makes the thread replace the content of the file of key spaces (each is a model in a
-        configuration) by the key spaces in `state`. Does not wait for the disk. Once the file is
-        written, `kept_revision` is `revision`."""
+        """Has the thread write these key spaces; `kept_revision` then is `revision`."""
         self._wanted = (revision, state)
         self._asked.set()
 
     def changed(self, entries: Entries) -> None:
-        """Makes the thread write the records of these entries at once. Otherwise the thread finds
-        the changes at its next search of the table. Does not wait for the disk. Only the event loop
-        may call this method, because only the event loop changes the table."""
+        """Has the thread write these records at once, not at its next search. Event loop only:
+        it alone changes the table."""
         self.num_changed += len(entries)
         self._changed.append(entries)
         self._asked.set()
 
     def written(self) -> "Future[None]":
-        """Returns a future that is done once the file has all records as they are now. Does not
-        wait for the disk. Thread-safe."""
+        """Done once the file has all records as they are now. Thread-safe."""
         future: Future[None] = Future()
         self._waiting.append(future)
         self._asked.set()
         return future
 
     def is_alive(self) -> bool:
-        """Returns False if the thread that writes the disk's records has died or ended. True before
-        `start`."""
+        """True before `start`."""
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the thread's present write of the disk's records has lasted;
-        0 if it does not write. `now_s`: a time of time.monotonic."""
+        """How long the present write has lasted; 0 if there is none. `now_s`: time.monotonic."""
         begun_s = self._begun_s
         return now_s - begun_s if begun_s else 0.0
 
     def keep_written(self, written: Written) -> None:
-        """Makes this object's thread replace the file with the recent writes to the disk: their
-        times and sizes, as the budget of disk writes counts them. Does not wait for the disk. A
-        reset of the tier keeps this file: the blocks are then gone, but their writes have worn the
-        disk.
-
-        `written`: the writes of the last 24 hours.
-        """
+        """Has the thread save the writes of the last 24 hours. A reset keeps this file: the
+        blocks are gone, but the disk is worn."""
         self._admitted = written
         self._asked.set()
 
     def read_written(self) -> Written:
-        """Returns the disk writes that an earlier server has noted; empty without a note. Blocks
-        the calling thread. Raises StateError if the note is damaged, or OSError."""
+        """An earlier server's writes; empty if there are none. Blocking. Raises StateError if
+        the file is damaged, or OSError."""
         path = self.folder / WRITTEN_FILE
         try:
             found = [(float(at_s), int(size)) for at_s, size in json.loads(read_file(path))]
@@ -223,9 +197,8 @@ class LowerMemory:
         return found
 
     def close(self) -> None:
-        """Writes all changes, then unlocks the folder for another server. The table must not change
-        any more. If the disk hangs for CLOSE_WAIT_S, returns; the folder then stays locked until
-        the process ends."""
+        """Writes all changes, then unlocks the folder. The table must not change any more. If
+        the disk hangs for CLOSE_WAIT_S, the folder stays locked until the process ends."""
         self._closing.set()
         self._asked.set()
         if self._thread is not None:
@@ -243,9 +216,8 @@ class LowerMemory:
             is_last = self._closing.is_set()
             self._asked.clear()
             began_s = self._begun_s = time.monotonic()
-            # After a failed write, search the whole table for the changes that were not written.
+            # After a failed write, search for what was not written.
             walks = is_last or bool(self._waiting or num_left) or began_s >= walk_at_s
-            # Take only the requests (calls of `written` and `changed`) that have arrived by now.
             # Later requests wait for the next turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
@@ -283,12 +255,7 @@ class LowerMemory:
         self.problem = problem
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
-        """Writes the changed records, then the key spaces (each is a model in a configuration)
-        if they have changed. The first call writes the whole table (`_adopt`).
-
-        `changed`: entries whose records have changed.
-        `walks`: True also searches the whole table for changed records.
-        """
+        """`walks`: searches the whole table for changes. The first call writes it whole."""
         if self._sums is None:
             self._adopt()
         else:
@@ -300,26 +267,20 @@ class LowerMemory:
             self.kept_revision = wanted[0]
 
     def _write_note(self) -> None:
-        """Writes the note of the bytes written to the disk into its file, if it has changed."""
         if (admitted := self._admitted) is not self._noted:
             replace_file(self.folder / WRITTEN_FILE, [json.dumps(admitted)])
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table to a new file, which then replaces the file of the old table. For
-        the parts that have no records yet, allocates disk space but writes nothing. The reason:
-        writes wear the disk, and a large tier with large blocks uses only a small part of its
-        table.
+        """Writes the table to a new file, which then replaces the old one. Empty parts are
+        allocated but not written: a large tier uses little of its table, and writes wear the disk.
 
-        Two steps precede the replacement. First, the new file is synced, because otherwise it might
-        be empty after a power loss. Second, the file of key spaces is removed if a key space's
-        number in the old table stands for another key space in the new table. Otherwise, if the
-        process were killed before it has written the new key spaces, the next server would read the
-        new table with the old key spaces.
+        Before that the file is synced, or it might be empty after a power loss. And the file of
+        key spaces is removed if a number has a new meaning: a kill would else leave the new
+        table with the old key spaces.
         """
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
-        # Servers without a tier need no xxhash.
         import xxhash
 
         sums = np.full(
@@ -338,9 +299,7 @@ class LowerMemory:
         self._sums = sums
 
     def _all_parts(self) -> list[int]:
-        """Returns the numbers of the table's parts (PART_BYTES each) that are written to the file:
-        the parts with the header and with the records. The next server does not need the parts with
-        the buckets of the table's hash index."""
+        """Parts with the header and the records; the next server does not need the hash index."""
         first = self.table.geometry.records_offset_bytes // PART_BYTES
         return sorted({0, *range(first, -(-len(self._bytes) // PART_BYTES))})
 
@@ -356,19 +315,12 @@ class LowerMemory:
         return parts
 
     def _write_parts(self, fd: int, parts: list[int], sums: NDArray[np.uint64]) -> None:
-        """Writes parts of the disk's block table (PART_BYTES each) to the file, if they have
-        changed since their last write.
-
-        `fd`: descriptor of the file.
-        `parts`: numbers of the parts.
-        `sums`: the hash of each part of the table at its last write; this method updates it.
-        """
-        # Import it here, because servers without a tier need no xxhash.
+        """Writes parts whose hash differs from `sums`, which it updates."""
+        # Servers without a tier need no xxhash.
         import xxhash
 
         for at in parts:
-            # Record progress for an unchanged part too: a long search of a large table must not
-            # look like a disk that hangs.
+            # Progress also without a write: a long search must not look like a hung disk.
             self._begun_s = time.monotonic()
             part = self._bytes[at * PART_BYTES : (at + 1) * PART_BYTES]
             if xxhash.xxh3_64_intdigest(part.data) == sums[at]:
@@ -381,19 +333,13 @@ class LowerMemory:
 
 
 def records_file_bytes(capacity: int, num_bytes: int) -> int:
-    """Returns the disk space, in bytes, of the file that records which blocks a disk tier has.
-
-    `capacity`: most blocks that the tier may have.
-    `num_bytes`: size of the tier.
-    """
+    """Disk space of the records of a tier with `capacity` blocks in `num_bytes`."""
     geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
     return geometry.file_bytes - geometry.records_offset_bytes
 
 
 def _agree(one: ServerState, other: ServerState) -> bool:
-    """Compares the numbers by which the block tables of two states name key spaces (models in one
-    configuration). Returns True if each number that both states have stands for the same key space
-    in both."""
+    """Numbers that both states have stand for the same key spaces."""
     known = {known.number: known.key_space.fingerprint for known in one.key_spaces}
     return all(
         known.get(entry.number, entry.key_space.fingerprint) == entry.key_space.fingerprint
@@ -402,12 +348,11 @@ def _agree(one: ServerState, other: ServerState) -> bool:
 
 
 def _memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Returns memory of this process alone (an anonymous mapping), filled with zeros."""
+    """Private zeroed memory."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def _new_file(path: Path, num_bytes: int) -> None:
-    """Creates a file of zeros. Removes a file that is already there."""
     path.unlink(missing_ok=True)
     with _opened(path, os.O_CREAT | os.O_EXCL) as fd:
         os.ftruncate(fd, num_bytes)
@@ -423,12 +368,7 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Reads the records of the disk tier that an earlier server left in files. Returns the block
-    table, the key spaces (each is a model in a configuration) and "". Returns None, None and a
-    reason if the files are unusable. Returns None, None and "" if there are no files.
-
-    `num_bytes`: present size of the disk tier.
-    """
+    """An earlier server's table and state, or None and the reason; "" if there are no files."""
     path = folder / TABLE_FILE
     if not path.exists() and not (folder / STATE_FILE).exists():
         return None, None, ""
@@ -445,10 +385,9 @@ def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState 
 
 
 def _read(fd: int) -> NDArray[np.uint8]:
-    """Returns a file's content. If the file becomes shorter during the read, the rest is zeros.
-    Raises ValueError for a pipe and the like. Reads only parts that have data, because the table of
-    a large tier is mostly empty, and its empty parts would take memory (5 GB for a disk of 1
-    TiB)."""
+    """A file's content; zeros from where it became shorter meanwhile. Raises ValueError for a
+    pipe and the like. Reads only data: the table of a large tier is mostly holes, which would
+    take memory (5 GB for a disk of 1 TiB)."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{TABLE_FILE} is no regular file")
@@ -462,16 +401,14 @@ def _read(fd: int) -> NDArray[np.uint8]:
 
 
 def _data(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the begin and the end of each part with data in a file's first `num_bytes` bytes. The
-    file system has stored nothing for the other parts, so they are zeros."""
+    """(begin, end) of the parts with data; the rest are holes."""
     end = 0
     while end < num_bytes:
         try:
             begin = os.lseek(fd, end, os.SEEK_DATA)
             end = os.lseek(fd, begin, os.SEEK_HOLE)
         except OSError as error:
-            # ENXIO: there are no data from this offset on. Other errors: this file system can't
-            # tell data from holes, so all bytes from this offset on count as data.
+            # ENXIO: no data from here on. Other errors: the file system can't tell holes.
             if error.errno != errno.ENXIO:
                 yield end, num_bytes
             return

@@ -1,10 +1,8 @@
-"""Drives a tier that other nodes share: copies blocks that are stored on this node to the tier, and
-asks the tier for blocks that this node lacks.
+"""Drives a shared tier: asks it for blocks that this node lacks, and loads them; `out` copies
+blocks to it.
 
-Always true: blocks are read and written only if the store has confirmed the generation of their key
-space in the last 1.5 s. (A generation is a number that each flush raises; see `drive.generations`.)
-Written blocks match their checksums. Runs on the event loop; the tier calls `on_done` on its
-own threads.
+Always true: blocks are read and written only if the store has just confirmed their generation
+(`drive.flushes`), and written only if they match their checksums.
 """
 
 import asyncio
@@ -30,35 +28,28 @@ from hotkv_server.tiers.drive.tasks import blocks_of, future, on_loop
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, SharedTier
 
 MAX_PROBED = 1 << 13
-"""Most blocks that a lookup asks the tier for."""
+"""Most blocks of a lookup that the tier is asked for."""
 MAX_FOUND = 1 << 16
-"""Most blocks that are remembered as found in the tier."""
+"""Most blocks remembered as found."""
 NUM_BUCKETS = 16 * MAX_FOUND
-"""Number of buckets of `FoundBlocks`. There are so many that few other blocks share a bucket with a
-remembered block."""
+"""Of `FoundBlocks`: so many that few other blocks share a bucket with a remembered one."""
 PROBE_S = 0.2
-"""Least time until the deadline of a probe (a question to the tier which blocks it has). If a
-lookup waits less, the answer to its probe serves the next lookup."""
+"""Least time a probe has. If a lookup waits less, the answer serves the next one."""
 FOUND_S = 10.0
-"""Time for which a block is remembered as found in the tier, unless it is read earlier."""
+"""A block is remembered as found for this time, or until it is read."""
 
 
 class FoundBlocks:
-    """Remembers the blocks that probes (questions which blocks the tier has) have found in the
-    tier. The key of a block in the tier consists of a `head`, which is the same for all blocks of a
-    group of a key space, and the block's hash. Methods name blocks by their `head` and `hashes`.
+    """Blocks that probes have found in the tier. A key is a `head`, the same for a group of a key
+    space, and a hash. Above MAX_FOUND, the head longest without a new block forgets first.
 
-    Remembers at most MAX_FOUND blocks. If there are more, forgets blocks, first the blocks of the
-    `head` that has got no new block for the longest time.
-
-    Always true: `among` makes Python objects only for blocks that are probably remembered. The
-    reason is speed: a lookup may name 131,072 blocks.
+    Always true: `among` makes Python objects only for blocks that are probably remembered, as a
+    lookup may name 131,072.
     """
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, dict[bytes, float]] = {}
-        # The number of remembered blocks in each bucket (see `_buckets`). A change costs time only
-        # for the changed blocks, however many blocks are remembered.
+        # Remembered blocks per bucket.
         self._counts = np.zeros(NUM_BUCKETS, np.int32)
         self._num_blocks = 0
 
@@ -69,8 +60,7 @@ class FoundBlocks:
         return f"FoundBlocks({len(self)} of {len(self._until_s)} heads)"
 
     def among(self, head: bytes, hashes: Words, at_s: float) -> BoolMask:
-        """Returns a mask [n]: True for each of the n blocks that is remembered until after `at_s`,
-        a time of time.monotonic. `head`, `hashes`: the two parts of the blocks' keys."""
+        """Mask [n] of the blocks remembered beyond `at_s`."""
         mask = np.zeros(len(hashes), np.bool_)
         if (known := self._until_s.get(head)) is None:
             return mask
@@ -80,8 +70,6 @@ class FoundBlocks:
         return mask
 
     def add(self, head: bytes, hashes: Iterable[bytes], until_s: float) -> None:
-        """Remembers blocks as found in the tier, until `until_s`, a time of time.monotonic. `head`,
-        `hashes`: the two parts of the blocks' keys."""
         until = dict.fromkeys(hashes, until_s)
         known = self._until_s.pop(head, {})
         self._count([one for one in until if one not in known], 1)
@@ -93,8 +81,6 @@ class FoundBlocks:
             self.drop(oldest, [*itertools.islice(left, self._num_blocks - MAX_FOUND)])
 
     def drop(self, head: bytes, hashes: Iterable[bytes]) -> None:
-        """Forgets that the blocks with these keys (`head` and `hashes`) were found in the tier.
-        Called when a read of the blocks begins, and if too many blocks are remembered."""
         if (known := self._until_s.get(head)) is None:
             return
         self._count([one for one in hashes if known.pop(one, None) is not None], -1)
@@ -108,24 +94,16 @@ class FoundBlocks:
 
 
 def _buckets(begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns the number of each block's bucket. `FoundBlocks` counts its blocks by bucket: a block
-    whose bucket is empty is not remembered, which is found out fast. `begins`: the first 8 bytes of
-    the blocks' hashes."""
+    """Bucket of each block, from the first 8 bytes of its hash. A block in an empty bucket is
+    not remembered."""
     return begins % np.uint64(NUM_BUCKETS)
 
 
 class TierShared:
-    """Copies blocks of this node to a tier that other nodes share, and loads blocks from this tier;
-    see the module. In its methods, `groups` has a list of block hashes for each KV cache group.
+    """See the module.
 
-    `verifier`: compares blocks with their checksums.
-    `generations`: knows which generations (numbers that flushes raise) the stores of shared tiers
-        have confirmed.
-    `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).
-    `out`: copies blocks to the tier.
-    `below`: the breaker of the disk tier, which knows whether lookups skip the disk; None without a
-        disk.
-    `num_fetched`: number of blocks loaded from the tier since the start.
+    `below`: the disk's breaker; None without a disk.
+    `num_fetched`: blocks loaded since the start.
     """
 
     def __init__(
@@ -154,10 +132,8 @@ class TierShared:
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks the tier (`probe`) which of the blocks it has, and remembers the answer. Leaves out
-        blocks in host memory, on the disk, or found before. Waits for the answer at most until
-        `until_s`, a time of time.monotonic. Does nothing while the tier is broken, or while its
-        store does not confirm that the key space was not flushed."""
+        """Probes the tier for blocks that are neither here nor already found, and waits for the
+        answer until `until_s`. Does nothing if the tier is broken or its store does not confirm."""
         if not self.breaker.lets_pass:
             return
         if not await self._generations.confirm(self.name, key_space_id, until_s):
@@ -170,8 +146,7 @@ class TierShared:
         keys: list[bytes] = []
         asked: list[tuple[bytes, list[bytes]]] = []
         for head, hashes in lists:
-            # If there are too many blocks, ask for the same share of each list: a hit needs blocks
-            # of all groups.
+            # The same share of each list: a hit needs blocks of all groups.
             hashes = hashes[: len(hashes) * MAX_PROBED // num_blocks]
             if len(hashes):
                 asked.append((head, [words.tobytes() for words in hashes]))
@@ -180,22 +155,18 @@ class TierShared:
             return
         ended: asyncio.Future[tuple[Codes]] = future()
         expected = self._generations.expected(self.name, key_space_id)
-        # An answer that is too late for this lookup still serves the next lookup.
         ended.add_done_callback(lambda answer: self._heard(asked, answer))
         deadline_s = max(until_s, time.monotonic() + PROBE_S)
         self.tier.probe(keys, deadline_s, on_loop(ended), expected)
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if a block of these lists of hashes is neither in host memory nor on the
-        disk, so that asking the tier may be of use."""
+        """Asking the tier may be of use."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list of block hashes in `groups`, the positions of the blocks to load
-        from this tier: blocks that were found in the tier in the last FOUND_S, and are neither in
-        host memory nor on the disk. Returns no positions unless the store has confirmed, a short
-        time ago, that the key space was not flushed."""
+        """For each list, positions of the blocks to load: found in the tier, absent here, and
+        recently confirmed."""
         now_s = time.monotonic()
         wanted = [np.empty(0, np.int64) for _ in groups]
         if not self._generations.is_confirmed(self.name, key_space_id) or not len(self._found):
@@ -205,17 +176,15 @@ class TierShared:
         return wanted
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list of block hashes in `groups`, a mask: True for each block to load
-        from this tier, as `wanted` chooses them."""
+        """`wanted` as masks."""
         masks = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for mask, positions in zip(masks, self.wanted(key_space_id, groups), strict=True):
             mask[positions] = True
         return masks
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to load the blocks that `wanted` returns: reserves slots in host memory, for as
-        many blocks as there is room for. Returns None if no block gets a slot (place in the arena).
-        Blocks without a slot stay remembered as found."""
+        """Reserves slots for the blocks of `wanted`, as far as there is room; None if there is
+        none. The others stay remembered."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
         move = self._books.arrivals.begin(
             key_space_id, groups, wanted, lambda group: record.shape(group).slot_bytes
@@ -229,30 +198,23 @@ class TierShared:
         return move
 
     def blocks(self, move: Move) -> Blocks:
-        """Describes the blocks of a move. The result is the argument of `Tier.read`."""
         number = move.key_space_id
         prefix = self._generations.prefix(self.name, number)
         expected = self._generations.expected(self.name, number)
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move of n blocks up to host memory, after the tier has read the blocks. Returns
-        the number of damaged blocks; blocks that the tier has evicted don't count.
-
-        `codes`: the result of each block's read, a value of `Read`, uint8 [n].
-        `checks`: the checksums of the blocks, uint64 [n]; zeros if the server
-            computes no checksums.
-        """
+        """Ends a move that the tier has read; returns the number of damaged blocks, not of those
+        that it has evicted. `checks`: from `tasks.checksums`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
-        neither in host memory nor on the disk. Blocks on the disk count as absent too while they
-        can't be loaded from the disk: while lookups skip the disk, and while a shared store has not
-        confirmed that the key space was not flushed. (A read from this tier needs such a
-        confirmation only from this tier's own store.)"""
+        """For each list, positions of the blocks neither in host memory nor on the disk. Blocks
+        on the disk count as absent while it is skipped, or while a shared store has not
+        confirmed: a read from this tier needs only this store's confirmation.
+        """
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower, breaker = self._books.lower, self.below
         skips_disk = breaker is not None and not breaker.lets_pass
@@ -266,9 +228,7 @@ class TierShared:
     def _named(
         self, key_space_id: int, groups: list[HashList]
     ) -> Iterator[tuple[bytes, HashList, Int64s]]:
-        """Yields three values for each list of block hashes in `groups`: the beginning of its
-        blocks' keys in the tier (all but the block's hash), the list, and the positions that
-        `_absent` returns for it."""
+        """Each list with the head of its keys and its `_absent` positions."""
         prefix = self._generations.prefix(self.name, key_space_id)
         for one, at in zip(groups, self._absent(key_space_id, groups), strict=True):
             yield b"%s/%d" % (prefix, one.group_index), one, at
@@ -276,14 +236,8 @@ class TierShared:
     def _heard(
         self, asked: list[tuple[bytes, list[bytes]]], answer: "asyncio.Future[tuple[Codes]]"
     ) -> None:
-        """Called when the tier has answered a probe (a question which blocks it has). Remembers the
-        blocks that the tier has.
-
-        `asked`: the blocks of the probe, as pairs: the part of the keys before the block's hash,
-            and the hashes of all blocks whose keys begin with this part.
-        `answer`: has the tier's answer: a code for each block, in the order of `asked`. Cancelled
-            if the node has closed.
-        """
+        """Remembers what a probe has found. `answer`: codes in the order of `asked`; cancelled
+        if the node has closed."""
         if answer.cancelled():
             return
         (codes,) = answer.result()

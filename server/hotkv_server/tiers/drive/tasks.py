@@ -1,5 +1,4 @@
-"""Helpers for the modules of `tiers.drive`: they run tasks on the event loop, compare checksums
-(checksums) of blocks, and make the keys of blocks."""
+"""Helpers of `tiers.drive`: tasks on the event loop, checksums, keys."""
 
 import asyncio
 import threading
@@ -22,17 +21,13 @@ from hotkv_server.tiers.protocol import NO_GENERATIONS, Blocks, Generations, Sea
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""Longest wait for the tasks to end, after the tiers were closed. If a disk hangs, a task that
-waits for the disk never ends; the slots that the disk uses stay reserved until the process ends."""
+"""Longest wait for tasks after the tiers were closed. A task that waits for a hung disk never
+ends; its slots stay reserved until the process ends."""
 
 
 class TierTasks:
-    """Runs the background tasks of all tiers. If a task raises, its exception goes to the event
-    loop's exception handler at once.
-
-    `is_closing`: set to True by the owner to end all tasks.
-    `health`: watches the tasks that use `turns`.
-    """
+    """Background tasks of all tiers. If one raises, the loop's exception handler gets it at
+    once. `is_closing`: set by the owner to end all tasks."""
 
     def __init__(self) -> None:
         self.is_closing = False
@@ -43,7 +38,6 @@ class TierTasks:
         return f"TierTasks({len(self._tasks)})"
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Starts `work` as a task and returns the task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -52,9 +46,7 @@ class TierTasks:
     async def turns(
         self, name: str, pause_s: float, wake: asyncio.Event | None = None
     ) -> AsyncIterator[None]:
-        """Runs the caller's `async for` loop in turns: yields again and again, each time after
-        `pause_s`, or earlier if `wake` is set (see `Health.turns`). Ends when `is_closing` is True.
-        `name`: the task's name in health probes."""
+        """`Health.turns`, until `is_closing`."""
         async for _ in self.health.turns(name, pause_s, wake=wake):
             if self.is_closing:
                 return
@@ -68,8 +60,7 @@ class TierTasks:
             )
 
     async def close(self) -> None:
-        """Waits until the tasks have ended, at most CLOSE_S, then cancels the tasks that still
-        run."""
+        """Waits CLOSE_S, then cancels."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         for task in self._tasks:
@@ -78,19 +69,18 @@ class TierTasks:
 
 
 def future() -> "asyncio.Future[Any]":
-    """Returns a new asyncio future of the running event loop."""
     return asyncio.get_running_loop().create_future()
 
 
 async def elsewhere(call: Callable[..., T], *arguments: object) -> T:
-    """Runs `call` on a thread of the event loop's default pool, and returns its result. For calls
-    that may hang use `aside`, which can't exhaust the pool."""
+    """Runs `call` on the default pool. For calls that may hang use `aside`, which can't exhaust
+    it."""
     return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)
 
 
 async def aside(call: Callable[[], object]) -> None:
-    """Runs `call` on a new daemon thread, so that a hanging call delays neither other work nor the
-    end of the process. `call` must not raise."""
+    """Runs `call`, which must not raise, on a new daemon thread: if it hangs, it delays neither
+    other work nor the end of the process."""
     ended: asyncio.Future[tuple[()]] = future()
     end = on_loop(ended)
 
@@ -105,8 +95,7 @@ async def aside(call: Callable[[], object]) -> None:
 
 
 def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
-    """Returns a callback for a tier (`on_done`) that any thread may call. When it is called, the
-    future gets the tuple of the call's arguments as its result, on the future's event loop."""
+    """An `on_done` for any thread: the future gets the tuple of its arguments."""
     loop = ended.get_loop()
 
     def set_result(answer: object) -> None:
@@ -126,10 +115,8 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
 async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
-    """Compares the bytes of n pinned blocks in host memory with their checksums.
-    Condemns (drops) the blocks that don't match, and returns a mask [n] of the blocks that match.
-    `tell`: called afterwards; sends the core's notices and events about removed blocks to sessions
-    and readers, which then drop the condemned blocks."""
+    """Mask [n] of the pinned blocks that match their checksums; condemns the others, then calls
+    `tell`."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)
@@ -140,12 +127,10 @@ async def agreeing(
 
 
 def checksums(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Returns the checksums of a move's n blocks, which a tier has just read into
-    their slots (places in the arena), uint64 [n]; zeros if the server computes no checksums.
-    Callable on any thread, because only the move uses these entries and slots."""
+    """Checksums of a move's blocks, uint64 [n]; zeros if the server computes none. Any thread:
+    only the move uses these entries and slots."""
     index, stride = core.space.index, core.config.check_stride
-    # Read `move.entries` only once: if the event loop abandons the move (`Arrivals.forsake`), it
-    # replaces them by an empty array. The slots of these entries stay reserved.
+    # Read once: `Arrivals.forsake` replaces it by an empty array, but its slots stay reserved.
     entries = move.entries
     checks = np.zeros(len(entries), np.uint64)
     if not stride:
@@ -162,11 +147,8 @@ def checksums(core: CacheCore, arena: Region, move: Move) -> Seals:
 
 
 def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
-    """Returns the keys of n blocks in tiers: `hotkv/1/{fingerprint}[/{generation}]/{group}/{hash}`.
-
-    `prefix`: the part of the keys before `/{group}`.
-    `groups`: for each block, the number of its KV cache group.
-    `hashes`: the blocks' hashes, uint32 words [n, 8].
+    """`hotkv/1/{fingerprint}[/{generation}]/{group}/{hash}`. `prefix`: up to the group.
+    `hashes`: uint32 [n, 8].
     """
     return [
         b"%s/%d/%s" % (prefix, group, words.tobytes())
@@ -177,12 +159,7 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
 def blocks_of(
     core: CacheCore, entries: Entries, prefix: bytes, generations: Generations = NO_GENERATIONS
 ) -> Blocks:
-    """Returns a `Blocks`, the argument of a tier's calls, for these entries of host memory.
-
-    `prefix`: the part of the blocks' keys before the group and the hash (see `tier_keys`).
-    `generations`: the generation (number that each flush raises) in the keys, by the key space's
-        fingerprint. A read compares it with the store's generation; empty: no comparison.
-    """
+    """`generations`: by fingerprint, compared by a read with the store's; empty: not compared."""
     index = core.space.index
     _, groups, hashes = index.keys(entries)
     return Blocks(

@@ -1,10 +1,9 @@
-"""All tiers of a node as one object, `Tiers`. It moves blocks from tiers up to host memory when a
-lease asks for them, and starts and closes the tiers.
+"""All tiers of a node as one object: promotes blocks that a lease asks for, starts and closes the
+tiers.
 
-Always true: a lease waits for tiers at most `lookup_wait_s`, and hits in host memory don't wait. A
-slot (place in the arena) belongs to the tier from the beginning of a move until the tier reports
-that it has stopped using the slot. Runs on the event loop; tiers call `on_done` on their own
-threads.
+Always true: a lease waits for tiers at most `lookup_wait_s`; hits in host memory don't wait. A
+slot belongs to the tier from the beginning of a move until the tier reports that it has stopped
+using it.
 """
 
 import asyncio
@@ -42,44 +41,33 @@ from hotkv_server.tiers.protocol import Blocks, Codes, Read
 log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
-"""Largest share of the arena for blocks that are being moved down to one tier. Also the largest
-share for loads from all tiers together: blocks that are being loaded, or that stay pinned after
-their load until the callers have leased them. If a tier hangs, its loads are abandoned and no
-longer count there, but may still use their slots. Once abandoned loads of a tier use this share, no
-more loads from this tier begin."""
+"""Largest share of the arena for moves down to one tier, and for loads from all tiers until
+their blocks are leased. Abandoned loads of a hung tier don't count there; once they use this
+share, no more loads from that tier begin."""
 MOVE_BLOCKS = 1 << 12
-"""A call for more blocks than this is split into several moves up (`_parts`). Beginning or ending a
-move of so many blocks takes some milliseconds, in which the event loop does no other work."""
+"""Blocks of one move up. Beginning or ending so many takes milliseconds of the event loop."""
 PREFETCH_BYTES = 256 << 20
-"""Most bytes that a prefetch loads at a time. In addition, a prefetch loads only while less than
-half of the limit for loads (MOVING_SHARE) is used. So the loads for which leases wait find room
-beside a prefetch, and wait only shortly behind it."""
+"""Most bytes that a prefetch loads at a time, and only while less than half of the limit is
+used, so that leases find room beside it."""
 PREFETCH_PAUSE_S = 0.05
-"""Time between two tries of a prefetch to find room."""
+"""Between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0
-"""Longest wait for the tiers to close. Closing may take long, because some tiers wait until their
-calls under way have ended."""
+"""Longest wait for the tiers to close; some wait for their calls under way."""
 RECORDS_WAIT_S = 1.0
-"""Longest time that a flush waits until the file of the disk's records is written."""
+"""Longest wait of a flush for the file of the disk's records."""
 SAY_S = 0.2
-"""Time between two checks whether a tier hangs or works again."""
+"""Between two checks whether a tier hangs or works again."""
 UP_TIMEOUT_S = 30.0
-"""Deadline of a read: if the read has not begun after this time, the tier may skip it, so that its
-slots are freed."""
+"""A read that has not begun after this time may be skipped, which frees its slots."""
 
 
 @dataclass(slots=True, eq=False)
 class Coming:
-    """A move of blocks up, from a tier to host memory. It is under way, or it has ended and callers
-    have not yet leased its blocks.
+    """A move up that is under way, or whose blocks callers have not yet leased.
 
-    `source`: the tier.
-    `done`: a future that is done when the move has ended. The blocks that the tier found are then
-        in host memory.
-    `num_bytes`: number of bytes with which the move counts in the limit of MOVING_SHARE: the bytes
-        of its slots (places in the arena) or, once it has ended, of the found blocks; 0 if it was
+    `num_bytes`: counts in the limit: bytes of its slots, once ended of the found blocks; 0 if
         abandoned.
-    `num_waiting`: number of callers that wait for the move, or have not yet leased its blocks.
+    `num_waiting`: callers that wait, or have not yet leased.
     """
 
     source: TierSource
@@ -91,30 +79,21 @@ class Coming:
 
 @dataclass(slots=True)
 class Held:
-    """The result of `Tiers.promote`: the moves of blocks up to host memory for which the caller
-    waited. The blocks stay pinned until the caller passes this object to `unpin`."""
+    """Moves up that a caller waited for, whose blocks stay pinned until `Tiers.unpin`."""
 
     waits: list[Coming] = field(default_factory=list)
 
     def add(self, coming: Coming) -> None:
-        """Adds a move of blocks up to host memory. The blocks then stay pinned until `Tiers.unpin`
-        is called with this object."""
         if coming not in self.waits:
             coming.num_waiting += 1
             self.waits.append(coming)
 
 
 class Tiers:
-    """All tiers below host memory: moves blocks from tiers up to host memory, and starts and closes
-    the tiers; see the module. In its methods, `groups` has a list of block hashes for each KV cache
-    group.
+    """See the module.
 
-    `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
-    `generations`: executes flushes (deletions of all blocks of a key space), and knows which blocks
-        of tiers may be older than a flush.
-    `below`: the driver of the disk tier; None without a disk. Lookups ask the disk first.
-    `shared`: the drivers of the shared tiers, in the order in which lookups ask them.
-    `lookups`: finds out which blocks are in tiers.
+    `below`: the disk, which lookups ask first; None without one.
+    `shared`: in the order in which lookups ask them.
     """
 
     def __init__(
@@ -167,15 +146,11 @@ class Tiers:
         on_ready: OnReady = nobody,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
-        """Starts the background tasks of all tiers.
+        """Starts the tasks of all tiers.
 
-        `health`: watches the tiers' loops and threads.
-        `tell`: sends the core's notices and events about removed blocks. Called after blocks may
-            have been evicted or condemned (dropped as damaged).
-        `flush`: flushes a key space (deletes all its blocks) on this node only.
+        `tell`: sends the core's notices and events, after blocks were evicted or condemned.
+        `flush`, `on_flushed`: see `FlushDriver.start`.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
-        `on_flushed`: called with the key space's number if another node has flushed a key space of
-            which this node has no block.
         """
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health
@@ -183,9 +158,8 @@ class Tiers:
         async def flush_here(key_space_id: int, *, elsewhere: bool) -> int:
             num_blocks = await flush(key_space_id, elsewhere=elsewhere)
             if self.below is not None and self.below.memory is not None:
-                # Wait until the file that records the disk's blocks is written: otherwise, after a
-                # kill, the next server could restore flushed blocks. The wait is bounded, because a
-                # disk may hang.
+                # Otherwise the next server could restore flushed blocks after a kill. Bounded,
+                # because a disk may hang.
                 written = asyncio.wrap_future(self.below.memory.written())
                 await asyncio.wait([written], timeout=RECORDS_WAIT_S)
             return num_blocks
@@ -211,7 +185,6 @@ class Tiers:
                     self._tell()
 
     def trace(self, tracing: Tracer) -> None:
-        """Sets the tracer, which adds a span for each read and write of a traced request."""
         self._tracing = tracing
         if self.below is not None:
             self.below.tracing = tracing
@@ -219,8 +192,8 @@ class Tiers:
             one.out.tracing = tracing
 
     async def close(self) -> None:
-        """Refuses new moves, closes the tiers, then ends the tasks. Waits at most CLOSE_TIERS_S for
-        the tiers, and CLOSE_S for the tasks."""
+        """Refuses new moves, closes the tiers, ends the tasks. Waits at most CLOSE_TIERS_S and
+        CLOSE_S."""
         self._tasks.is_closing = True
         if self.below is not None:
             self.below.note_written()
@@ -233,14 +206,11 @@ class Tiers:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tiers, in the order in which lookups ask them. `Space.origins`, the core's
-        record of the tier from which each block came, has the number i + 1 for the tier at index
-        i."""
+        """In the order of lookups. `Space.origins` numbers them from 1."""
         return [one.name for one in self._sources]
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
-        """Changes the number of bytes that may be written to the disk in 24 hours; None for no
-        limit. Does nothing without a disk."""
+        """None for no limit. Nothing happens without a disk."""
         if self.below is not None:
             self.below.lower.down.gate.set_budget(bytes_per_day)
 
@@ -251,12 +221,10 @@ class Tiers:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to load the blocks of a lookup's hit from tiers, before the engine asks for a
-        lease on them. Does nothing if the session's client does not support tiers, because such a
-        client leases only blocks in host memory.
+        """Begins to load a lookup's hit before the engine asks for its lease. Not for clients
+        without support of tiers, which lease only blocks in host memory.
 
-        `ready`: for each list in `groups`, a mask of the blocks in host memory.
-        `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.
+        `ready`, `elsewhere`: for each list, the blocks in host memory and in tiers.
         """
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
@@ -271,9 +239,7 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, hit, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Loads the blocks in `groups` from tiers, as many as host memory has room for. Waits until
-        the loaded blocks are in host memory, at most until `until_s`, a time of time.monotonic.
-        Loads part after part (PREFETCH_BYTES)."""
+        """Loads what host memory has room for, part after part, and waits until `until_s`."""
         record = self._core.catalog.record(key_space_id)
         slot_bytes = max((record.shape(one.group_index).slot_bytes for one in groups), default=1)
         part_bytes = min(PREFETCH_BYTES, self._most_bytes // 2)
@@ -285,20 +251,19 @@ class Tiers:
     async def _prefetch_part(
         self, key_space_id: int, part: list[HashList], groups: list[HashList], until_s: float
     ) -> None:
-        """Loads the blocks of `part`, one of the parts into which `prefetch` splits the blocks of
-        `groups`. Evicts no block of `groups` to make room for the loaded blocks."""
+        """Loads `part` and evicts no block of `groups` for it."""
         most_bytes = self._most_bytes // 2
         await self._begin_up(key_space_id, part, groups, tries=False, most_bytes=most_bytes)
         await self.generations.settle(key_space_id, until_s)
         await self.lookups.look(key_space_id, part, until_s)
         while not (self._tasks.is_closing or self._core.draining):
             is_full = self._up_bytes >= most_bytes
-            # `is_growing`: True while the arena is still being prefaulted. Read it before the loads
-            # begin: loads that must wait for new memory reduce `coming_bytes`, perhaps to 0.
+            # Read before the loads begin: loads that wait for memory still to be prefaulted
+            # reduce `coming_bytes`, perhaps to 0.
             is_growing = self._core.space.room.coming_bytes > 0
             await self._begin_up(key_space_id, part, groups, most_bytes=most_bytes)
-            # Room may be short for two reasons: the arena is still being prefaulted, or the loads
-            # from one tier have used up `most_bytes`, so that the next tier could load nothing.
+            # Room may be short because the arena is still growing, or because one tier's loads
+            # have left none to the next.
             is_short = is_growing or self._up_bytes >= most_bytes
             waits = [one.done for one in self._under_way(key_space_id, part)]
             left_s = until_s - time.monotonic()
@@ -310,7 +275,7 @@ class Tiers:
             await asyncio.sleep(PREFETCH_PAUSE_S)
 
     def _are_left(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if tiers are known to have blocks in `groups` that host memory lacks."""
+        """Tiers are known to have blocks that host memory lacks."""
         return any(
             len(positions)
             for source in self._sources
@@ -321,9 +286,8 @@ class Tiers:
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call that acquires a lease on these blocks should first call
-        `promote`, because a block that host memory lacks may be in a tier, or is being loaded.
-        Returns False if MAX_WAITING calls of the session wait for tiers already."""
+        """Whether a lease should first `promote`. False if MAX_WAITING calls of the session wait
+        already."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
@@ -332,15 +296,13 @@ class Tiers:
         ) or bool(self._under_way(key_space_id, groups))
 
     async def promote(self, session: LiveSession, groups: list[HashList]) -> Held:
-        """Loads blocks from tiers, and waits until they are in host memory, at most for
-        `lookup_wait_s`. The loaded blocks stay pinned until the caller passes the result to
-        `unpin`. If this call raises, or its caller is cancelled, they are unpinned at once."""
+        """Loads blocks, for at most `lookup_wait_s`. They stay pinned until `unpin`; if this
+        call raises or is cancelled, they are unpinned at once."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             try:
-                # First load the blocks that a tier is known to have, before `look` asks the other
-                # tiers: they may answer slowly.
+                # Known blocks first: other tiers may answer `look` slowly.
                 await self._begin_up(key_space_id, groups, held=held, tries=False)
                 self._hold(held, key_space_id, groups)
                 await self.lookups.look(key_space_id, groups, until_s)
@@ -354,25 +316,22 @@ class Tiers:
         return held
 
     def unpin(self, held: Held) -> None:
-        """Unpins the blocks that `promote` has loaded. The caller of `promote` calls this method
-        once it has acquired its lease or has given up. The blocks of a move stay pinned until all
-        callers that wait for the move have called this method."""
+        """To be called once the lease is acquired or given up. A move's blocks stay pinned for
+        its last caller."""
         for one in held.waits:
             one.num_waiting -= 1
             if not one.num_waiting and one.done.done():
                 self._end_promotion(one)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
-        """Returns the running moves, from tiers up to host memory, that contain a block of these
-        lists of hashes. Leaves out the moves of a tier that lookups now skip."""
+        """Moves up with a block of these lists, but not from a tier that lookups skip."""
         if not self._coming:
             return []
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
 
     def _are_moves_well(self) -> bool:
-        """Returns False if lookups now skip a tier from which a move up to host memory is under
-        way."""
+        """No move up is from a tier that lookups skip."""
         coming = (one for one in self._coming.values() if one.num_bytes and not one.done.done())
         return all(source.breaker.lets_pass for source in {one.source for one in coming})
 
@@ -386,15 +345,12 @@ class Tiers:
         tries: bool = True,
         most_bytes: int | None = None,
     ) -> None:
-        """Begins to load those blocks in `groups` that tiers are known to have, as many as there is
-        room for in host memory. To make this room, evicts no block in `groups`.
+        """Loads blocks that tiers are known to have, as far as there is room. Evicts no block of
+        `groups` or `beside`.
 
-        `beside`: other lists of block hashes; their blocks are not evicted either.
-        `held`: gets the moves, so that their blocks stay pinned; None: the blocks are unpinned when
-            the moves end.
-        `tries`: True also uses a broken tier if a trial call is due (`Breaker`).
-        `most_bytes`: begins no load while running loads use this many bytes or more; None: the
-            limit that MOVING_SHARE gives.
+        `held`: gets the moves, which keeps their blocks pinned.
+        `tries`: also makes a due trial call of a broken tier.
+        `most_bytes`: no load begins while loads use so much; None: the limit of MOVING_SHARE.
         """
         most_bytes = self._most_bytes if most_bytes is None else most_bytes
         for source in self._sources:
@@ -426,14 +382,10 @@ class Tiers:
                 await breaks.between()
 
     def _hold(self, held: Held, key_space_id: int, groups: list[HashList]) -> None:
-        """Adds to `held` the running moves, from tiers up to host memory, that contain a block of
-        these lists of hashes."""
         for one in self._under_way(key_space_id, groups):
             held.add(one)
 
     def _begin_move(self, source: TierSource, key_space_id: int, groups: list[HashList]) -> None:
-        """Begins one move of blocks from `source` up to host memory. Does nothing while the tiers
-        close or the node drains (ends its work before it stops)."""
         if self._tasks.is_closing or self._core.draining:
             return
         move = source.begin_up(key_space_id, groups, time.monotonic())
@@ -488,26 +440,22 @@ class Tiers:
         self._arrivals.release(coming.move)
 
     def _forsaken_bytes(self, source: TierSource) -> int:
-        """Returns the bytes of the slots (places in the arena) that abandoned moves from `source`
-        still use. They don't count in the limit for all moves up (`_count`), so that the other
-        tiers stay usable."""
+        """Bytes of slots that abandoned moves still use. They are not in `_count`, so that the
+        other tiers stay usable."""
         index = self._core.space.index
         moves = (one.move for one in self._coming.values() if one.source is source)
         return sum(int(index.slot_bytes(move.forsaken).sum()) for move in moves)
 
     def _count(self, coming: Coming, num_bytes: int) -> None:
-        """Sets the number of bytes with which a move (of blocks from a tier up to host memory)
-        counts in the limit for all moves up."""
+        """Sets what a move counts in the limit for all moves up."""
         self._up_bytes += num_bytes - coming.num_bytes
         coming.num_bytes = num_bytes
 
 
 def _parts(groups: list[HashList], most_blocks: int) -> Iterator[list[HashList]]:
-    """Splits lists of more than `most_blocks` blocks into parts for separate moves. If the lists
-    have at most `most_blocks` blocks together, yields them as one part.
+    """Splits lists into parts for separate moves.
 
-    A part begins with the last block of the part before it. The reason: a move records for each
-    block which block precedes it, so it must name the block that precedes its first new block.
+    A part begins with the last block of the part before: the parent of its first new block.
     """
     if sum(len(one.hashes) for one in groups) <= most_blocks:
         yield groups
@@ -520,6 +468,5 @@ def _parts(groups: list[HashList], most_blocks: int) -> Iterator[list[HashList]]
 
 
 def moving_bytes(core: CacheCore) -> int:
-    """Returns the most bytes of blocks that may be in moves down to one tier at a time. The same
-    limit applies to all moves up together."""
+    """Most bytes in moves down to one tier, or in all moves up together."""
     return int(MOVING_SHARE * core.config.arena_bytes)

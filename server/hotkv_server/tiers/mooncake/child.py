@@ -1,13 +1,10 @@
-"""The child process with Mooncake's native client. The server starts it as `python -m
-hotkv_server.tiers.mooncake.child SOCKET MEMORY BYTES ...`. SOCKET is the file descriptor of a
-socket to the server. Each pair MEMORY BYTES is the file descriptor and the size of a memory with
-slots: the arena and, if the tier compresses blocks, the staging memory. Requests name slots by
-offsets, as if the memories followed each other.
+"""The child process with Mooncake's native client: `python -m hotkv_server.tiers.mooncake.child
+SOCKET MEMORY BYTES ...`, with the descriptors of a socket to the server and of memories with slots
+(the arena; staging memory), each with its size. Slots are offsets, as if the memories followed each
+other.
 
-Always true: the child ends when the server ends. It writes to the memories only to execute a `read`
-request, and only to the slots of that request. Blocks move between a memory and the network without
-a copy. A value in Mooncake begins with a head, which describes the block (`tiers.remote.values`);
-the block's bytes follow.
+Always true: the child ends with the server. It writes to the memories only for a `read`, in its
+slots. Blocks move between memory and network without a copy.
 """
 
 import contextlib
@@ -30,43 +27,35 @@ from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
 
 LOCAL_BYTES = 16 << 20
-"""Memory that the native client allocates for values that are not blocks. These are the generations
-(numbers that each flush raises)."""
+"""The native client's memory for generations."""
 ROW_BYTES = 64
-"""Each value in Mooncake begins with a head, which describes the block. The child has memory for
-the heads of a request's blocks; this is the distance between two of them, in bytes."""
+"""Distance of the heads (`tiers.remote.values`) of a request's blocks."""
 HEADS_BYTES = PART_BLOCKS * ROW_BYTES
 ABSENT_CODE, FULL_CODE = -704, -200
 """OBJECT_NOT_FOUND and NO_AVAILABLE_HANDLE of Mooncake's types.h."""
 LOST_CODES = frozenset((-900, -901))
-"""Codes which mean that the master did not answer: RPC_FAIL, and a request that timed out."""
+"""RPC_FAIL, and a request that timed out: the master did not answer."""
 MAX_DIGITS = 19
-"""Most digits of a generation (a number of 64 bits that each flush of a key space raises)."""
+"""Of a generation."""
 _PR_SET_PDEATHSIG = 1
 
 
 class MasterLostError(Exception):
-    """Mooncake's master (the server that knows where values are) does not answer, or its answer is
-    unusable."""
+    """Mooncake's master does not answer, or unusably."""
 
 
 class SpoiledError(MasterLostError):
-    """The value under the key of a generation (a number that each flush raises) is not a number."""
+    """A generation is no number."""
 
 
 class AwayError(Exception):
-    """A key space's generation (number that each flush raises) can't be read, because the process
-    in whose memory Mooncake stored the generation has ended. (For some seconds after the end of
-    that process, the master still lists the values in its memory.)"""
+    """A generation can't be read: it was in the memory of a process that has ended. The master
+    lists it for some seconds more."""
 
 
 class Child:
-    """Executes the server's requests with Mooncake's native client, one at a time.
-
-    `store`: Mooncake's native client, set up already.
-    `native`: Mooncake's Python module.
-    `requests`: maps the name of a request to the method that executes it and returns the reply.
-    """
+    """Executes requests with the native client, which is set up, one at a time. `native`:
+    Mooncake's module."""
 
     def __init__(self, store: Any, native: Any, *memories: mmap.mmap) -> None:
         self._store, self._native = store, native
@@ -100,8 +89,7 @@ class Child:
                 zip(names, asked["keys"], slots, sizes, got, strict=True)
             )
         ]
-        # Read the generations (numbers that each flush raises) after the blocks, so that no flushed
-        # block is used: `valkey.generations` has the proof.
+        # After the blocks: proof in `valkey.generation_keys`.
         generations = self._generations(asked)
         if corrupt := [
             name for name, code in zip(names, codes, strict=True) if code == Read.CORRUPT
@@ -114,7 +102,7 @@ class Child:
             return Read.ABSENT
         if code < 0:
             _check(code)
-            # The error may mean that the value has another size than the buffers: compare the size.
+            # The value may have another size than the buffers.
             value_bytes = _check(self._store.get_size(name))
             is_other = 0 <= value_bytes != size + values.HEAD_BYTES
             return Read.CORRUPT if is_other else Read.FAILED
@@ -127,7 +115,7 @@ class Child:
     def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
         names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
         codes = [int(Write.PRESENT)] * len(names)
-        # Mooncake reports a put under an existing key as success, so look for such keys first.
+        # Look first, because a put under an existing key counts as success.
         rows = [row for row, code in enumerate(self._exist(names)) if code != 1]
         for at, row in enumerate(rows):
             content = self._slot(slots[row], sizes[row])
@@ -138,7 +126,7 @@ class Child:
             return {"codes": codes}
         buffers = self._buffers([slots[row] for row in rows], [sizes[row] for row in rows])
         put = self._store.batch_put_from_multi_buffers(new, *buffers)
-        # A full store may report success for a block that it evicts at once, so look again.
+        # Look again, because a full store may report success and evict at once.
         for row, code, there in zip(rows, put, self._exist(new), strict=True):
             if _check(code) == 0:
                 codes[row] = Write.STORED if there == 1 else Write.FULL
@@ -153,8 +141,7 @@ class Child:
     def _begun_generations(self, asked: dict[str, Any]) -> dict[str, Any]:
         generations: dict[str, int] = {}
         for name in asked["fingerprints"]:
-            # Leave out a key space whose value for the generation (number that each flush raises)
-            # is not a number, so that the other key spaces stay usable.
+            # Omit it, so that other key spaces stay usable.
             with contextlib.suppress(SpoiledError):
                 generations[name] = self._begun(generation_key(name))
         return {"generations": generations}
@@ -164,31 +151,23 @@ class Child:
         try:
             before = self._number(name)
         except (MasterLostError, AwayError):
-            # The old generation (number that each flush raises) can't be read, but the flush must
-            # still remove it.
+            # Unreadable, but it must go.
             before = NO_GENERATION
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
             raise MasterLostError(f"keeps an old generation: {code}")
         generation = self._begun(name, asked["floor"], before)
         if generation == before == NO_GENERATION:
-            # Fail: the key space had no generation (number that each flush raises), and still has
-            # none. So other nodes would not notice the flush.
+            # There was none and is none: other nodes would not notice the flush.
             raise MasterLostError("has no room for a generation")
         if NO_GENERATION < generation <= max(asked["floor"], before):
-            # Another node was first to store a new generation (number that each flush raises). It
-            # did not know `floor` or `before`, so its generation is too low.
+            # Another node began one first, without knowing `floor` or `before`.
             raise MasterLostError("was given an old generation meanwhile")
         return {"generation": generation}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the key space's generation (a number that each flush raises) that is stored under
-        the key `name`. If the key is absent, first begins a generation above all `known`
-        generations. Returns NO_GENERATION if the store has no room for the new generation.
-
-        A put under an existing key changes nothing. So if two nodes begin a generation at the same
-        time, both return the generation that was put first.
-        """
+        """The generation under `name`, or a new one above `known`; NO_GENERATION if there is no
+        room. A put under an existing key changes nothing, so two nodes get the same."""
         generation = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
         pinned = self._native.ReplicateConfig()
         pinned.with_hard_pin = True
@@ -199,14 +178,12 @@ class Child:
         return {name: self._number(generation_key(name)) for name in asked["generations"]}
 
     def _number(self, name: str) -> int:
-        """Returns the key space's generation (a number that each flush raises) that is stored under
-        the key `name`; NO_GENERATION if the key is absent. Raises SpoiledError if the value is not
-        a number, and AwayError if the value can't be read. Returning NO_GENERATION in these two
-        cases would be wrong, because it could hide a flush (deletion of all blocks of the key
-        space)."""
+        """The generation under `name`; NO_GENERATION without the key. SpoiledError or AwayError
+        otherwise: NO_GENERATION could hide a flush.
+        """
         found = bytes(self._store.get(name))
         if not found:
-            # An empty value may also mean that the master did not answer.
+            # Empty may also mean that the master did not answer.
             code = _check(self._store.get_size(name))
             if code == ABSENT_CODE:
                 return NO_GENERATION
@@ -222,12 +199,7 @@ class Child:
         return self._placed(slot, size)[0]
 
     def _placed(self, slot: int, size: int) -> tuple[memoryview, int]:
-        """Returns the bytes of a slot (place in the arena), and their address. Raises ValueError if
-        the slot is not inside one of the memories.
-
-        `slot`: offset of the slot in the memories, as if they followed each other.
-        `size`: size of the slot in bytes.
-        """
+        """A slot's bytes and address. Raises ValueError if it is outside the memories."""
         for content, address in self._memories:
             if 0 <= slot < len(content) and 0 < size <= len(content) - slot:
                 return content[slot : slot + size], address + slot
@@ -237,13 +209,8 @@ class Child:
     def _buffers(
         self, slots: list[int], sizes: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns, for each block, the addresses and the sizes of its two buffers: the memory for
-        the head of its value (`tiers.remote.values`), and its slot (place in the arena). Raises
-        ValueError if a slot is not inside one of the memories.
-
-        `slots`: offsets of the slots in the memories, as if the memories followed each other.
-        `sizes`: sizes of the slots in bytes.
-        """
+        """For each block, addresses and sizes of its head and slot. Raises ValueError if a slot
+        is outside the memories."""
         places = [self._placed(*one)[1] for one in zip(slots, sizes, strict=True)]
         heads = [self._heads_at + row * ROW_BYTES for row in range(len(slots))]
         return (
@@ -267,9 +234,8 @@ def _probed(code: int) -> int:
 
 
 def _set_up(line: Line, memories: list[mmap.mmap]) -> Child | None:
-    """Sets up the native client, with the settings that the server sends as its first message.
-    Returns the `Child` that executes requests. If the setup fails, sends the error to the server
-    and returns None."""
+    """Sets up the client with the server's first message. If that fails, sends the error and
+    returns None."""
     native = importlib.import_module("mooncake.store")
     wanted = line.receive()
     store = native.MooncakeDistributedStore()
@@ -289,9 +255,8 @@ def _set_up(line: Line, memories: list[mmap.mmap]) -> Child | None:
 
 
 def main() -> int:
-    """Runs the child process: executes requests until the server has ended or a request fails. Then
-    ends the process. After a failed request, the server starts a new child process when it next
-    needs one."""
+    """Executes requests until the server has ended or one fails; the server starts a new child
+    when it needs one."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     socket_fd, *named = map(int, sys.argv[1:])
     line = Line(socket.socket(fileno=socket_fd))
@@ -310,7 +275,7 @@ def main() -> int:
     except (EOFError, OSError):
         pass
     finally:
-        # Exit at once: the native client's threads would delay a normal exit for seconds.
+        # The native client's threads would delay a normal exit for seconds.
         os._exit(1)
 
 

@@ -1,10 +1,8 @@
-"""The tier in Mooncake Store. Each thread of the tier has a child process with Mooncake's native
-client (`mooncake.child`).
+"""The tier in Mooncake Store. Each thread has a child process with the native client.
 
-Always true: if a call exceeds its time limit, its child is killed and reaped before the call ends,
-so nothing writes to the call's slots (places in the arena) afterwards. All nodes with the same
-Mooncake master find the written blocks. The master evicts blocks, without regard to their positions
-in a sequence.
+Always true: at a call's time limit its child is killed and reaped before the call ends, so
+nothing writes to its slots. All nodes with the same master find the blocks. It evicts without
+regard to depth.
 """
 
 import mmap
@@ -35,21 +33,17 @@ from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 
 _children: set[int] = set()
-"""Process ids of the running children."""
+"""Process ids."""
 CHILD = "hotkv_server.tiers.mooncake.child"
 MAX_STALL_S = 5.0
-"""The store counts as hanging if a call takes longer than this time. A large block over a slow line
-takes more than a second, and Mooncake does not report progress."""
+"""A large block over a slow line takes more than a second, and Mooncake reports no progress."""
 
 
 class MooncakeClient:
-    """A `Client` (connection of a tier to its store) whose requests a child process executes. The
-    constructor starts the child process.
+    """A `Client` over a child process, which the constructor starts by `until_s`.
 
-    `memories`: the memories that contain the slots (places in the arena). Each is a pair: a shared
-        mapping of a file, from the file's start, and the file's descriptor. The child maps the same
-        files.
-    `until_s`: time limit of the constructor, a time of time.monotonic.
+    `memories`: shared mappings with the slots, from their file's start, and the file's
+        descriptor.
     """
 
     def __init__(
@@ -87,17 +81,14 @@ class MooncakeClient:
 
     @property
     def moved_s(self) -> float:
-        """Returns 0, because Mooncake's client does not report progress; see `Client.moved_s`."""
         return 0.0
 
     def is_fresh(self) -> bool:
-        """Returns False if the child process has ended; see `Client.is_fresh`."""
         return self._process.poll() is None
 
     def probe(
         self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
-        """Asks the store which keys exist; see `Client.probe`."""
         reply = self._ask(
             {"do": "probe", "names": [*map(quoted, keys)], "generations": [*expected]}, until_s
         )
@@ -111,7 +102,6 @@ class MooncakeClient:
         codes: Codes,
         until_s: float,
     ) -> Generations:
-        """Reads blocks into their slots; see `Client.read`."""
         reply = self._ask(
             {"do": "read", **self._rows(keys, slots), "generations": [*expected]}, until_s
         )
@@ -125,18 +115,14 @@ class MooncakeClient:
         codes: Codes,
         until_s: float,
     ) -> None:
-        """Writes blocks under their keys; see `Client.write`. Ignores `depths`, because Mooncake
-        can't use them for eviction."""
+        """Mooncake has no use for `depths`."""
         reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
         codes[:] = reply["codes"]
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Deletes the values of the keys; see `Client.forget`."""
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' generations (numbers that each flush raises); see
-        `Client.generations`."""
         return Shown(
             self._ask({"do": "generations", "fingerprints": [*fingerprints]}, until_s)[
                 "generations"
@@ -146,13 +132,11 @@ class MooncakeClient:
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the generation (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
         return int(self._ask(asked, until_s)["generation"])
 
     def close(self) -> None:
-        """Kills the child process, and blocks until it is gone; see `Client.close`."""
+        """Kills the child and waits for it."""
         self._line.close()
         self._process.kill()
         self._process.wait()
@@ -167,8 +151,7 @@ class MooncakeClient:
         }
 
     def _offset_of(self, slot: memoryview) -> int:
-        """Returns the byte offset by which requests to the child process name a slot (place in the
-        arena). Offsets count through all memories, as if the memories followed each other."""
+        """Offset through all memories, as if they followed each other."""
         begin = 0
         for region in self._memories:
             if 0 <= (offset := region.offset_of(slot)) < region.num_bytes:
@@ -200,17 +183,13 @@ def _settle(reply: dict[str, Any], expected: Generations, codes: Codes) -> Gener
 
 
 class MooncakeTier(RemoteTier):
-    """A `RemoteTier` whose store is Mooncake Store; see the module."""
-
     def _own_memory(self) -> TierMemory:
-        """Returns the memory that the child processes use, not counting the arena, which they map.
-        This memory has no limit."""
+        """Of the children, without the arena; no limit."""
         return TierMemory(sum(map(_own_bytes, list(_children))), 0)
 
 
 def _own_bytes(pid: int) -> int:
-    """Returns the resident memory of a process without shared pages, in bytes; 0 if the process is
-    gone."""
+    """Resident memory without shared pages; 0 if the process is gone."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -226,14 +205,7 @@ def mooncake_tier(
     on_generation: Callable[[str, int], None] = lambda fingerprint, generation: None,
     staged: Staged | None = None,
 ) -> RemoteTier:
-    """Opens a tier in Mooncake Store.
-
-    `arena_fd`: descriptor of the arena's file.
-    `on_generation`: called with a key space's fingerprint and its generation in the store (a number
-        that each flush raises), if a call has expected another generation.
-    `staged`: staging memory for encoded (compressed) blocks, which the child processes map too;
-        None if the tier does not encode blocks.
-    """
+    """`staged`: mapped by the children too; None: blocks are not encoded."""
 
     def connect(until_s: float) -> MooncakeClient:
         memories = [(arena, arena_fd)]

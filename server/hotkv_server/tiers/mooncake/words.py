@@ -1,10 +1,6 @@
-"""Messages between the server and a child process with Mooncake's client. Each message is a JSON
-object on one line, sent over a pair of sockets.
-
-Always true: each request has one reply, and the server sends the next request only after the reply.
-Keys of blocks are bytes, but Mooncake's keys are text. So keys are quoted as in URLs, which leaves
-printable characters readable.
-"""
+"""Messages between the server and a child process with Mooncake's client: JSON lines over a
+socket pair. Always true: a request has one reply, and the next follows it. Mooncake's keys are
+text, so a block's key is quoted as in URLs."""
 
 import json
 import socket
@@ -13,44 +9,32 @@ from typing import Any
 from urllib.parse import quote_from_bytes
 
 MAX_LINE_BYTES = 4 << 20
-"""Longest accepted line, in bytes. The longest message that the server or a child process sends has
-a few hundred KiB."""
+"""The longest sent line has a few hundred KiB."""
 RECEIVE_BYTES = 1 << 16
 
 
 def quoted(key: bytes) -> str:
-    """Returns the text for a key in Mooncake: the key's bytes, quoted as in URLs."""
     return quote_from_bytes(key, safe="/~")
 
 
 def generation_key(fingerprint: str) -> str:
-    """Returns the key under which a key space's generation (a number that each flush raises) is
-    stored."""
     return f"hotkv/1/{fingerprint}/generation"
 
 
 class Line:
-    """One end of the socket pair between the server and a child process. Sends and receives
-    messages. Not thread-safe.
-
-    Methods raise TimeoutError at their time limit. They raise EOFError or OSError if the process at
-    the other end of the socket pair is gone, and EOFError or ValueError if that process sends
-    anything but a message.
-    """
+    """One end of the socket pair. Not thread-safe. Raises TimeoutError at `until_s` (None: no
+    limit), EOFError or OSError if the other process is gone, EOFError or ValueError for anything
+    but a message."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._received = b""
 
     def send(self, message: dict[str, Any], until_s: float | None = None) -> None:
-        """Sends a message. Blocks at most until `until_s`, a time of time.monotonic; None: no
-        limit."""
         self._limit(until_s)
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, until_s: float | None = None) -> dict[str, Any]:
-        """Waits for a message and returns it. Blocks at most until `until_s`, a time of
-        time.monotonic; None: no limit."""
         while b"\n" not in self._received:
             self._limit(until_s)
             more = self._socket.recv(RECEIVE_BYTES)
@@ -64,7 +48,6 @@ class Line:
         return message
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close()
 
     def _limit(self, until_s: float | None) -> None:

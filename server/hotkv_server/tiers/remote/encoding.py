@@ -1,16 +1,12 @@
-"""A connection (`Client`) that encodes (compresses) bfloat16 blocks to 12 bits per value, and
-passes them to another connection, the inner connection.
+"""A `Client` that encodes (compresses) bfloat16 blocks to 12 bits per value for an inner client.
 
-Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key shows the form
-of a block: a plain block is stored under its own key, as without encoding; an encoded block is
-stored under the key that `encoded_key` returns, in the size that `room_bytes` returns. So a reader
-knows the stored size before it reads. A reader asks for the encoded form first and, if the encoded
-form is absent, for the plain form. Encoding is deterministic, so all nodes that encode store a
-block under the same key.
+Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain under their own key,
+encoded ones under `encoded_key` in `room_bytes`, so a reader knows the size. It asks for the
+encoded form first, then for the plain one. Encoding is deterministic: all nodes use the same key.
 
-A block that is larger than all of the staging memory is stored plain, directly from and to its slot
-(place in the arena). Always true: for all other blocks the inner connection uses only staging
-memory, which is freed only when the inner connection can no longer write to it.
+Blocks larger than the staging memory move plain, directly between store and slot. Always true:
+for all others the inner client uses only staging memory, which is freed only when it can't write
+there any more.
 """
 
 import contextlib
@@ -30,28 +26,20 @@ BoolMask = NDArray[np.bool_]
 
 
 def encoding(connect: Connect, staged: Staged | None) -> Connect:
-    """Returns a function that connects as `connect` does and returns an `EncodingClient`, which
-    encodes blocks in the staging memory `staged`. Returns `connect` itself if `staged` is None."""
+    """`connect` with an `EncodingClient`, or as it is without `staged`."""
     if staged is None:
         return connect
     return lambda until_s: EncodingClient(connect(until_s), staged)
 
 
 class EncodingClient:
-    """Encodes (compresses) and decodes blocks for another client; see the module and `Client`.
-
-    If no staging memory gets free for a block before the time limit, the block's code (its result,
-    a value of `Read` or `Write`) is not set. A block's seal (checksum) covers the stored bytes,
-    encoded or not.
-
-    `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots (places
-        in the arena). Only blocks that are larger than all of `staged` keep their slots.
-    """
+    """See the module. Without staging memory in time, a block's code is not set. Seals cover the
+    stored bytes."""
 
     def __init__(self, inner: Client, staged: Staged) -> None:
         self._inner = inner
         self._staged = staged
-        # When the client last got staging memory. While it waits for memory, this is infinity.
+        # When it last got staging memory; infinity while it waits for some.
         self._staged_s = 0.0
 
     def __repr__(self) -> str:
@@ -59,18 +47,15 @@ class EncodingClient:
 
     @property
     def moved_s(self) -> float:
-        """The time at which bytes last moved or the client last got staging memory; infinity while
-        it waits for memory, because then it does not wait for the store. See `Client.moved_s`."""
+        """Infinity during a wait for staging memory, which is none for the store."""
         return max(self._inner.moved_s, self._staged_s)
 
     def is_fresh(self) -> bool:
-        """Returns False if the connection has ended; see `Client.is_fresh`."""
         return self._inner.is_fresh()
 
     def probe(
         self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
-        """Asks the store which blocks exist, in encoded or in plain form; see `Client.probe`."""
         both = np.full(2 * len(keys), Read.FAILED, np.uint8)
         asked = [*map(encoded_key, keys), *keys]
         if changed := self._inner.probe(asked, expected, both, until_s):
@@ -89,10 +74,8 @@ class EncodingClient:
         codes: Codes,
         until_s: float,
     ) -> Generations:
-        """Reads blocks into their slots (places in the arena); see `Client.read`. A block whose
-        value can't be decoded is CORRUPT, and its value is deleted. Each request to the inner
-        client also checks the generations (numbers that each flush raises) after it has read. So
-        the check in the last request is valid for all blocks."""
+        """What can't be decoded is CORRUPT, and deleted. Each inner read checks the generations
+        after its blocks, so the last check holds for all."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
                 asked = keys[rows], slots[rows], expected, codes[rows], until_s
@@ -114,7 +97,6 @@ class EncodingClient:
         codes: Codes,
         until_s: float,
     ) -> None:
-        """Writes blocks in encoded form if they shrink, else in plain form; see `Client.write`."""
         for rows in self._staged.parts(_sizes(slots), is_write=True):
             results = depths[rows], codes[rows], until_s
             if self._is_too_large(slots[rows]):
@@ -127,23 +109,17 @@ class EncodingClient:
                 self._inner.write(asked, places, *results)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Deletes the values of the keys; see `Client.forget`."""
         self._inner.forget([*map(encoded_key, keys), *keys], until_s)
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' generations (numbers that each flush raises); see
-        `Client.generations`."""
         return self._inner.generations(fingerprints, until_s)
 
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the generation (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
         return self._inner.raise_generation(fingerprint, floor, until_s, is_retry)
 
     def close(self) -> None:
-        """Closes the connection; see `Client.close`."""
         self._inner.close()
 
     def _is_too_large(self, slots: Sequence[memoryview]) -> bool:
@@ -153,9 +129,7 @@ class EncodingClient:
     def _part(
         self, keys: Sequence[bytes], slots: Sequence[memoryview], until_s: float, *, is_write: bool
     ) -> Iterator["_Part | None"]:
-        """Allocates staging memory for blocks, yields a `_Part` with the blocks and this memory,
-        and frees the memory at the end. Yields None if the blocks have no bytes, or if not enough
-        memory gets free before `until_s`."""
+        """None if the blocks have no bytes, or no staging memory gets free by `until_s`."""
         num_bytes = sum(map(len, slots))
         self._staged_s = math.inf
         place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
@@ -166,8 +140,7 @@ class EncodingClient:
         try:
             yield _Part(self._staged, place, keys, slots)
         except BaseException:
-            # Close the connection before the memory is freed: bytes that arrive late must not be
-            # written to memory that another part has got.
+            # Before the memory is freed: late bytes must not reach another part.
             self._inner.close()
             raise
         finally:
@@ -176,14 +149,9 @@ class EncodingClient:
     def _read(
         self, part: "_Part", expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
-        """Reads the blocks of a part, in one or two requests. The first request asks for the
-        encoded form of the blocks that may be encoded, and for the plain form of the other blocks.
-        The second asks for the plain form of the blocks whose encoded form is absent. The arguments
-        and the result are those of `read`."""
+        """Asks for each block, encoded if it may be; then for the plain form of those absent."""
         is_encoded = part.may_be_encoded
-        # The codes of the first request go to `first`, not yet to the caller's `codes`. If the
-        # request raises, the blocks that it has found are only in the staging memory, so `codes`
-        # must not say that their slots have them.
+        # Not yet in `codes`: if this raises, found blocks are only in staging memory.
         first = np.full(len(codes), Read.FAILED, np.uint8)
         asked, places = part.stored(part.all, is_encoded)
         if changed := self._inner.read(asked, places, expected, first, until_s):
@@ -208,11 +176,10 @@ class EncodingClient:
 
 
 class _Part:
-    """The n blocks of a request, with their staging memory. Each block has as many bytes of staging
-    memory as its slot (place in the arena) has bytes, so both its encoded and its plain form fit.
+    """A request's n blocks with staging memory of their slots' sizes, which either form fits.
 
-    `place`: offset, in `staged`, of the memory of the request's first block.
-    `may_be_encoded`: mask [n] of the blocks for which encoding is useful and possible.
+    `place`: offset of the first.
+    `may_be_encoded` [n]: encoding is useful and possible.
     """
 
     def __init__(
@@ -231,13 +198,8 @@ class _Part:
         self.may_be_encoded: BoolMask = (self._rooms < self._sizes) & np.array(has_key, np.bool_)
 
     def stored(self, rows: Int64s, is_encoded: BoolMask) -> tuple[list[bytes], list[memoryview]]:
-        """Returns the keys under which some of the blocks are stored, and the staging memory of
-        their stored forms.
-
-        `rows`: indices of these blocks, among all blocks of the part.
-        `is_encoded`: mask of all blocks of the part: True for a block whose stored form is the
-            encoded form.
-        """
+        """Keys and memory of the stored forms of the blocks `rows`. `is_encoded`: over all
+        blocks."""
         keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
         begins = self._at[rows]
         ends = begins + np.where(is_encoded, self._rooms, self._sizes)[rows]
@@ -245,8 +207,7 @@ class _Part:
         return keys, [self._memory[begin:end] for begin, end in places]
 
     def encode(self) -> BoolMask:
-        """Encodes each block to its staging memory, or copies it there if it can't be encoded.
-        Returns a mask of the part's blocks: True for each block that was encoded."""
+        """Encodes or copies each block to staging memory. Mask of the encoded ones."""
         tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
         is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
         for row in np.flatnonzero(~is_encoded).tolist():
@@ -254,14 +215,12 @@ class _Part:
         return is_encoded
 
     def decode(self, rows: Int64s) -> Int64s:
-        """Decodes the blocks with the indices `rows` from their staging memory to their slots
-        (places in the arena). Returns the indices of the blocks that can't be decoded."""
+        """Decodes `rows` to their slots. Returns those that can't be decoded."""
         damaged: Int64s = rows[self._staged.decode(*self._columns(rows)) == 0]
         return damaged
 
     def copy_out(self, rows: Int64s) -> None:
-        """Copies the plain blocks in `rows` from their staging memory to their slots (places in the
-        arena)."""
+        """Copies plain `rows` to their slots."""
         for row in rows.tolist():
             self._slots[row][:] = self._plain(row)
 

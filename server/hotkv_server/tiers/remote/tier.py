@@ -1,9 +1,8 @@
-"""A tier in a remote store: queues calls, and executes them over a few connections.
+"""A tier in a remote store: queues calls and executes them over a few connections.
 
-Always true: a call ends once, and nothing touches its slots (places in the arena) afterwards. If a
-connection may still receive bytes for a slot, the connection is closed before the call ends. While
-the store has a known problem, calls end at once as FAILED, and the tier tries to connect again.
-Nodes read each other's blocks; if two nodes write the same key, the later write gets PRESENT.
+Always true: a call ends once, and nothing touches its slots afterwards: a connection that may
+still receive bytes for them is closed before. While the store has a known problem, calls end as
+FAILED. Nodes read each other's blocks; of two writes of a key, the later gets PRESENT.
 """
 
 import logging
@@ -38,29 +37,20 @@ from hotkv_server.tiers.remote.workers import Workers
 log = logging.getLogger(__name__)
 
 Cut = Callable[[Int64s], Iterator[slice]]
-"""Splits the blocks of a call into parts, and yields each part as a slice. Argument: the sizes of
-the blocks in bytes, int64 [n]."""
+"""Sizes of a call's blocks, int64 [n], to the slices of its parts."""
 
 
 CONNECTION_BYTES = 128 << 10
-"""Bytes of a connection's buffers. They are small, because the values of blocks move directly
-between socket and slot."""
+"""A connection's buffers: small, as blocks move between socket and slot."""
 
 
 class RemoteTier:
-    """A tier in a remote store, such as Valkey or S3; see the module and `SharedTier`.
+    """See the module and `SharedTier`. A read that must first connect may end
+    `RemoteLimits.connect_timeout_s` after its deadline, with its slots untouched.
 
-    A read ends at its deadline at the latest, with one exception: if its thread must connect first,
-    the read may end up to `RemoteLimits.connect_timeout_s` later. Its slots (places in the arena)
-    are then untouched.
-
-    `workers`: the threads that execute calls.
-    `cut_reads`, `cut_writes`: split reads and writes into parts.
-    `on_generation`: called with a key space's fingerprint and its generation in the store (a number
-        that each flush raises; NO_GENERATION if there is none), if a call has expected another
-        generation. It is called before that call ends, from any thread, and must not block.
-    `staged`: staging memory for encoded (compressed) blocks; the tier closes it. None if the tier
-        does not encode blocks.
+    `on_generation`: called with fingerprint and the store's generation if a call expected another,
+        before that call ends; any thread; must not block.
+    `staged`: the tier closes it. None: blocks are not encoded.
     """
 
     def __init__(
@@ -83,14 +73,13 @@ class RemoteTier:
         self._on_generation = on_generation
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
-        # The fingerprints of the key spaces about which `_warn` has warned.
+        # Key spaces that `_warn` has named.
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._workers!r})"
 
     def facts(self) -> TierFacts:
-        """Returns the tier's properties; see `Tier.facts`."""
         return self._facts
 
     def probe(
@@ -100,7 +89,6 @@ class RemoteTier:
         on_done: OnProbe,
         generations: Generations = NO_GENERATIONS,
     ) -> None:
-        """Asks the store which blocks it has; see `SharedTier.probe`."""
         call = self._call(lambda call: on_done(call.codes), len(keys))
 
         def part(rows: slice) -> Part:
@@ -113,8 +101,6 @@ class RemoteTier:
         self._workers.submit(call, parts)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Reads blocks into their slots; see `Tier.read`."""
-
         def end(call: RemoteCall) -> None:
             self._count_read(call, blocks)
             on_done(call.codes)
@@ -133,9 +119,7 @@ class RemoteTier:
         self._workers.submit(call, parts)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Writes blocks from their slots (places in the arena); see `Tier.write`. Ignores
-        `blocks.generations`: the keys contain the generation (number that each flush raises), and
-        no read finds a block under the key of an old generation."""
+        """Ignores `blocks.generations`: no read finds a key with an old one."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -160,7 +144,6 @@ class RemoteTier:
         self._workers.submit(call, parts)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks; see `SharedTier.forget`."""
         call = self._call(lambda call: None)
 
         def part(rows: slice) -> Part:
@@ -174,8 +157,6 @@ class RemoteTier:
     def generations(
         self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations
     ) -> None:
-        """Asks the store for key spaces' generations (numbers that each flush raises); see
-        `SharedTier.generations`."""
         call = self._call(lambda call: on_done(call.shown))
 
         def do(client: Client, until_s: float) -> None:
@@ -187,8 +168,6 @@ class RemoteTier:
     def raise_generation(
         self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False
     ) -> None:
-        """Raises the generation (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `SharedTier.raise_generation`."""
         call = self._call(lambda call: on_done(call.generation))
 
         def do(client: Client, until_s: float) -> None:
@@ -197,31 +176,25 @@ class RemoteTier:
         self._workers.submit_control(call, Part(call, do))
 
     def problem(self) -> str:
-        """Returns why the tier is unusable; see `Tier.problem`."""
         return self._workers.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long a call has waited for the store; see `Tier.stalled_s`."""
         return self._workers.stalled_s(now_s)
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
         return self._workers.is_alive()
 
     def memory(self) -> TierMemory:
-        """Returns the memory of the connections and the staging memory; see `Tier.memory`."""
         own, staged_bytes = self._own_memory(), self._staged.num_bytes if self._staged else 0
         most_bytes = own.most_bytes + staged_bytes if own.most_bytes else 0
         return TierMemory(own.held_bytes + staged_bytes, most_bytes)
 
     def figures(self) -> TierFigures:
-        """Returns the tier's counts since its start; see `Tier.figures`."""
         with self._lock:
             return TierFigures(**self._sums)
 
     def close(self) -> None:
-        """Ends all calls, then frees connections and memory; see `Tier.close`. Waits for calls
-        under way, at most for the time limits of the settings."""
+        """Waits for calls under way, within the settings' time limits."""
         if self._staged is not None:
             self._staged.stop()
         self._workers.close()
@@ -229,7 +202,6 @@ class RemoteTier:
             self._staged.close()
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the connections' buffers."""
         num_bytes = self._workers.num_connections * CONNECTION_BYTES
         return TierMemory(num_bytes, num_bytes)
 
@@ -248,9 +220,8 @@ class RemoteTier:
         return RemoteCall(num_blocks, end)
 
     def _warn(self, unusable: set[str]) -> None:
-        """Warns, once for each key space (a model in a configuration), that its generation in the
-        store (a number that each flush raises) is missing or can't be used. Called only by the
-        thread of control calls (calls about generations)."""
+        """Warns once per key space of a missing or unusable generation. Only on the thread of
+        control calls."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
                 "tier=%s has no usable generation of fingerprint=%s, so it serves no block of "

@@ -1,9 +1,8 @@
 """Sends requests to a bucket, each with a time limit.
 
-Always true: a request ends at its time limit `until_s` (a time of time.monotonic) at the latest.
-Data that arrives later is discarded and can't reach the caller's memory: the library, obstore,
-receives data into its own buffers, and callers see these only after the request has succeeded. A
-request is not retried. All errors are StoreErrors.
+Always true: a request ends by `until_s`. Later data can't reach the caller's memory, because
+obstore has its own buffers and returns them only after success. Requests are not retried. All
+errors are StoreErrors.
 """
 
 import asyncio
@@ -34,32 +33,27 @@ from hotkv_server.tiers.remote.client import LostError
 
 T = TypeVar("T")
 CHECK = "check"
-"""Path of an object that each node writes and reads when it connects
-(`generations.check_conditions`).
-"""
+"""Object that each node writes and reads when it connects
+(`generation_objects.check_conditions`)."""
 REQUESTS_AT_ONCE = 8
-"""Most requests that a call of `objects` or `ranges` has in flight at a time."""
+"""Most requests in flight of a call of `objects` or `ranges`."""
 CLOSE_S = 1.0
-"""Longest wait, when the tier closes, until cancelled requests have ended."""
+"""How long cancelled requests may take when the tier closes."""
 GAP_BYTES = 128 << 10
-"""Two ranges of an object are read with one request if the gap between them has at most this number
-of bytes."""
+"""Largest gap between two ranges that are read with one request."""
 
 
 # ----------------------------------------------------------------------------------- The access key
 
-# Reads the access key from a file. Always true: errors never quote the file.
+# Always true: errors never quote the file.
 
 MAX_FILE_BYTES = 1 << 16
-"""Most bytes that are read of the file with the access key."""
 SECTION = "default"
-"""Name of the section, in the file with the access key, that is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """The credentials with which requests are signed. `token`: the session token; empty for a key
-    that does not expire."""
+    """Signs requests. `token`: session token; "" for a key that does not expire."""
 
     id: str
     secret: str = field(repr=False)
@@ -67,8 +61,8 @@ class AccessKey:
 
 
 def read_access_key(path: Path) -> AccessKey:
-    """Returns the access key in the file at `path`. Raises UnusableError if users outside the
-    file's group have any access to the file, if it can't be read, or if it has no key."""
+    """Raises UnusableError if the file is open to users outside its group, can't be read, or has
+    no key."""
     try:
         check_secret(path)
         with path.open("rb") as file:
@@ -84,7 +78,7 @@ def read_access_key(path: Path) -> AccessKey:
     except (OSError, UnsafeError) as error:
         raise UnusableError(f"can't be asked, because of credentials_file: {error}") from error
     except (configparser.Error, KeyError, UnicodeDecodeError):
-        # Drop the error, because its text quotes lines of the file.
+        # The error's text quotes lines of the file.
         key = AccessKey("", "", "")
     if not key.id or not key.secret:
         raise UnusableError(
@@ -96,22 +90,20 @@ def read_access_key(path: Path) -> AccessKey:
 
 # ---------------------------------------------------------------------------- Errors of an S3 store
 
-# Translates errors of an S3 store into messages that say how to fix the cause.
-#
-# Always true: a message has no secrets. It quotes only the code of a store's answer, because stores
-# repeat the access key and the signed text in their errors.
+# Messages say how to fix the cause. Always true: they have no secrets, and quote only an
+# answer's code, because stores repeat the access key and the signed text in their errors.
 
 
 class FullError(StoreError):
-    """The store refuses a write, because it has no room."""
+    """The store has no room."""
 
 
 class BeyondError(StoreError):
-    """A requested range lies beyond the end of the object."""
+    """A range lies beyond the object's end."""
 
 
 class DeniedError(UnusableError):
-    """The store forbids a request, for this object or for all objects."""
+    """The store forbids this object, or all."""
 
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
@@ -142,12 +134,7 @@ _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", 
 
 
 def is_gone(said: str, is_404: bool) -> bool:
-    """Returns True if an error means only that an object is missing or archived, not that the
-    bucket is unusable.
-
-    `said`: obstore's message.
-    `is_404`: True if obstore has reported a missing object.
-    """
+    """An error only means that an object is missing or archived. `said`: obstore's message."""
     code = _CODE.search(said)
     return (is_404 and (code is None or code[1] != "NoSuchBucket")) or (
         code is not None and code[1] == "InvalidObjectState"
@@ -155,8 +142,7 @@ def is_gone(said: str, is_404: bool) -> bool:
 
 
 def store_error(said: str) -> StoreError:
-    """Returns the StoreError for obstore's message `said`. The caller must first check with
-    `is_gone` that the message does not just mean a missing object."""
+    """For a message of obstore for which `is_gone` is False."""
     code, status = _CODE.search(said), _STATUS.search(said)
     if code is not None and code[1] in _UNUSABLE:
         return UnusableError(_UNUSABLE[code[1]])
@@ -166,7 +152,7 @@ def store_error(said: str) -> StoreError:
         return _by_status(status[1], code[1] if code is not None else "")
     certificate = _CERTIFICATE.search(said)
     if certificate is not None:
-        # Return an UnusableError, because after this error the next connect reads `ca_file` again.
+        # An UnusableError, so that the next connect reads `ca_file` again.
         return UnusableError(f"has a certificate that does not pass: {certificate[1]}")
     system = _SYSTEM.search(said)
     if system is not None and "kind: ConnectionRefused" in said:
@@ -194,8 +180,7 @@ def _by_status(status: str, code: str) -> StoreError:
 
 
 class Loop:
-    """A thread with an asyncio event loop. Other threads run their requests on it, with a time
-    limit. Thread-safe."""
+    """A thread with an event loop, on which other threads run requests. Thread-safe."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -208,9 +193,7 @@ class Loop:
         return f"Loop({'runs' if self._thread.is_alive() else 'closed'})"
 
     def run(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Runs a request on the event loop, waits for it and returns its result. If the request has
-        not ended at `until_s`, a time of time.monotonic, cancels the request and raises
-        LateError."""
+        """Waits for the request. At `until_s` cancels it and raises LateError."""
         future = asyncio.run_coroutine_threadsafe(request, self._loop)
         try:
             return future.result(max(0.0, until_s - time.monotonic()))
@@ -219,12 +202,11 @@ class Loop:
             raise LateError("has not answered in time") from None
 
     def is_alive(self) -> bool:
-        """Returns False if the event loop's thread has died. True once `close` was called."""
+        """True after `close`."""
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread with the event loop. Call this method only when no caller waits in `run`.
-        Requests that `run` has cancelled get up to CLOSE_S to end."""
+        """Call it only when no caller waits in `run`. Cancelled requests get up to CLOSE_S."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
@@ -234,13 +216,10 @@ class Loop:
 
 
 class Bucket:
-    """Sends requests to an S3 bucket, each with a time limit; see the module. Paths are relative to
-    the prefix in the settings. Connects at its first request. The constructor raises UnusableError
-    if a file that the settings name is unusable.
+    """See the module. Paths are relative to the settings' prefix. Connects at its first request.
+    The constructor raises UnusableError for an unusable file of the settings.
 
-    `is_refused`: True once a request has failed with UnusableError, for example because the store
-        rejects the access key, or because its certificate does not pass. A single object that the
-        store forbids does not count.
+    `is_refused`: a request has failed with UnusableError, but not for a single forbidden object.
     """
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
@@ -271,8 +250,7 @@ class Bucket:
             self._store = self._obstore.store.S3Store(
                 settings.bucket,
                 prefix=settings.prefix,
-                # Set all options, apart from the credentials, that AWS_* variables would set
-                # otherwise.
+                # All options that AWS_* variables would set otherwise, apart from credentials.
                 endpoint=settings.url,
                 aws_endpoint_url_s3=settings.url,
                 region=settings.region,
@@ -281,14 +259,14 @@ class Bucket:
                 conditional_put="etag",
                 s3_express=False,
                 disable_bulk_delete=True,
-                # Without TLS, the signature also covers a digest of the bytes.
+                # Without TLS the bytes are signed too.
                 unsigned_payload=settings.is_tls,
                 client_options=client,
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 credential_provider=credential if key is not None else None,
             )
         except (self._obstore.exceptions.BaseError, ValueError):
-            # Drop the cause, because its text may quote variables of the environment.
+            # The cause may quote variables of the environment.
             raise UnusableError(
                 "can't be asked: check endpoint, ca_file and AWS_* variables"
             ) from None
@@ -297,7 +275,7 @@ class Bucket:
         return f"Bucket({self._name!r})"
 
     def get(self, path: str, until_s: float) -> tuple[bytes, str] | None:
-        """Returns the bytes and the version (ETag) of an object; None if it does not exist."""
+        """Bytes and version (ETag); None if the object does not exist."""
 
         async def request() -> tuple[bytes, str]:
             answer = await self._obstore.get_async(self._store, path)
@@ -311,9 +289,8 @@ class Bucket:
     def objects(
         self, paths: Sequence[str], until_s: float
     ) -> list[tuple[bytes, str] | StoreError | None]:
-        """Returns, for each path, the bytes and the version (ETag) of its object; None if it does
-        not exist; the error if its request failed. Sends up to REQUESTS_AT_ONCE requests at a time.
-        Raises LateError, and DeniedError if the store forbids all objects."""
+        """For each path the bytes and version, None if it does not exist, or its error. Raises
+        LateError, and DeniedError if the store forbids all objects."""
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
         async def one(path: str) -> tuple[bytes, str]:
@@ -324,13 +301,8 @@ class Bucket:
         return self._each(map(one, paths), until_s)
 
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
-        """Writes an object, but only if a condition on the present object holds. Returns False if
-        the condition does not hold.
-
-        `body`: the bytes to write.
-        `version`: the version (ETag) that the present object must have; empty: there must be no
-            object at `path`.
-        """
+        """Writes an object over one of this version (ETag); for "", only if there is none. False
+        if not."""
         exceptions = self._obstore.exceptions
 
         async def request() -> bool:
@@ -349,12 +321,9 @@ class Bucket:
         try:
             return self._ask(request(), until_s)
         except FileNotFoundError:
-            # The object to replace does not exist any more.
             return False
 
     def delete(self, path: str, until_s: float) -> None:
-        """Deletes an object if it exists."""
-
         async def request() -> None:
             await self._obstore.delete_async(self._store, path)
 
@@ -366,19 +335,17 @@ class Bucket:
     def ranges(
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> "list[list[memoryview] | StoreError | None]":
-        """Reads several ranges of several objects. Returns, for each object, a list with the bytes
-        of its ranges. If the object does not exist, returns None in place of the list; if a request
-        failed, returns the error. This error is a DeniedError if the store forbids the object, but
-        not all objects. Raises LateError, and DeniedError if the store forbids all objects.
+        """For each object the bytes of its ranges, None if it does not exist, or its error. Raises
+        LateError, and DeniedError if the store forbids all objects.
 
-        `wanted`: for each object, its path, the offsets of its ranges, and their lengths in bytes.
-            If a range reaches beyond the end of the object, its bytes are fewer or empty.
+        `wanted`: path, offsets and lengths for each object. Beyond its end, ranges are short or
+            empty.
         """
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
         async def span(path: str, begin: int, end: int) -> memoryview:
             async with limit:
-                # Don't use obstore's get_ranges: it panics if the object is too short.
+                # Obstore's get_ranges panics if the object is too short.
                 try:
                     got = await self._obstore.get_range_async(
                         self._store, path, start=begin, end=end
@@ -399,11 +366,9 @@ class Bucket:
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], page_s: float
     ) -> list[str]:
-        """Returns the names of the objects in a folder, sorted. Reads the names in pages of 1000.
+        """Sorted names in a folder, in pages of 1000, until there are `most` or `is_enough` is True
+        for a page's last name.
 
-        `most`: most names to return. After this many names, no further page is read.
-        `is_enough`: called with the last name of each page. If it returns True, no further page is
-            read.
         `page_s`: longest time for a page.
         """
         pages = self._obstore.list(self._store, folder, chunk_size=1000)
@@ -423,10 +388,9 @@ class Bucket:
     def _each(
         self, requests: Iterable[Coroutine[object, object, T]], until_s: float
     ) -> list[T | StoreError | None]:
-        """Runs requests for different objects at the same time. Returns, for each request, its
-        result; None if the object is missing; the error if the request failed. If the store forbids
-        an object, also reads the object CHECK, and raises DeniedError if the store forbids that
-        object too."""
+        """Runs requests for different objects at once: result, None if missing, or error of
+        each. If an object is forbidden, reads CHECK, and raises DeniedError if that is forbidden
+        too."""
 
         async def settled(request: Coroutine[object, object, T]) -> T | StoreError | None:
             try:
@@ -445,37 +409,28 @@ class Bucket:
         return found
 
     def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Runs a request and returns its result. Raises FileNotFoundError if the object is missing,
-        and StoreError for other errors. The messages of these errors do not quote the store's text.
-        """
+        """Raises FileNotFoundError or StoreError, without the store's text."""
         try:
             return self._loop.run(request, until_s)
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
             judged = _judged(error)
         self.is_refused = self.is_refused or isinstance(judged, UnusableError)
-        # Raise outside of the handler: otherwise the error would have the store's error as its
-        # cause, and a log would quote the store's text.
+        # Outside of the handler: the store's error would else be the cause, and its text be
+        # logged.
         if judged is None:
             raise FileNotFoundError
         raise judged
 
 
 def _judged(error: Exception) -> StoreError | None:
-    """Returns the StoreError for an error of obstore; None if it means only that the object is
-    missing."""
+    """None if only an object is missing."""
     said = str(error)
     return None if is_gone(said, isinstance(error, FileNotFoundError)) else store_error(said)
 
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Merges ranges of an object, so that fewer requests are needed to read them. Returns the
-    merged ranges as pairs (begin, end), in order.
-
-    `begins`, `lengths`: for each range, the offset of its first byte, and its size in bytes.
-
-    Two ranges are merged if the gap between them is at most GAP_BYTES, because reading so small a
-    gap costs less than another request. At most half of the bytes of a merged range lie in gaps.
-    """
+    """Merges ranges of an object into (begin, end), to save requests: over gaps up to GAP_BYTES,
+    but at most half of a merged range is gaps."""
     spans: list[tuple[int, int]] = []
     used_bytes = 0
     for begin, length in sorted(zip(begins, lengths, strict=True)):
@@ -492,12 +447,11 @@ def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int
 
 
 def check_installed() -> None:
-    """Raises MissingError if the library obstore is not installed."""
+    """Raises MissingError without obstore."""
     _library()
 
 
 async def _end_others() -> None:
-    # Cancelled requests may still be running: wait until they have ended.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -514,7 +468,7 @@ def _piece(
 
 
 def _library() -> ModuleType:
-    # Import it here, because only servers with this tier need it, and it loads slowly.
+    # Loads slowly, and only this tier needs it.
     try:
         return importlib.import_module("obstore")
     except ImportError as missing:

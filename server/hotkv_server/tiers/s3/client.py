@@ -1,9 +1,7 @@
-"""Translates a tier's calls into requests to a bucket. The blocks of a write are stored as one or
-more objects, the packs (`s3.packs`).
+"""Does a tier's calls with requests to a bucket. A write's blocks become one or more packs.
 
-Always true, in addition to the rules of `remote.client`: a slot (place in the arena) is written
-only after all bytes of the block have arrived and matched the seal (checksum). Damaged blocks,
-and packs that no longer exist, are removed from the index (`s3.index`).
+Always true, beside `remote.client`: a slot is written only after all bytes have arrived and
+matched the seal. Damaged blocks and lost packs leave the index.
 """
 
 import itertools
@@ -36,10 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class Shared:
-    """The state that all clients of a tier share: the bucket, the index of blocks, and the threads
-    that list packs (objects with blocks) and send requests. Thread-safe.
+    """What all clients of a tier share. Thread-safe.
 
-    `node`: name of this server in the names of its packs.
+    `node`: this server in its packs' names.
     """
 
     def __init__(self, settings: S3Settings) -> None:
@@ -62,9 +59,8 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the `Bucket` that all clients share. If the store has refused requests of this
-        `Bucket` (`Bucket.is_refused`), first replaces it by a new `Bucket`, which reads the
-        credentials and certificates again. Raises UnusableError."""
+        """The common bucket; a new one, with new credentials and certificates, if it
+        `is_refused`. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -72,10 +68,9 @@ class Shared:
             return self._bucket
 
     def connect(self, until_s: float) -> "S3Client":
-        """Checks that the bucket answers and is usable, then returns a new client. Raises
-        StoreError."""
+        """Checks that the bucket is usable. Raises StoreError."""
         bucket = self.bucket()
-        # List one name and read an object: a store may list names although it can't read objects.
+        # A store may list names although it can't read objects.
         bucket.names(CHECK, 1, lambda name: True, until_s - time.monotonic())
         if self._is_checked:
             bucket.get(CHECK, until_s)
@@ -85,46 +80,41 @@ class Shared:
         return S3Client(self, bucket)
 
     def is_alive(self) -> bool:
-        """Returns False if a thread that clients share has died. True once `close` was called."""
+        """True after `close`."""
         return self.lister.is_alive() and self.loop.is_alive()
 
     def next_number(self) -> int:
-        """Returns the number for the next pack (object with blocks) that this node writes. Each
-        call returns another number."""
+        """Of this node's packs."""
         return next(self._numbers)
 
     def close(self) -> None:
-        """Ends the threads that all clients share. Call this only when no client is in use."""
+        """Call it only when no client is in use."""
         self.lister.close()
         self.loop.close()
 
 
 class S3Client:
-    """A `Client` (connection of a tier to its store) for an S3 bucket; see the module."""
+    """A `Client` for a bucket; see the module."""
 
     def __init__(self, shared: Shared, bucket: Bucket) -> None:
         self._shared = shared
         self._bucket = bucket
         self._index = shared.index
-        # Shows that a call is still alive (`Client.moved_s`). Infinity while the client waits for a
-        # listing, which may take long; afterwards the end of this wait. Requests don't change it,
-        # because obstore does not report their progress.
+        # Infinity during a listing, which may take long, then its end. Requests don't change it:
+        # obstore reports no progress.
         self.moved_s = 0.0
 
     def __repr__(self) -> str:
         return f"S3Client({self._bucket!r})"
 
     def is_fresh(self) -> bool:
-        """Returns False if the store has refused a request of this `Bucket` (`Bucket.is_refused`);
-        see `Client.is_fresh`. Obstore itself reopens a connection that has ended."""
+        """False after a refused request. Obstore itself reopens connections."""
         return not self._bucket.is_refused
 
     def probe(
         self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
-        """Finds out which keys exist, from the index in memory; see `Client.probe`. Asks the bucket
-        only for the generations (numbers that each flush raises), and for the packs (objects with
-        blocks) of a key space whose packs were never listed."""
+        """Asks the bucket only for generations, and to list a key space for the first time."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:
@@ -139,7 +129,6 @@ class S3Client:
         codes: Codes,
         until_s: float,
     ) -> Generations:
-        """Reads blocks into their slots; see `Client.read`."""
         places = self._places(keys, until_s)
         settled = codes.copy()
         rows_of: dict[Pack, list[tuple[int, int]]] = {}
@@ -151,8 +140,7 @@ class S3Client:
             else:
                 rows_of.setdefault(place.pack, []).append((at, place.row))
         first_error = self._fill(rows_of, keys, slots, settled, until_s)
-        # Read the generations after the blocks, so that a flush during the reads is noticed (module
-        # `generations`).
+        # After the blocks, to notice a flush meanwhile (`generation_objects`).
         changed = self._changed(expected, until_s)
         if changed:
             return changed
@@ -170,8 +158,7 @@ class S3Client:
         codes: Codes,
         until_s: float,
     ) -> None:
-        """Writes the blocks of each key space (a model in a configuration) as one object, a
-        pack; see `Client.write`. Ignores `depths`."""
+        """One or more packs per key space. Ignores `depths`."""
         rows_of: dict[Space, list[int]] = {}
         first_of: dict[bytes, int] = {}
         for at, (key, place) in enumerate(zip(keys, self._places(keys, until_s), strict=True)):
@@ -184,22 +171,19 @@ class S3Client:
             asked = [keys[at] for at in rows], [slots[at] for at in rows], until_s
             codes[rows] = Write.STORED if self._put(space, *asked) else Write.FULL
         for at, key in enumerate(keys):
-            # If a key occurs twice in the call, it is stored once.
+            # A key that occurs twice is stored once.
             first = first_of.get(key, at)
             if first != at:
                 codes[at] = max(Write.PRESENT, codes[first])
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Removes the blocks from the index of this node; see `Client.forget`. The packs (objects
-        with blocks) stay in the bucket until the bucket's lifecycle rule removes them. No such rule
-        removes generations (numbers that each flush raises). So if `keys` has the key of a
-        generation, this method removes the generation from the bucket."""
+        """Removes blocks from this node's index only; the bucket's lifecycle rule removes packs.
+        No rule removes generations, so their keys are deleted here."""
         self._index.forget(keys)
         generation_objects.remove_generations(self._bucket, keys, until_s)
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the key spaces' generations (numbers that each flush raises); see
-        `Client.generations`. `restored_below` is 0, because a bucket does not report restarts."""
+        """A bucket does not report restarts."""
         return Shown(
             generation_objects.begin_generations(self._bucket, fingerprints, _now_us(), until_s)
         )
@@ -207,8 +191,6 @@ class S3Client:
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the generation (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
         raised = generation_objects.raise_generation(
             self._bucket, fingerprint, floor, _now_us(), until_s
         )
@@ -216,8 +198,7 @@ class S3Client:
         return raised
 
     def close(self) -> None:
-        """Does nothing, because connections end with the last reference to the bucket; see
-        `Client.close`."""
+        """Connections end with the last reference to the bucket."""
 
     def _places(self, keys: Sequence[bytes], until_s: float) -> list[PackRow | None]:
         self.moved_s = math.inf
@@ -237,15 +218,11 @@ class S3Client:
         settled: Codes,
         until_s: float,
     ) -> StoreError | None:
-        """Reads blocks from packs (objects with blocks) into their slots (places in the arena), and
-        sets their codes in `settled`. If requests fail, their blocks keep their codes. Returns the
-        first error of a request; None if all succeed. If the store forbids a pack, the pack's
-        blocks become FAILED, the pack stays in the index, and the error is not returned.
+        """Reads blocks into slots and sets their codes in `settled`. Returns the first error;
+        blocks of a failed request keep their codes, those of a forbidden pack become FAILED without
+        an error.
 
-        `rows_of`: for each pack, the blocks to read, as pairs: index of the block in `keys`, and
-            row of the block in the pack's list.
-        `keys`, `slots`: the keys of all blocks of the call, and the memory of their slots.
-        `settled`: gets the result of each block, a value of `Read`, uint8 [number of keys].
+        `rows_of`: per pack, (index in `keys`, row in the pack).
         """
         wanted = []
         for pack, rows in rows_of.items():
@@ -260,7 +237,7 @@ class S3Client:
                 self._index.drop(pack.path)
                 settled[[at for at, _ in rows]] = Read.ABSENT
             elif isinstance(pieces, DeniedError):
-                # The store forbids only this pack. So don't raise the error: the tier must stay up.
+                # Only this pack: the tier must stay up.
                 log.info("s3 %s: %s", pieces, pack.path)
                 settled[[at for at, _ in rows]] = Read.FAILED
             elif isinstance(pieces, StoreError):
@@ -278,9 +255,8 @@ class S3Client:
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> bool:
-        """Writes blocks of a key space (a model in a configuration) as a new pack (one object
-        with these blocks), and adds the pack to the index. Returns False if the store is full.
-        Raises UnusableError if an object with the pack's name already exists."""
+        """Writes a new pack. False if the store is full. Raises UnusableError if the name
+        exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)
@@ -298,8 +274,7 @@ class S3Client:
             name: generation_objects.read_generation(self._bucket, name, until_s)
             for name in expected
         }
-        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as
-        # changed even if it was expected: without a generation no block may be used.
+        # NO_GENERATION counts as changed even if expected: no block may then be used.
         changed = {
             name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION
         }

@@ -1,30 +1,19 @@
-"""Generations in a bucket. The generation of a key space (a model in a configuration) is a number
-in the object `generations/1/{fingerprint}`. Each flush, which deletes all blocks of the key space,
-raises it.
+"""Generations in a bucket, in the objects `generations/1/{fingerprint}`. All functions raise
+StoreError.
 
-Always true: a raise gives a greater generation than all generations that the raising node knows.
-The request that first writes the object fails if the object exists (If-None-Match). A raise fails
-if the object has changed since this node read it (If-Match). So if several nodes read the same
-generation and then write, only one of them succeeds.
+Always true: a raise exceeds all generations that the raising node knows. A first write fails if the
+object exists (If-None-Match), a raise if it has changed since the read (If-Match), so of several
+nodes one succeeds. A missing object refuses all blocks. A new generation comes from the clock
+(`protocol.begun`), so a lost number does not return.
 
-The keys of blocks contain the generation. So only a node that does not know of a flush yet asks for
-blocks of an old generation. The order of this node's requests prevents it from using these blocks:
-**it reads the generation after the blocks**.
+**A read asks for the generation after the blocks.** Proof, for a store where a read sees all writes
+answered before it: suppose all blocks of generation E have arrived, and then the generation still
+is E. Generations don't return, so a flush that ends E was answered after the blocks had arrived. If
+it was answered before the read, the node sees another generation and refuses the blocks. Each part
+of a call reads it; if one sees another, the call is refused.
 
-Proof. The store is strongly consistent: a read that begins after the answer to a write sees that
-write. Suppose a node reads blocks whose keys contain the generation E. When all blocks have
-arrived, it reads the generation, and this is still E. A generation that has ended does not return.
-So a flush that ends E was answered after the read of the generation began, hence after the blocks
-had arrived. Conversely, if a flush was answered before the read of the blocks began, the node sees
-another generation than E, and refuses the blocks. Each part of a call reads the generation; if any
-part sees another generation, the whole call is refused.
-
-The proof assumes a single bucket: a replica in another region may show an old generation. The first
-connection tests that the store honours If-None-Match and If-Match (`check_conditions`).
-
-If the generation's object is absent, every block is refused. A new generation is computed from the
-clock of the node (`protocol.begun`), and not counted from 0. So if a bucket has lost a generation,
-no later generation has the number of the lost generation.
+This needs a single bucket: a replica in another region may be old. The first connection tests
+the two conditions.
 """
 
 import re
@@ -35,31 +24,22 @@ from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableErro
 from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError
 
 TRIES = 16
-"""Most tries to begin or raise a generation (a number that each flush raises). A try fails if
-another node changes the generation at the same time."""
+"""A try fails if another node changes the generation at the same time."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/generation")
 
 
 def generation_path(fingerprint: str) -> str:
-    """Returns the path of the object with a key space's generation (a number that each flush
-    raises). The path is outside `blocks/`, so that the lifecycle rule for blocks does not remove
-    generations."""
+    """Outside `blocks/`, whose lifecycle rule removes objects."""
     return f"generations/1/{fingerprint}"
 
 
 def read_generation(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns a key space's generation (a number that each flush raises); NO_GENERATION if the
-    bucket has no generation for it. Raises StoreError."""
+    """NO_GENERATION if there is none."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_generation(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Returns a key space's generation (a number that each flush raises). If the bucket has no
-    generation for it, first begins a generation. Returns NO_GENERATION if the store has no room for
-    the generation. Raises StoreError.
-
-    `now_us`: the time of the wall clock in microseconds.
-    """
+    """The present generation, or a new one; NO_GENERATION if there is no room."""
     for _ in range(TRIES):
         generation = read_generation(bucket, fingerprint, until_s)
         if generation != NO_GENERATION:
@@ -75,14 +55,8 @@ def begin_generation(bucket: Bucket, fingerprint: str, now_us: int, until_s: flo
 def begin_generations(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """Returns several key spaces' generations (numbers that each flush raises), by fingerprint.
-    First begins a generation for each key space (a model in a configuration) that has no
-    generation, as `begin_generation` does. Reads all generations at the same time. Omits a key
-    space whose generation is not a number, or can't be read although the store can read other
-    objects. Raises StoreError.
-
-    `now_us`: the time of the wall clock in microseconds.
-    """
+    """`begin_generation` of several key spaces at once. Omits those whose object is no number,
+    or can't be read although others can."""
     objects = bucket.objects([generation_path(name) for name in fingerprints], until_s)
     if any(isinstance(found, LostError) for found in objects):
         bucket.get(CHECK, until_s)
@@ -99,22 +73,12 @@ def begin_generations(
 def raise_generation(
     bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float
 ) -> int:
-    """Flushes a key space (a model in a configuration) in the store, which deletes all its
-    blocks there. For this, raises the key space's generation (a number that each flush raises):
-    ends the old generation, and begins and returns a new one, which is greater than the old
-    generation and `floor`. If the store has no room for the new generation, deletes the old
-    generation and returns NO_GENERATION; blocks are then refused until a generation begins. Raises
-    StoreError.
-
-    `floor`: the highest generation of the key space that the caller knows.
-    `now_us`: the time of the wall clock in microseconds.
-    """
+    """A new generation above the present one and `floor`. Without room, deletes the present one
+    and returns NO_GENERATION: blocks are refused until a generation begins."""
     for _ in range(TRIES):
         generation, version = _read(bucket, fingerprint, until_s)
-        # An empty version means that the bucket has no generation (number that each flush raises).
-        # Another node may begin a generation at this moment, with the number `begun(now_us)`. So
-        # the new generation must be greater than this number, to differ from that node's
-        # generation.
+        # Without a version there is no generation, and another node may just begin
+        # `begun(now_us)`: exceed that.
         wanted = (
             raised(now_us, generation, floor) if version else raised(now_us, begun(now_us), floor)
         )
@@ -132,15 +96,13 @@ def raise_generation(
 
 
 def remove_generations(bucket: Bucket, keys: Sequence[bytes], until_s: float) -> None:
-    """Removes the generations (numbers that each flush raises) whose keys
-    (`hotkv/1/FINGERPRINT/generation`) are in `keys`. Ignores other keys."""
+    """Of the keys `hotkv/1/FINGERPRINT/generation`; others are ignored."""
     for match in filter(None, map(_KEY.fullmatch, keys)):
         bucket.delete(generation_path(match[1].decode()), until_s)
 
 
 def check_conditions(bucket: Bucket, until_s: float) -> None:
-    """Checks that the store honours If-None-Match and If-Match. Raises UnusableError if the store
-    ignores one of these conditions."""
+    """Raises UnusableError if the store ignores If-None-Match or If-Match."""
     bucket.put(CHECK, b"1", until_s)
     found = bucket.get(CHECK, until_s)
     if found is None:
@@ -157,10 +119,8 @@ def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
 
 
 def _parsed(found: tuple[bytes, str] | StoreError | None) -> tuple[int, str]:
-    """Returns the generation (a number that each flush raises) in an object, and the object's
-    version; NO_GENERATION and "" if there is no object. Raises LostError if the object does not
-    contain a generation, or if the store forbids only this object. `found`: a result of
-    `Bucket.objects`; if it is another error, raises it."""
+    """Generation and version; NO_GENERATION and "" without an object. Raises errors in `found`,
+    and LostError for an object that is no number or alone is forbidden."""
     if found is None:
         return NO_GENERATION, ""
     if isinstance(found, DeniedError):

@@ -1,12 +1,9 @@
-"""An index, in memory, of the blocks that this node knows to be in the bucket. The bucket stores
-blocks in packs: a pack is an object with the blocks of one write. The list of a pack has a row for
-each block.
+"""Index, in memory, of the blocks that this node knows to be in the bucket.
 
-Always true: memory is bounded. Each pack counts as the number of its blocks plus PACK_ROWS. The sum
-over all packs in the index is at most `max_blocks`, unless the index has only one pack. To make
-room for a new pack, the index drops the oldest packs, which stay in the bucket. If a block is in
-several packs, it is found in the newest of them. The index is only a hint: a pack in it may no
-longer exist in the bucket.
+Always true: a pack counts as its blocks plus PACK_ROWS, and all packs together as at most
+`max_blocks`, unless there is only one. The oldest are dropped for a new one; they stay in the
+bucket. A block in several packs is found in the newest. The index is a hint: a pack may no
+longer exist.
 """
 
 import heapq
@@ -17,36 +14,30 @@ from typing import NamedTuple
 from hotkv_server.tiers.s3.packs import Pack, Space, tag
 
 INDEX_ENTRY_BYTES = 170
-"""Memory that a block needs in the index, measured."""
+"""Memory per block, measured."""
 PACK_ROWS = 6
-"""A pack (object with blocks) needs as much memory in the index as this number of blocks, in
-addition to the memory for its own blocks."""
+"""A pack's own memory, in blocks."""
 _ROW_BITS = 24
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
 class PackRow(NamedTuple):
-    """The place of a block in the bucket: a pack (object with blocks), and the number of the
-    block's row in the pack's list."""
-
     pack: Pack
     row: int
 
 
 class PackIndex:
-    """An index of the blocks that this node knows to be in the bucket; see the module.
-    Thread-safe."""
+    """See the module. Thread-safe."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._lock = threading.Lock()
-        # Maps the tag (hash) of a key to the place of its block: pack number << _ROW_BITS | row.
+        # Tag to pack number << _ROW_BITS | row.
         self._where: dict[int, int] = {}
         self._packs: dict[int, Pack] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
-        # Heap of (-age, pack number), with the oldest pack on top. Packs that were dropped from the
-        # index are removed from the heap later.
+        # Heap of (-age, pack number), oldest on top; dropped packs are removed later.
         self._oldest: list[tuple[int, int]] = []
         self._num_rows = 0
 
@@ -58,13 +49,11 @@ class PackIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the index uses, in bytes; estimated."""
+        """Estimated memory."""
         return self._num_rows * INDEX_ENTRY_BYTES
 
     def add(self, pack: Pack) -> bool:
-        """Adds a pack (object with blocks) to the index. If there is no room, first drops older
-        packs. Returns False, without adding the pack, if there is no room and no pack in the index
-        is older."""
+        """Drops older packs if there is no room. False if none is older."""
         with self._lock:
             if pack.path in self._numbers:
                 return True
@@ -88,12 +77,9 @@ class PackIndex:
             return True
 
     def has(self, path: str) -> bool:
-        """Returns True if the pack (object with blocks) with this path is in the index."""
         return path in self._numbers
 
     def find(self, keys: Sequence[bytes]) -> list[PackRow | None]:
-        """Returns, for each key, the place of its block: a pack (object with blocks) and a row in
-        it; None if the block is not in the index."""
         tags = [tag(key) for key in keys]
         with self._lock:
             found = [self._where.get(key_tag) for key_tag in tags]
@@ -103,35 +89,25 @@ class PackIndex:
             ]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Removes blocks from the index. The blocks stay in the bucket."""
         tags = [tag(key) for key in keys]
         with self._lock:
             for key_tag in tags:
                 self._where.pop(key_tag, None)
 
     def drop(self, path: str) -> None:
-        """Removes a pack (object with blocks) from the index. The pack stays in the bucket."""
         with self._lock:
             self._drop(path)
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
-        """Removes the packs (objects with blocks) of a key space from the index, except the packs
-        of one generation (number that each flush raises). Called when the key space has a new
-        generation, because blocks of other generations may not be used.
-
-        `fingerprint`: name of the key space.
-        `space`: names the generation whose packs stay (`packs.Space`); None: removes all packs.
-        """
+        """Drops the packs of a key space's other generations; all if `space` is None."""
         with self._lock:
             packs = list(self._packs.values())
         for pack in packs:
             if pack.space.partition("/")[0] == fingerprint and pack.space != space:
-                # Acquire the lock for each pack anew, so that other threads can look blocks up
-                # in between.
+                # One lock per pack, so that lookups run in between.
                 self.drop(pack.path)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the tables of the index contradict each other."""
         with self._lock:
             assert self._num_rows == sum(map(_rows, self._packs.values()))
             assert self._num_rows <= self._max_blocks or len(self._packs) == 1
@@ -155,5 +131,4 @@ class PackIndex:
 
 
 def _rows(pack: Pack) -> int:
-    """Returns how many rows a pack (object with blocks) counts in the limit of the index."""
     return len(pack) + PACK_ROWS

@@ -1,27 +1,16 @@
-"""Finds out, on a thread, which packs (objects with blocks) a bucket has, and adds the packs to the
-index (`s3.index`). A listing reads the names of the packs of one key space (a model in a
-configuration).
+"""Finds out, on a thread, which packs of a key space a bucket has, and adds them to the index.
 
-Always true: a key space is listed only if its blocks are requested. The first requests for a key
-space wait until its newest packs are known, but they do not wait for older packs of another key
-space. Later requests are answered from the known packs at once; a listing that is due runs after
-them, at most once in `refresh_s`.
+Always true: a key space is listed only if its blocks are requested. Its first requests wait until
+its newest packs are known, but not for another key space's older packs. Later requests are answered
+from known packs; a due listing runs after them, at most once in `refresh_s`.
 
-The name of a pack contains its time, and names sort newest first. So a listing usually reads only
-one page of names: it skips packs that are older than OVERLAP_S before the last listing. If a pack
-appears more than OVERLAP_S after the time in its name, for example because the clock of its node is
-slow, this node may miss it until its next start. If the clock of this node jumps by more than
-JUMP_S, the next listing of a key space skips no packs.
+Names sort newest first, so a listing mostly reads one page, and skips packs older than OVERLAP_S
+before the last one. A pack that appears later than that, from a node with a slow clock, may be
+missed until the next start. After a jump of this node's clock nothing is skipped.
 
-If a pack can't be read, the other packs of its key space stay usable, and later listings try to
-read it again. But a listing fails if more than LISTS_AT_ONCE packs can't be read. The first listing
-of a key space also fails if none of the newest packs can be read. The reason: a store may fail all
-reads for a while, and then all packs would count as absent. Packs that the store forbids
-(`DeniedError`) don't count as failed reads here, because the store may forbid them for ever.
-
-Memory is bounded. The lister remembers at most MAX_SPACES key spaces, and reads at most MAX_PACKS
-names in a listing. It keeps the names of packs from the last OVERLAP_S, and at most MAX_UNREAD
-names of packs that can't be read.
+A pack that can't be read is retried by later listings. A listing fails if more than
+LISTS_AT_ONCE can't be read, a first one if none of the newest can: a store may fail all reads
+for a while. Forbidden packs don't count, as they may be forbidden for ever. Memory is bounded.
 """
 
 import logging
@@ -47,45 +36,40 @@ from hotkv_server.tiers.s3.packs import (
 log = logging.getLogger(__name__)
 
 OVERLAP_S = 120.0
-"""A listing (which reads the names of a key space's packs) skips the packs that are older than the
-last listing by more than this time; see the module."""
+"""See the module."""
 JUMP_S = OVERLAP_S / 2
-"""If this node's clock jumps by this time or more, the next listing of a key space's packs skips no
-packs."""
+"""A jump of the clock by so much makes the next listing skip nothing."""
 UNSEEN = 10**16
-"""A value of `_Folder.horizon` with which a listing skips no packs."""
+"""`_Folder.horizon` that skips nothing."""
 MAX_SPACES = 4096
-"""Most key spaces (each in one generation) that the lister remembers."""
+"""Most key spaces, each in one generation, that are remembered."""
 MAX_PACKS = 16384
 """Most names in a listing: 256 GiB of blocks in packs of 16 MiB."""
 LISTS_AT_ONCE = 16
-"""Number of packs whose lists of blocks are read at the same time. If the store fails to read more
-packs than this, the listing fails."""
+"""Packs whose lists are read at once."""
 MAX_UNREAD = 256
-"""Most packs of a key space that are tried again because they could not be read. If there are more,
-the oldest of them are not found until the next start."""
+"""Most unread packs of a key space that are retried. Older ones are not found until the next
+start."""
 FIRST_PACKS = 256
-"""Number of the newest packs whose lists of blocks are read before the first request is
-answered."""
+"""Newest packs that are read before the first request is answered."""
 
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space (a model in a configuration) in one generation (a number that each
-    flush raises), whose packs (objects with blocks) are in one folder of the bucket.
+    """A key space's packs in one generation.
 
-    `is_known`: True once the newest packs are in the index.
-    `is_queued`: True while a listing is queued or under way.
-    `looks`: number of listings that have ended, successful or not.
-    `due_s`: when the next listing is due, a time of time.monotonic.
-    `horizon`: the next listing skips packs of this age (`packs.age_of`) and older.
-    `clock_s`: difference between the wall clock and the monotonic clock, in seconds, when a listing
-        last skipped no packs. If it changes, the wall clock has jumped.
-    `seen`: names of packs, newer than the horizon, that a listing need not read again.
-    `unread`: names of packs that could not be read. Each listing tries the first LISTS_AT_ONCE of
-        them again, and moves the names that still can't be read to the end.
-    `is_warned`: True once a warning has said that packs can't be read.
-    `error`: the error of the last listing; None if it succeeded.
+    `is_known`: the newest packs are in the index.
+    `is_queued`: a listing is queued or under way.
+    `looks`: listings that have ended, with success or not.
+    `due_s`: of the next listing.
+    `horizon`: packs of this age (`packs.age_of`) and older are skipped.
+    `clock_s`: wall clock minus monotonic clock when a listing last skipped nothing; it changes if
+        the clock jumps.
+    `seen`: packs newer than the horizon that need no reading.
+    `unread`: packs that could not be read; each listing retries the first LISTS_AT_ONCE and moves
+        failures to the end.
+    `is_warned`: unread packs have been logged.
+    `error`: of the last listing.
     """
 
     is_known: bool = False
@@ -101,13 +85,11 @@ class _Folder:
 
 
 class Lister:
-    """Finds out which packs (objects with blocks) the bucket has, and adds them to the index; see
-    the module. Thread-safe.
+    """See the module. Thread-safe.
 
-    `index`: gets the packs that listings find.
-    `connect`: returns the bucket; raises StoreError.
+    `connect`: raises StoreError.
     `refresh_s`: least time between two listings of a key space.
-    `timeout_s`: longest time for a request to the bucket.
+    `timeout_s`: of a request.
     """
 
     def __init__(
@@ -133,10 +115,8 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Queues a listing of a key space's packs (objects with blocks) if a listing is due. If the
-        key space was never listed, waits until its newest packs are in the index. Raises StoreError
-        if these packs are not in the index at `until_s`, a time of time.monotonic, or if the
-        listing fails."""
+        """Queues a listing if one is due. Waits for a key space's first; raises StoreError if it
+        fails or has not ended at `until_s`."""
         with self._changed:
             folder = self._folder(space)
             is_due = not folder.is_known or time.monotonic() >= folder.due_s
@@ -152,37 +132,29 @@ class Lister:
                     raise type(folder.error)(str(folder.error))
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    # Don't raise a LateError, because a long listing must not make the tier count
-                    # as down.
+                    # Not a LateError: a long listing must not make the tier count as down.
                     raise LostError("has not listed the packs of a key space yet")
                 self._changed.wait(left_s)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets the state of a key space (a model in a configuration) in all generations (numbers
-        that each flush raises) but one.
-
-        `fingerprint`: name of the key space.
-        `space`: names the generation whose state stays (`packs.Space`); None: forgets the state in
-            all generations.
-        """
+        """Forgets a key space's other generations; all if `space` is None."""
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
                 if one != space:
                     del self._folders[one]
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died. True once `stop` was called."""
+        """True after `stop`."""
         return self._is_closed or self._thread.is_alive()
 
     def stop(self) -> None:
-        """Makes the thread end after the listing under way. Callers that wait in `ask` get
-        LostError."""
+        """Ends the thread after the listing under way. Callers in `ask` get LostError."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread that lists packs (`stop`), and blocks until it has ended."""
+        """Blocks until the thread has ended."""
         self.stop()
         self._thread.join()
 
@@ -225,10 +197,9 @@ class Lister:
                 self._changed.notify_all()
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
-        """Lists the packs (objects with blocks) of a key space, and adds them to the index. Returns
-        False if it has stopped early because requests wait for another key space; the next listing
-        then continues from this point. Also stops, and returns True, if the generation has ended
-        (`forget_others`) or the lister closes. Raises StoreError."""
+        """Lists a key space. False if it has stopped early for requests of another key space;
+        the next listing continues. Also stops, with True, if the generation has ended or the
+        lister closes. Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
@@ -240,7 +211,6 @@ class Lister:
 
         names = bucket.names(folder_of(space), MAX_PACKS, is_enough, self._timeout_s)
         unread, again = set(folder.unread), folder.unread[:LISTS_AT_ONCE]
-        # The next listing tries other packs, even if this listing fails.
         folder.unread = folder.unread[LISTS_AT_ONCE:] + again
         new = [one for one in names if one not in unread and self._is_new(space, folder, one)]
         num_failed = 0
@@ -296,10 +266,9 @@ class Lister:
     def _learn(
         self, bucket: Bucket, space: Space, names: list[str]
     ) -> tuple[bool, dict[str, StoreError]]:
-        """Reads the lists of blocks of these packs (objects with blocks), and adds the packs to the
-        index. Returns two results. The first is False if the index had no room for one of the
-        packs; then it has no room for older packs either. The second has the error of each pack
-        whose list could not be read, by name. Raises StoreError if the store can't be used."""
+        """Reads packs' lists into the index. False if the index had no room, so none for older
+        packs either; and the errors of unread packs. Raises StoreError if the store can't be
+        used."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room, failed = True, dict[str, StoreError]()

@@ -1,18 +1,14 @@
-"""Packs: objects of a bucket, each with the blocks of one write. A pack begins with a list of its
-blocks; the blocks follow in the order of the list.
+"""Packs: a list of blocks, then the blocks in its order.
 
 Always true:
 
 - a pack is written once and never changed;
-- the names of packs are unique, because a name contains the name of the node and a number. A name
-  begins with a number that falls with time, so newer packs sort first;
-- the list has a seal (checksum) that is seeded with the path of the pack. So a reader refuses
-  the list of another pack, and bytes that are no list;
-- a block is accepted only if its bytes match its seal, which is seeded with its key. So a wrong
-  offset in the list does no harm.
+- names are unique, by node and number, and newer ones sort first;
+- the list's seal is seeded with the path, so another pack's list is refused;
+- a block must match its seal, seeded with its key, so a wrong offset does no harm.
 
-The path of a pack is `blocks/1/{fingerprint}/{generation}/{name}`. A lifecycle rule of the bucket
-removes objects below `blocks/`.
+The path is `blocks/1/{fingerprint}/{generation}/{name}`. A lifecycle rule of the bucket removes
+objects below `blocks/`.
 """
 
 import re
@@ -29,37 +25,29 @@ from hotkv_server.tiers.protocol import Int64s
 from hotkv_server.tiers.seals import seal
 
 Space = NewType("Space", str)
-"""A key space in one generation (a number that each flush raises), as `{fingerprint}/{generation}`.
-Its packs are in a folder of this name."""
+"""A key space in one generation: `{fingerprint}/{generation}`, the folder of its packs."""
 Tags = NDArray[np.uint64]
-"""Tags of keys: results of `tag`."""
 
 BLOCKS = "blocks/1"
-"""Folder of all packs. The number is the version of the format."""
+"""The number is the format's version."""
 MIN_PACK_BYTES = 4 << 20
-"""Least size of the last pack of a write. If fewer bytes are left, they go into the preceding pack,
-if there is one."""
+"""Least size of a write's last pack, or it joins the one before."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/([0-9]{1,20})/")
 _NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,5})")
 _LAST_US = 10**16 - 1
-"""A pack's name begins with this number minus the pack's time in microseconds, so newer packs sort
-first."""
+"""Minus the time in microseconds: begins a name, so newer packs sort first."""
 _HEAD = struct.Struct("<4sIQ")
-"""The first bytes of a pack's list of blocks, before the rows: magic number, zero, seal (checksum)
-of the rows. Little endian."""
+"""Before the list's rows: magic number, zero, seal of the rows. Little endian."""
 _MAGIC = b"hkvp"
 _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A pack (object with the blocks of a write), as its list of blocks describes it. The arrays
-    have a row for each block, in the order of the blocks.
+    """A row for each block, in their order.
 
-    `tags`: tags (hashes) of the blocks' keys, see `tag`.
-    `begins`: byte offsets of the blocks in the object.
-    `num_bytes`: sizes of the blocks.
-    `seals`: seals (checksums) of the blocks.
+    `tags`: of the keys.
+    `begins`: byte offsets in the object.
     """
 
     space: Space
@@ -74,67 +62,51 @@ class Pack:
 
     @property
     def path(self) -> str:
-        """The path of the pack's object."""
         return path_of(self.space, self.name)
 
     @property
     def age(self) -> int:
-        """The age of the pack: a number that is greater for older packs (objects with blocks)."""
+        """Greater for older packs."""
         return age_of(self.name)
 
 
 def tag(key: bytes) -> int:
-    """Returns the tag of a key: a 64-bit hash that represents the key in the list of a pack (object
-    with blocks). If two keys have the same tag, a read of one key may get the block of the other;
-    its seal (checksum) then does not match, and the result is CORRUPT."""
+    """64-bit hash of a key. If two keys share it, the seal does not match: CORRUPT."""
     return xxhash.xxh3_64_intdigest(key)
 
 
 def space_of(key: bytes) -> Space | None:
-    """Returns the key space (a model in a configuration) and generation (number that each flush
-    raises) in a block's key; None if `key` is not the key of a block."""
+    """None if it is not a block's key."""
     match = _KEY.match(key)
     return Space((b"%b/%b" % match.groups()).decode()) if match else None
 
 
 def folder_of(space: Space) -> str:
-    """Returns the path of the folder with the packs (objects with blocks) of a key space (a model
-    in a configuration) in one generation (number that each flush raises)."""
     return f"{BLOCKS}/{space}"
 
 
 def path_of(space: Space, name: str) -> str:
-    """Returns the path of a pack (object with blocks) in the bucket."""
     return f"{BLOCKS}/{space}/{name}"
 
 
 def new_name(now_us: int, node: str, number: int, count: int) -> str:
-    """Returns the name for a new pack (object with blocks).
-
-    `now_us`: the time of the wall clock in microseconds.
-    `node`: name of the node that writes the pack.
-    `number`: number of the pack among the packs that the node has written since its start.
-    `count`: number of blocks in the pack.
-    """
+    """`number`: among the node's packs since its start. `count`: of blocks."""
     return f"{_LAST_US - now_us:016d}-{node}-{number:x}-{count}"
 
 
 def age_of(name: str) -> int:
-    """Returns the age of a pack (object with blocks): a number that is greater for older packs.
-    `name`: the pack's name, or at least its first 16 characters."""
+    """Greater for older packs. 16 characters of the name suffice."""
     return int(name[:16])
 
 
 def age_at(time_us: int) -> int:
-    """Returns the age of a pack (object with blocks) that was made at `time_us`, in microseconds of
-    the wall clock. As for `age_of`, the age is a number that is greater for older packs."""
+    """Age of a pack made at this wall-clock time."""
     return _LAST_US - time_us
 
 
 def list_bytes(name: str) -> int:
-    """Returns the size of the list of blocks with which a pack (object with blocks) begins, in
-    bytes. Computes it from the pack's name, which has the number of blocks. Returns 0 if `name` is
-    not the name of a pack."""
+    """Size of a pack's list, from the number of blocks in its name; 0 if it is not a pack's
+    name."""
     match = _NAME.fullmatch(name)
     return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
 
@@ -142,13 +114,7 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """Makes a pack, the content of an object, of n blocks of a key space (a model in a
-    configuration). Returns the pack, and the bytes to store as its object.
-
-    `name`: name of the pack: a result of `new_name` for n blocks.
-    `keys`: the keys of the blocks.
-    `slots`: for each key, the memory with the block's bytes.
-    """
+    """A pack of these blocks and its object's bytes. `name`: from `new_name`."""
     rows = np.empty(len(keys), _ROW)
     rows["tag"] = [tag(key) for key in keys]
     rows["num_bytes"] = [len(slot) for slot in slots]
@@ -165,12 +131,7 @@ def packed(
 
 
 def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
-    """Parses the list of blocks with which the object of a pack begins. Returns the pack; None if
-    the list is damaged.
-
-    `name`: name of the pack.
-    `front`: the first `list_bytes(name)` bytes of the object.
-    """
+    """None if the list is damaged. `front`: the object's first `list_bytes(name)` bytes."""
     if len(front) != list_bytes(name) or len(front) < _HEAD.size:
         return None
     magic, zero, sealed = _HEAD.unpack_from(front)
@@ -181,14 +142,8 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
-    """Splits the blocks of a write into parts, one for each pack (object with blocks). Yields each
-    part as a slice. A part ends as soon as it has `pack_bytes` or more. The last part may have
-    fewer bytes. If the last part would have fewer than MIN_PACK_BYTES, its blocks are added to the
-    part before it, if there is one.
-
-    `num_bytes`: size of each block, int64.
-    `pack_bytes`: least size of a pack, in bytes of blocks.
-    """
+    """Slices of a write, one per pack of `pack_bytes` or more. Only the last may be smaller;
+    below MIN_PACK_BYTES it joins the one before."""
     ends, begin, total = list[int](), 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         total += size

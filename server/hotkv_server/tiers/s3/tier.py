@@ -1,4 +1,4 @@
-"""The tier in an S3 bucket: `S3Tier`."""
+"""The tier in an S3 bucket."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,23 +16,21 @@ from hotkv_server.tiers.s3.index import INDEX_ENTRY_BYTES
 from hotkv_server.tiers.s3.packs import cut_packs
 
 LINGER_S = 5.0
-"""Longest time that blocks wait for further blocks to fill a pack (an object with blocks). Stores
-charge for each request, so few large packs are cheaper."""
+"""How long blocks wait to fill a pack. Stores charge for requests, so few large packs are
+cheaper."""
 MAX_STALL_S = 5.0
-"""A bucket counts as hanging if a read takes longer than this time. Over a slow line, a part of a
-read (READ_BYTES) takes more than a second."""
+"""Over a slow line, READ_BYTES takes more than a second."""
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
 """Most bytes and blocks in a part of a read."""
 
 
 class S3Tier(RemoteTier):
-    """A tier in an S3 bucket; see `RemoteTier`. The constructor raises MissingError if the library
-    obstore is not installed.
+    """A tier in an S3 bucket; see `RemoteTier`. The constructor raises MissingError without
+    obstore.
 
-    `write` stores its blocks as packs: objects of about `TierFacts.batch_bytes`. A call with fewer
-    bytes needs as many requests as a call with `batch_bytes`, so it costs as much. Other nodes find
-    the blocks when they list the bucket again, after `refresh_s` of the settings. `forget` removes
-    blocks only from the index of this node; after its next start the node finds them again.
+    A write of less than `TierFacts.batch_bytes` costs as much as a full one. Other nodes find
+    the blocks when they list the bucket, after `refresh_s`. Forgotten blocks leave only this
+    node's index, until its next start.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class S3Tier(RemoteTier):
 
         facts = TierFacts("s3", False, settings.pack_bytes, LINGER_S, MAX_STALL_S)
         self._shared = Shared(settings)
-        # Writing a pack takes long, so only half of the threads write; the others serve reads.
+        # A pack takes long, so half of the threads are left to reads.
         self._num_writers = (settings.connections + 1) // 2
         workers = Workers(
             f"s3 at {settings.place}",
@@ -72,14 +70,11 @@ class S3Tier(RemoteTier):
         )
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
         return super().is_alive() and self._shared.is_alive()
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the index and of the requests under way. A pack (object with
-        blocks) that is being written counts twice, because it is copied. The blocks that are being
-        read count twice, because the requested ranges may contain as many bytes again in gaps
-        between blocks (`bucket.merged`)."""
+        """Index and requests. Written packs count twice, as they are copied; read blocks too, as
+        half of a merged range may be gaps."""
         settings, index = self._shared.settings, self._shared.index
         moving_bytes = 2 * (
             self._num_writers * settings.pack_bytes + settings.connections * READ_BYTES
@@ -91,8 +86,7 @@ class S3Tier(RemoteTier):
         )
 
     def close(self) -> None:
-        """Ends all calls and all threads; see `Tier.close`. Waits for calls under way, at most for
-        the time limits of the settings."""
+        """Waits for calls under way, within the settings' time limits."""
         self._shared.lister.stop()
         super().close()
         self._shared.close()

@@ -1,15 +1,11 @@
-"""Connections to a cluster of Valkey or Redis servers. Each server has some of the cluster's hash
-slots.
+"""Connections to a cluster of servers, each with some of its hash slots.
 
-A command is sent to the server that has the hash slot of its key. If the slot has moved to another
-server, the server that got the command answers MOVED; while the slot's keys are moving, it answers
-ASK. The command is then sent again, to the server that the answer names, over a separate
-connection. On this connection, a *detour*, no other commands are under way.
+A command goes to its key's server. If that has moved the slot it answers MOVED, while moving it
+ASK: the command is repeated to the named server, over a separate *detour*.
 
-Always true: there is a connection to each server that has hash slots. If one of these servers can't
-be reached, the whole cluster counts as unusable, because nearly each batch has keys of all servers.
-The map of hash slots is read from one of the servers. After MOVED it is read again before the next
-commands.
+Always true: each server with slots has a connection. If one can't be reached, the cluster is
+unusable, as nearly each batch has keys of all. The map of slots is read from one server, and
+again after MOVED.
 """
 
 import binascii
@@ -42,8 +38,7 @@ T = TypeVar("T")
 
 
 class ClusterPipe:
-    """Connections to all servers of a Valkey or Redis cluster; see the module and `Pipe`. The
-    constructor connects, and raises StoreError."""
+    """See the module and `Pipe`. The constructor connects; raises StoreError."""
 
     keeps_order = False
     has_one_clock = False
@@ -53,15 +48,13 @@ class ClusterPipe:
         self._servers: dict[Address, ValkeyConnection] = {}
         self._detours: dict[Address, ValkeyConnection] = {}
         self._owners: list[Address] = []
-        # For each server: the number of its replicas.
         self._num_replicas: dict[Address, int] = {}
-        # For each hash slot, the index of its server in `_owners`; -1 without a server.
+        # Per hash slot, its server in `_owners`; -1 without one.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
-        # True if a reply to the last commands was a redirect.
+        # A reply to the last commands was a redirect.
         self._is_redirected = False
-        # Commands whose replies were not read yet, each with the connection on which it was sent,
-        # or None if no server has the command's hash slot.
+        # Commands without a read reply, and their connection; None without a server.
         self._sent: deque[tuple[Command, ValkeyConnection | None]] = deque()
         try:
             self._find(until_s)
@@ -78,16 +71,13 @@ class ClusterPipe:
 
     @property
     def moved_s(self) -> float:
-        """The time at which bytes last moved; see `Pipe.moved_s`."""
         connections = [*self._servers.values(), *self._detours.values()]
         return max((one.moved_s for one in connections), default=0.0)
 
     def is_fresh(self) -> bool:
-        """Returns False if a connection has ended; see `Pipe.is_fresh`."""
         return all(one.is_fresh() for one in (*self._servers.values(), *self._detours.values()))
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
-        """Sends commands; see `Pipe.send`."""
         assert not self._sent, "replies were not read"
         if self._is_outdated:
             self._learn(next(iter(self._servers.values())), until_s)
@@ -105,25 +95,19 @@ class ClusterPipe:
             self._servers[owner].send(its, until_s)
 
     def next(self, until_s: float) -> Reply:
-        """Returns the next reply; see `Pipe.next`."""
         return self._receive(lambda connection: connection.next(until_s), until_s)
 
     def value(self, head: memoryview, place: Place, until_s: float) -> bool | ErrorReply | None:
-        """Reads the next reply as the value of a key; see `Pipe.value`."""
         return self._receive(lambda connection: connection.value(head, place, until_s), until_s)
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
-        """Returns False if a failover could lose the last write of a key; see
-        `Pipe.outlives_failover`. Raises UnusableError if this user may not use CLUSTER SLOTS or
-        WAIT."""
+        """Raises UnusableError if the user may not use CLUSTER SLOTS or WAIT."""
         slot = slot_of(key)
         owner = self._owners[self._owner_of[slot]]
-        # Read the map of hash slots again, because a replica may have joined.
+        # A replica may have joined.
         self._learn(self._servers[owner], until_s)
         if self._is_redirected:
-            # The write was sent on another connection, after a redirect. WAIT would not cover it,
-            # because WAIT covers only writes on its own connection. So return True only if there is
-            # no replica at all.
+            # WAIT covers only its own connection, not a redirected write.
             return not any(self._num_replicas.values())
         if self._owner_of[slot] < 0 or self._owners[self._owner_of[slot]] != owner:
             return False
@@ -135,18 +119,14 @@ class ClusterPipe:
         return isinstance(reply, int) and reply > 0
 
     def close(self) -> None:
-        """Closes all connections; see `Pipe.close`."""
         for one in (*self._servers.values(), *self._detours.values()):
             one.close()
 
     def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
-        """Returns the reply to the oldest command whose reply was not read yet. If the reply is a
-        redirect (MOVED, ASK), sends the command to the server that the redirect names, and reads
-        the reply of that server. Returns an error with the code INCOMPLETE if the cluster can't
-        execute the command: no server has the command's hash slot, or the last reply is an error
-        with one of INCOMPLETE_CODES, such as CLUSTERDOWN.
+        """The oldest outstanding reply, after redirects. ErrorReply INCOMPLETE if the cluster can't
+        execute the command.
 
-        `read`: reads and returns the next reply of the connection that it is given.
+        `read`: reads a connection's next reply.
         """
         sent, connection = self._sent.popleft()
         if connection is None:
@@ -173,12 +153,9 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Reads the map of hash slots from the first usable server in the settings. A server is
-        usable if it answers, knows servers with hash slots, and names only servers that can be
-        reached. (The map of a server that is cut off from the cluster may be out of date.) Each
-        server gets an equal share of the remaining time, so that the next server is tried even if a
-        server hangs. If all servers fail, raises the UnusableError of one of them. If no server has
-        raised an UnusableError, raises the error of the last server."""
+        """Reads the map from the first server of the settings that answers and names reachable
+        servers. (One cut off from the cluster may have an old map.) Each server gets an equal
+        share of the time left. Raises an UnusableError, if any, else the last error."""
         failed: StoreError | None = None
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds):
@@ -197,9 +174,8 @@ class ClusterPipe:
             raise failed
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
-        """Reads the map of hash slots from the server `teller`. Connects to servers that are new in
-        the map. Closes all detours (connections for redirected commands), and the connections to
-        servers that have no slots any more."""
+        """Reads the map from `teller`, connects to new servers, and closes detours and servers
+        without slots."""
         (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
         if isinstance(reply, ErrorReply):
             raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")
@@ -223,8 +199,7 @@ class ClusterPipe:
         self._num_replicas = num_replicas
 
     def _connected(self, address: Address, until_s: float) -> ValkeyConnection:
-        """Connects to a server that has hash slots. Raises UnusableError if the server can't be
-        reached."""
+        """Raises UnusableError if it can't be reached."""
         try:
             return ValkeyConnection(self._settings, address, until_s)
         except LostError as error:
@@ -235,8 +210,7 @@ class ClusterPipe:
 
 
 def slot_of(key: bytes) -> int:
-    """Returns the hash slot of a key. If the key contains {…}, only the bytes between the first
-    braces are hashed, unless there is no byte between them."""
+    """Hashes only what is between a key's first braces, if there is a byte."""
     begin = key.find(b"{")
     end = key.find(b"}", begin + 1)
     tag = key[begin + 1 : end] if begin >= 0 and end > begin + 1 else key
@@ -244,8 +218,7 @@ def slot_of(key: bytes) -> int:
 
 
 def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
-    """Returns the server to which a reply redirects: `MOVED slot host:port` or `ASK slot
-    host:port`. `asked`: connection to the server that has sent the reply."""
+    """The server in `MOVED slot host:port` or `ASK slot host:port`."""
     host, _, port = reply.text.rpartition(b" ")[2].rpartition(b":")
     if not port.isdigit() or len(port) > 5:
         raise LostError("redirects to what is no server")
@@ -253,9 +226,7 @@ def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
 
 
 def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
-    """Parses a member of the reply to CLUSTER SLOTS, which describes a range of hash slots. Returns
-    the first and the last hash slot of the range, and the server that has the range. `teller`:
-    connection to the server that has sent the reply."""
+    """First and last slot, and their server, of a member of CLUSTER SLOTS."""
     first, last, primary, *_ = [*_list(part), None, None, None]
     host, port, *_ = [*_list(primary), None, None]
     numbers = [one for one in (first, last, port) if isinstance(one, int)]
@@ -265,8 +236,7 @@ def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
 
 
 def _address(host: Reply, port: int, teller: ValkeyConnection) -> Address:
-    """Returns the address of a server in a reply. An empty or missing host means the host of
-    `teller`, the server that has sent the reply."""
+    """Without a host: that of `teller`."""
     if isinstance(host, bytes) and host:
         return host.decode("ascii", "replace"), port
     assert teller.address is not None, "a server of a cluster is reached over TCP"

@@ -1,24 +1,20 @@
-"""Translates error codes of a Valkey or Redis server into messages that say how to make the server
-usable. The code of an error reply is its first word.
-
-Always true: messages contain no secrets. They never quote replies to AUTH and HELLO, because a
-server that does not know such a command repeats its arguments (a password) in the reply.
+"""Messages that say how to make a server usable, by error code: an error's first word. Always
+true: they have no secrets, so they never quote replies to AUTH and HELLO, which may repeat a
+password.
 """
 
 from hotkv_server.tiers.remote.client import RefusedError, StoreError, UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
-"""Codes with which a server refuses writes, but still executes reads."""
+"""The server refuses writes, but not reads."""
 NO_WRITE_CODES = (*FULL_CODES, "NOPERM")
-"""Codes that a write gets although hotkv's user may read."""
+"""A write may get these although the user may read."""
 INCOMPLETE = "INCOMPLETE"
-"""An error code of hotkv, not of Valkey. It means that a cluster can't serve a key: a server
-answers with one of INCOMPLETE_CODES, or no server has the hash slot of the key."""
+"""Our own: a cluster can't serve a key."""
 INCOMPLETE_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN")
-"""Codes with which only servers of a cluster answer. If the settings name a single server, such an
-answer means that the server belongs to a cluster."""
+"""Only servers of a cluster answer with these."""
 STANDALONE = "STANDALONE"
-"""A code of hotkv, not of Valkey: the settings name a cluster, but the server belongs to none."""
+"""Our own: no cluster, though the settings name one."""
 _CLUSTER = "is a cluster: set cluster = true"
 _UNUSABLE = {
     "LOADING": "still loads its data",
@@ -38,9 +34,8 @@ _UNUSABLE = {
 
 
 def unusable(code: str, *, is_write: bool = False) -> StoreError | None:
-    """Returns the error to raise if `code` means that the whole server is unusable. Returns None if
-    it means only that one command has failed. `is_write`: True if the code answers a write; if the
-    user lacks only the right to write, returns a RefusedError."""
+    """The error if `code` makes the whole server unusable, else None; a RefusedError if only
+    writes are forbidden."""
     if is_write and code == "NOPERM":
         return RefusedError(f"refuses writes, so it only serves reads: it {_UNUSABLE[code]}")
     words = _UNUSABLE.get(code)
@@ -48,19 +43,15 @@ def unusable(code: str, *, is_write: bool = False) -> StoreError | None:
 
 
 class Errors:
-    """Collects the error codes in the replies to a batch of commands. Keeps the first code which
-    means that the whole server is unusable."""
+    """Keeps a batch's first code that makes the server unusable."""
 
     def __init__(self) -> None:
         self._first = ""
 
     def add(self, code: str) -> None:
-        """Adds the code of an error reply."""
         self._first = self._first or (code if code in _UNUSABLE else "")
 
     def check(self, *, is_write: bool = False) -> None:
-        """Raises a StoreError if one of the added codes means that the whole server is unusable.
-        Called after the last reply was read. `is_write`: True if the replies answer writes; if
-        hotkv's user lacks only the right to write, the error is a RefusedError."""
+        """To be called after the last reply. Raises as `unusable` says."""
         if error := unusable(self._first, is_write=is_write):
             raise error

@@ -1,9 +1,7 @@
-"""Encodes commands and parses replies of RESP, the protocol of Redis and Valkey, in versions 2 and
-3.
+"""RESP, the protocol of Redis and Valkey, versions 2 and 3.
 
-Always true: `Replies` reads a reply exactly to its last byte, or raises. After an exception the
-connection must be closed. `Replies` reads the value of a block directly into the caller's memory,
-and checks all sizes that a server sends against limits.
+Always true: `Replies` reads a reply to its last byte, or raises; then close the connection. It
+reads block values into the caller's memory, and bounds all sizes that a server sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,33 +11,28 @@ from typing import NamedTuple, Protocol, TypeAlias
 from hotkv_server.tiers.remote.client import LostError, quoted
 
 MAX_LINE_BYTES = 4096
-"""Longest line in a reply."""
 MAX_REPLY_BYTES = 1 << 16
-"""Longest string in a reply, in bytes, except values of blocks."""
+"""Of a string, except block values."""
 MAX_SKIPPED_BYTES = 64 << 20
-"""Longest string that the reader skips, in bytes. To skip more would take longer than to connect
-again."""
+"""Skipping more would take longer than a new connection."""
 MAX_ITEMS = 1 << 14
-"""Most members of an array, map or set: the number of hash slots of a cluster."""
+"""Of an array, map or set: as many as a cluster has hash slots."""
 MAX_DEPTH = 8
-"""Most levels of arrays within arrays in a reply."""
+"""Of nested arrays."""
 BUFFER_BYTES = 1 << 14
-"""Size of the buffer for received bytes that are not parsed yet."""
+"""For received bytes that are not parsed yet."""
 BESIDE_VALUE_BYTES = 128
-"""Number of bytes that are received beyond the end of a value: the line end of the value and the
-beginning of the next reply. So a value needs only one system call. To copy so few bytes costs
-little."""
+"""Received beyond a value, its line end and more, so that it takes one system call. So few are
+cheap to copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error reply of the server."""
-
     text: bytes
 
     @property
     def code(self) -> str:
-        """The first word of the error, such as OOM."""
+        """First word, such as OOM."""
         return self.text.split(b" ", 1)[0].decode("ascii", "replace")
 
 
@@ -47,50 +40,43 @@ Reply: TypeAlias = (
     "bool | int | float | bytes | ErrorReply | list[Reply] | dict[bytes, Reply] | None"
 )
 Place: TypeAlias = Callable[[int], "memoryview | None"]
-"""Chooses the memory for a value. `Replies.value` calls it with the length of the whole value, when
-it has read the value's first bytes (the head). It returns the memory to which the rest of the value
-is written, of exactly the rest's size; None to skip the rest."""
+"""See `Replies.value`."""
 
 
 class ReplySource(Protocol):
-    """A source of bytes for `Replies`, such as `ValkeyStream`."""
+    """Bytes for `Replies`."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Waits until bytes have arrived, and writes them to the buffers, in order. Returns their
-        number: at least 1, and perhaps fewer than the buffers can take."""
+        """Waits for bytes and fills the buffers in order. Returns their number: at least 1,
+        perhaps fewer than fit."""
 
 
 def command(*words: bytes) -> bytes:
-    """Returns the RESP bytes of a command. `words`: its name and its arguments."""
+    """RESP of a command."""
     return b"".join(
         (b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
     )
 
 
 class Command(NamedTuple):
-    """A command about a key.
-
-    `key`: decides to which server of a cluster the command is sent.
-    `pieces`: buffers with the RESP bytes of the command, in order.
-    """
+    """`key` decides on the cluster's server; `pieces` are its RESP."""
 
     key: bytes
     pieces: tuple[bytes | memoryview, ...]
 
     @classmethod
     def of(cls, key: bytes, name: bytes, *words: bytes) -> "Command":
-        """Returns the command `name key words...`."""
         return cls(key, (command(name, key, *words),))
 
 
 class Replies:
-    """Reads replies from a source of bytes and parses them. Not thread-safe."""
+    """Not thread-safe. Methods raise LostError or LateError."""
 
     def __init__(self, source: ReplySource) -> None:
         self._source = source
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
-        # The range of the buffer with bytes that have arrived and are not parsed yet.
+        # Bytes that are not parsed yet.
         self._begin = self._end = 0
 
     def __repr__(self) -> str:
@@ -98,28 +84,23 @@ class Replies:
 
     @property
     def is_empty(self) -> bool:
-        """True if no received bytes are left to parse."""
         return self._begin == self._end
 
     def next(self, until_s: float) -> Reply:
-        """Waits for the next reply and returns it. Raises LostError or LateError."""
         while True:
             kind, rest = self._line(until_s, BUFFER_BYTES)
             reply = self._reply(kind, rest, until_s, 0)
-            # Skip pushes (>), which answer no command, and attributes (|), which describe the next
-            # reply.
+            # Pushes (>) answer no command; attributes (|) describe the next reply.
             if kind not in b">|":
                 return reply
 
     def value(self, head: memoryview, place: Place, until_s: float) -> "bool | ErrorReply | None":
-        """Reads the next reply, which must be a string, null or an error. Returns True for a string
-        that was written to memory, False for a string that was skipped, None for null, and an
-        ErrorReply for an error. Raises LostError or LateError.
+        """Reads a string to memory and returns True, or skips it and returns False. None for null,
+        or the error.
 
-        `head`: gets the first bytes of the string. A string that is shorter than `head` is
-            skipped.
-        `place`: called with the length of the string, once `head` is full. Returns the memory that
-            gets the rest of the string; None skips the rest.
+        `head`: gets the first bytes; shorter strings are skipped.
+        `place`: called with the length, once `head` is full; returns memory of the rest's size,
+            or None to skip it.
         """
         kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
         while kind in b">|":
@@ -177,7 +158,7 @@ class Replies:
         self._line_end(until_s)
         if kind == b"!":
             return ErrorReply(bytes(text))
-        # A verbatim string (=) begins with its format, such as "txt:".
+        # A verbatim string begins with its format, such as "txt:".
         return bytes(text[4:] if kind == b"=" else text)
 
     def _items(self, count: int, until_s: float, depth: int) -> "list[Reply]":
@@ -190,9 +171,7 @@ class Replies:
         return items
 
     def _line(self, until_s: float, ahead_bytes: int) -> tuple[bytes, bytes]:
-        """Reads the next line. Returns its first byte, which is the kind of reply, and the rest of
-        the line. `ahead_bytes`: most bytes to receive at a time; they may include bytes after the
-        line."""
+        """A line's first byte, the kind, and its rest. `ahead_bytes`: most to receive at once."""
         while True:
             begin, end = self._begin, self._bytes.find(b"\r\n", self._begin, self._end)
             if end > begin:
@@ -210,8 +189,7 @@ class Replies:
             raise LostError("sends a string that is longer than it says")
 
     def _take(self, into: memoryview, until_s: float) -> None:
-        """Fills `into` with the next bytes. Copies the bytes that are in the buffer already, and
-        receives the remaining bytes directly into `into`."""
+        """Fills `into` from the buffer, then directly."""
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at

@@ -1,8 +1,5 @@
-"""Translates a tier's calls into commands for a Valkey or Redis server, or for a cluster.
-
-Always true, in addition to the rules of `remote.client`: when a method returns, it has read all
-replies to its commands. So the next method reads only replies to its own commands.
-"""
+"""A tier's calls as commands for a server or cluster. Always true, beside `remote.client`: when
+a method returns, it has read all replies to its commands."""
 
 import time
 from collections.abc import Sequence
@@ -25,31 +22,19 @@ from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 
 # ------------------------------------------------------------------------------------- Time to live
 
-# The time to live of a block's value depends on the block's depth: the number of blocks before it
-# in its sequence.
 
 HALFWAY_BLOCKS = 64
-"""The depth (number of blocks before a block in its sequence) at which a block's time to live is
-3/4 of that of the sequence's first block. The limit for great depths is 1/2."""
+"""Depth with 3/4 of the first block's time to live; the limit is 1/2."""
 
 
 def ttl_ms(base_s: float, depth_blocks: int) -> int:
-    """Returns the time to live of a block, in milliseconds. It is `base_s` for the first block of a
-    sequence, and falls with the depth towards half of `base_s`.
+    """A block's time to live: `base_s` for a prompt's first, falling with depth to half.
 
-    A block is useful only while all blocks before it exist. A server with `maxmemory-policy
-    volatile-ttl` evicts the keys that expire first. Since the time to live falls with the depth,
-    the server evicts a sequence from its end, and its prefix stays whole. In a measurement, 124
-    blocks remained in a full server, and 109 of them were usable; under the policy `allkeys-lru`,
-    30 were usable.
-
-    The time to live falls steeply at first, because sequences share their first blocks. Then it
-    falls slowly, so that the end of a long sequence does not expire while memory is free. A block
-    may be stored later than the preceding blocks of its sequence. It still expires first, as long
-    as this delay is less than the difference of the times to live.
-
-    `base_s`: time to live of the first block of a sequence, in seconds.
-    `depth_blocks`: number of blocks before the block in its sequence.
+    With `maxmemory-policy volatile-ttl` the server evicts what expires first, so a prompt from
+    its end, as blocks are useful only after all before. Measured: of a full server's 124 blocks
+    109 were usable, with `allkeys-lru` 30. It falls steeply first, as prompts share their
+    beginnings, then slowly, so that long ends don't expire while memory is free. A block stored
+    later than its parent still expires first, if the delay is below the difference.
     """
     return max(1, int(base_s * 500 * (1 + HALFWAY_BLOCKS / (HALFWAY_BLOCKS + depth_blocks))))
 
@@ -58,18 +43,13 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
 
 
 class RespClient:
-    """A `Client` (connection of a tier to its store) for a Valkey or Redis server. Translates calls
-    into commands, and sends the commands over a `Pipe`; see the module."""
+    """A `Client` over a `Pipe`; see the module."""
 
     def __init__(
         self, pipe: Pipe, ttl_s: float, clock: generation_keys.StoreClock, unsafe: set[str]
     ) -> None:
-        """Takes ownership of the connection `pipe`: `close` closes `pipe`.
-
-        `ttl_s`: time to live of the first block of a sequence, in seconds.
-        `clock`: detects restarts of the server; shared by all clients of the tier.
-        `unsafe`: the key spaces whose raised generation (number that each flush raises) no replica
-            had received; shared by all clients of the tier.
+        """Owns `pipe`. `ttl_s`: of a prompt's first block. The tier's clients share `clock` and
+        `unsafe`: key spaces whose raised generation no replica had.
         """
         self._pipe = pipe
         self._clock = clock
@@ -83,17 +63,14 @@ class RespClient:
 
     @property
     def moved_s(self) -> float:
-        """The time at which bytes last moved; see `Client.moved_s`."""
         return self._pipe.moved_s
 
     def is_fresh(self) -> bool:
-        """Returns False if the connection has ended; see `Client.is_fresh`."""
         return self._pipe.is_fresh()
 
     def probe(
         self, keys: Sequence[bytes], expected: Generations, codes: Codes, until_s: float
     ) -> Generations:
-        """Asks the store which keys exist; see `Client.probe`."""
         self._send_before_generations(
             [Command.of(key, b"EXISTS") for key in keys], expected, until_s
         )
@@ -120,11 +97,9 @@ class RespClient:
         codes: Codes,
         until_s: float,
     ) -> Generations:
-        """Reads blocks into their slots; see `Client.read`."""
         self._send_before_generations([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Collect the codes in a copy. The caller's codes are set only after the generations
-        # (numbers that each flush raises) were checked.
+        # A copy, until the generations were checked.
         settled = codes.copy()
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
@@ -132,8 +107,7 @@ class RespClient:
         if changed:
             return changed
         codes[:] = settled
-        # Delete damaged values before this call ends: afterwards another call may write the block
-        # again, and the new value must not be deleted.
+        # Before this call ends: another may then write the block again.
         self.forget([keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist()], until_s)
         return changed
 
@@ -145,7 +119,6 @@ class RespClient:
         codes: Codes,
         until_s: float,
     ) -> None:
-        """Writes blocks under their keys; see `Client.write`."""
         commands = []
         for key, slot, depth in zip(keys, slots, depths, strict=True):
             head = values.head(key, slot)
@@ -173,7 +146,6 @@ class RespClient:
         errors.check(is_write=True)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Deletes the values of the keys; see `Client.forget`."""
         if not keys:
             return
         for reply in self._ask([Command.of(key, b"UNLINK") for key in keys], until_s):
@@ -181,11 +153,9 @@ class RespClient:
                 raise LostError(f"answers UNLINK with {_shown(reply)}")
 
     def generations(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the generations of key spaces; see `Client.generations`."""
         info = self._info(until_s)
         replies = self._ask([generation_keys.get(name) for name in fingerprints], until_s)
-        # Leave out a key space whose value for the generation (number that each flush raises) is
-        # not a number, so that the other key spaces stay usable.
+        # Omit what is no number, so that other key spaces stay usable.
         found = dict(zip(fingerprints, map(generation_keys.parsed_or_none, replies), strict=True))
         missing = [name for name, generation in found.items() if generation == NO_GENERATION]
         begins = [generation_keys.begin(name, generation_keys.now_us(info)) for name in missing]
@@ -204,12 +174,9 @@ class RespClient:
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the generation (number that each flush raises) of a key space (a model in a
-        configuration), which flushes its blocks in the store; see `Client.raise_generation`."""
         if is_retry and fingerprint in self._unsafe:
-            # Each raise of the generation (the number that each flush raises) makes all nodes flush
-            # the key space. So do not raise it again before a replica has received the last raise.
-            # Adding 0 is a write for which WAIT can wait.
+            # A raise makes all nodes flush: no new one before a replica has the last. Adding 0
+            # is a write for which WAIT can wait.
             now_us = generation_keys.now_us(self._info(until_s))
             commands = [
                 generation_keys.begin(fingerprint, now_us),
@@ -237,29 +204,25 @@ class RespClient:
                 return NO_GENERATION
             if isinstance(reply, ErrorReply) and (error := unusable(reply.code, is_write=True)):
                 raise error
-            # A lower number means that the server has lost the generation (number that each flush
-            # raises) after the GET, so that INCRBY began at 0. Then try again.
+            # Lower: the server lost the generation after the GET. Try again.
             if (generation := generation_keys.parsed(reply)) >= wanted:
                 self._check_replica(fingerprint, until_s)
                 return generation
         raise LostError("loses a generation again and again")
 
     def _check_replica(self, fingerprint: str, until_s: float) -> None:
-        """Raises LostError unless a replica has received the key space's new generation (a number
-        that each flush raises). Otherwise a failover to the replica could bring back the old
-        generation."""
+        """Raises LostError without a replica that has the new generation: a failover could bring
+        back the old one."""
         self._unsafe.add(fingerprint)
         if not self._pipe.outlives_failover(generation_keys.generation_key(fingerprint), until_s):
             raise LostError("has no replica that has the generation of a key space")
         self._unsafe.discard(fingerprint)
 
     def close(self) -> None:
-        """Closes the connection; see `Client.close`."""
         self._pipe.close()
 
     def _info(self, until_s: float) -> Reply:
-        """Returns the server's reply to INFO. Returns None for a cluster, and if the server has
-        refused an earlier INFO."""
+        """INFO's reply; None for a cluster, or if refused before."""
         if not self._says_info:
             return None
         (reply,) = self._ask([generation_keys.INFO_SERVER], until_s)
@@ -269,12 +232,8 @@ class RespClient:
     def _send_before_generations(
         self, commands: Sequence[Command], expected: Generations, until_s: float
     ) -> None:
-        """Sends commands for blocks, and after them a GET for each expected generation (number that
-        each flush raises). `_changed` reads the replies to these GETs. The module
-        `valkey.generations` explains the order.
-
-        In a cluster, sends only the commands for blocks; `_changed` then sends the GETs.
-        """
+        """Sends block commands, then GETs of generations, which `_changed` reads; in a cluster
+        `_changed` sends them. Why: `valkey.generation_keys`."""
         asked = [generation_keys.get(name) for name in expected] if self._pipe.keeps_order else []
         self._pipe.send([*commands, *asked], until_s)
 
@@ -306,8 +265,7 @@ class RespClient:
         replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
         now = {name: generation_keys.parsed(reply) for name, reply in replies.items()}
-        # NO_GENERATION (the store has no generation, the number that each flush raises) counts as
-        # changed even if it was expected: without a generation no block may be used.
+        # NO_GENERATION counts as changed even if expected: no block may then be used.
         return {name: at for name, at in now.items() if at != expected[name] or at == NO_GENERATION}
 
 

@@ -1,10 +1,8 @@
-"""A stream of bytes to and from a server, over a Unix socket, TCP or TLS. Each operation has a time
-limit, `until_s` (a time of time.monotonic).
+"""Bytes to and from a server, over a Unix socket, TCP or TLS. Each operation has a time limit,
+`until_s`.
 
-Always true: `send` and `receive` move bytes between the socket and the caller's memory without a
-copy. They end at their time limit, and don't touch a buffer afterwards. They raise LostError or
-LateError. Only the lookup of a host name may take longer than the limit: as long as the resolver
-allows.
+Always true: `send` and `receive` copy nothing, end at their limit, don't touch a buffer
+afterwards, and raise LostError or LateError. Only a host name's lookup may take longer.
 """
 
 import os
@@ -19,19 +17,15 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024
-"""Most buffers that one call of sendmsg accepts: IOV_MAX of Linux."""
+"""Most buffers of a sendmsg: Linux's IOV_MAX."""
 TLS_BYTES = 64 << 10
-"""Most bytes that one call sends over TLS. Such a call returns only when all its bytes are sent, so
-`ValkeyStream.moved_s` changes only then."""
+"""Most bytes of a call over TLS, which returns only when all are sent; `moved_s` changes only
+then."""
 
 
 class ValkeyStream:
-    """A socket that is connected to a Valkey or Redis server, and whose operations have time
-    limits; see the module. Not thread-safe.
-
-    `moved_s`: when bytes were last sent or received, a time of time.monotonic. Readable from any
-        thread.
-    """
+    """See the module. Not thread-safe. `moved_s`: when bytes last moved; readable from any
+    thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.moved_s = time.monotonic()
@@ -42,7 +36,7 @@ class ValkeyStream:
         return f"ValkeyStream(fd={self._socket.fileno()}{', tls' if self._is_tls else ''})"
 
     def send(self, pieces: Sequence[bytes | memoryview], until_s: float) -> None:
-        """Sends all pieces in order. A memoryview must have items of one byte."""
+        """Memoryviews must have items of one byte."""
         left = [memoryview(piece) for piece in pieces if len(piece)]
         at = 0
         while at < len(left):
@@ -62,8 +56,7 @@ class ValkeyStream:
                 left[at] = left[at][sent:]
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Waits until bytes have arrived, and writes them to the buffers, in order. Returns their
-        number: at least 1, and perhaps fewer than the buffers can take."""
+        """See `ReplySource.receive`."""
         self._limit(until_s)
         try:
             if self._is_tls:
@@ -78,14 +71,12 @@ class ValkeyStream:
         return count
 
     def is_quiet(self) -> bool:
-        """Returns False if there are bytes to read, or if the server has closed the connection. If
-        no reply is expected, both mean an error."""
+        """False if there are bytes, or the server has closed: an error if no reply is expected."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close()
 
     def _limit(self, until_s: float) -> None:
@@ -98,14 +89,10 @@ class ValkeyStream:
 def connect(
     settings: ValkeySettings, address: tuple[str, int] | None, until_s: float
 ) -> ValkeyStream:
-    """Connects to a server. Raises LostError or LateError if that fails, and UnusableError if a
-    TLS file of the settings is unusable.
-
-    `address`: host and port; None for the Unix socket of the settings.
-    """
+    """Raises LostError, LateError, or UnusableError for a bad TLS file. `address`: None for the
+    Unix socket."""
     left_s = max(until_s - time.monotonic(), 1e-3)
-    # Make the context before connecting, so that an error in local files does not look like an
-    # error of the server.
+    # First, so that a local file's error does not look like the server's.
     context = _tls_context(settings) if settings.tls else None
     try:
         if address is None:
@@ -142,8 +129,7 @@ def _tls_context(settings: ValkeySettings) -> ssl.SSLContext:
             named = f"cert_file {settings.cert_file} and key_file {settings.key_file}"
             check_secret(settings.key_file)
             check_public(settings.cert_file)
-            # Pass an empty password: if the key is encrypted, OpenSSL would otherwise ask for the
-            # password on the terminal.
+            # OpenSSL would else ask for an encrypted key's password on the terminal.
             context.load_cert_chain(settings.cert_file, settings.key_file, password=lambda: "")
     except (OSError, UnsafeError) as error:
         reason = str(error) if isinstance(error, UnsafeError) else _reason(error)
@@ -164,7 +150,7 @@ def _words(error: OSError) -> LostError | LateError:
 def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "TLS error"
-    # The codes of resolver errors are not errno values.
+    # Resolver errors have no errno.
     if isinstance(error, socket.gaierror) or not error.errno:
         return error.strerror or type(error).__name__
     return os.strerror(error.errno)

@@ -1,4 +1,4 @@
-"""The tier in a Valkey or Redis server, or in a cluster of such servers: `ValkeyTier`."""
+"""The tier in a Valkey or Redis server or cluster."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,7 @@ from hotkv_server.tiers.valkey.resp_client import RespClient
 
 
 class ValkeyTier(RemoteTier):
-    """A tier in a Valkey or Redis server or cluster; see `RemoteTier`.
-
-    `on_generation`: called with a key space's fingerprint and its generation in the store (a number
-        that each flush raises), if a call has expected another generation.
-    `staged`: staging memory for encoded (compressed) blocks; None if the tier does not encode
-        blocks.
-    """
+    """See `RemoteTier`."""
 
     def __init__(
         self,
@@ -51,8 +45,7 @@ class ValkeyTier(RemoteTier):
             f"valkey at {settings.address}",
             limits,
             encoding(connect, staged),
-            # Over a slow line large blocks take long. One connection never writes, so that lookups
-            # don't wait until blocks are copied.
+            # One connection never writes: over a slow line, lookups would wait for large blocks.
             num_writers=max(1, settings.connections - 1),
         )
         super().__init__(facts, arena, workers, on_generation=on_generation, staged=staged)
