@@ -1,7 +1,7 @@
 """Feeds: queues through which the node sends events to clients that stream them.
 
 Always true: a feed is bounded in bytes. A slow reader loses the newest items, and is told how
-many. The node never waits for a reader.
+many; the node never waits for it.
 """
 
 import asyncio
@@ -38,11 +38,10 @@ class Feed(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T) -> bool:
-        """Returns False for an item that is dropped because the feed is full. An empty feed takes
-        any size.
+        """False for an item that is dropped because the feed is full. An empty feed takes any size.
 
-        After a drop, all further items are dropped until the reader has learned of the loss: a
-        slow reader's queue might never become empty otherwise, and the loss never be reported.
+        After a drop, all further items are dropped until the reader has learned of it: a slow
+        reader's queue might never become empty otherwise, and the loss never be reported.
         """
         num_bytes = item.num_bytes + ITEM_BYTES
         has_room = not self._items or self._num_bytes + num_bytes <= FEED_BYTES

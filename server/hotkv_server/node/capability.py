@@ -1,8 +1,7 @@
 """The interface between the node and its capabilities.
 
-The node calls each capability at events, and asks each for figures and gRPC calls. Capabilities
-do not know each other: a protocol here describes what one needs of another, and the node
-connects the two. Methods run on the event loop and wait neither for files nor for other
+Capabilities do not know each other: a protocol here describes what one needs of another, and the
+node connects the two. Methods run on the event loop and wait neither for files nor for other
 machines, unless they say otherwise.
 """
 
@@ -118,8 +117,6 @@ class TierHolding:
 
 
 class Flushes(Protocol):
-    """Flushes key spaces, on this node and in shared stores."""
-
     def may_serve(self, key_space_id: int) -> bool:
         """True if all blocks of the key space in host memory are certainly younger than its last
         flush on any node."""
@@ -165,7 +162,7 @@ class Lookups(Protocol):
 
 
 class FlushHere(Protocol):
-    """Flushes on this node only. Returns the number of removed blocks."""
+    """Flushes on this node only; the number of removed blocks."""
 
     def __call__(self, key_space_id: int, *, elsewhere: bool) -> Awaitable[int]:
         """`elsewhere`: another node has requested it."""
@@ -193,8 +190,7 @@ class BlocksBelow(Protocol):
         on_flushed: Callable[[int], None],
     ) -> None:
         """tell: called when blocks may have been evicted or condemned.
-        on_flushed: called with a key space that another node has flushed and that has no block
-            here.
+        on_flushed: called with a key space that another node has flushed, without blocks here.
         """
 
     def trace(self, tracing: "Tracer") -> None: ...
@@ -314,8 +310,8 @@ class Capability:
     def key_space_added(
         self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
     ) -> None:
-        """At registration, and at the start for each restored key space. `model_names`: by which
-        requests address the model; empty without a session."""
+        """Also at the start, for each restored one. `model_names`: by which requests address the
+        model; empty without a session."""
 
     def model_named(self, number: int, name: str) -> None:
         """Once for each new name of a known key space's model."""
@@ -331,7 +327,7 @@ class Capability:
     ) -> None:
         """After a store, with all blocks that it named.
 
-        contents: token ids of each run; empty if the engine sent none.
+        contents: token ids of each run; may be empty.
         results: `BlockResult` values, an array for each run.
         """
 
@@ -385,11 +381,11 @@ class Capability:
 
     def tiers(self) -> Iterable[Figures]:
         """A row for each tier below host memory, in lookup order: `name`, `capacity_byte_count`,
-        and perhaps `activity`."""
+        `activity`."""
         return ()
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:
-        """Columns for the list of sessions, by session number; 0 if missing."""
+        """Columns for the list of sessions, by session number."""
         return {}
 
     def counters(self) -> Mapping[str, float]:
@@ -406,7 +402,6 @@ class Capability:
     # Offers to the rest of the server
 
     def services(self, edge: Any) -> Iterable[Service]:
-        """`edge`: a `wire.edge.Edge`."""
         return ()
 
     def session_calls(self) -> Mapping[str, SessionCall]:

@@ -62,10 +62,7 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
 
 
 async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """Runs a generator in slices, and returns its result.
-
-    after_slice: called before other tasks run, also if the generator raises.
-    """
+    """after_slice: called before other tasks run, also if the generator raises."""
     while True:
         ends_s = time.perf_counter() + SLICE_S
         try:
@@ -84,12 +81,12 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 #
 # A timer is due every TICK_S; when it is late, all callbacks are. While it is late by more than
 # HELD_S, a thread looks again and again which function of hotkv the loop runs; the one seen for
-# most of the delay held it. Figures cover the last WINDOW_S.
+# most of the delay held it.
 #
 # The thread reads stacks as faulthandler writes them, in one native call. It must not follow
 # `f_back` of a running thread's frame: that thread frees the frames that are read next.
 #
-# While no delay is longer than QUIET_LAG_S, the timer is due only every QUIET_TICK_S, to use little
+# While no delay is longer than QUIET_LAG_S, the timer is due only every QUIET_TICK_S, to save
 # processor time; a delay then counts once for each TICK_S in it.
 #
 # If the loop hangs, the thread logs all stacks once, after HUNG_S. If native code holds the GIL,
@@ -116,7 +113,8 @@ class Lag:
 
     held_by: function of hotkv that ran for most of the longest recorded delay; may be empty. The
         function that runs the loop stands for native code, or a process without processor time.
-        A coroutine, if the process has over 100 threads.
+        Over 100
+    threads: a coroutine.
     """
 
     p50_s: float

@@ -1,9 +1,9 @@
-"""Growth of the arena: after the start its memory is prefaulted in the background, while stores may
-wait for it.
+"""Growth of the arena: after the start, its memory is prefaulted in the background, while stores
+may wait for it.
 
-Always true: a store waits at most PATIENCE_S, and only while the arena grows; then it may evict,
-as if the arena were full. Stores continue in order of arrival. After a wait in vain none waits
-for PATIENCE_S, because later calls of the store's session wait with it. On the event loop only.
+Always true: a store waits at most PATIENCE_S, and only while the arena grows; then it may evict.
+Stores continue in order of arrival. After a wait in vain none waits for PATIENCE_S, because
+later calls of its session wait with it. On the event loop only.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Run
 
 PATIENCE_S = 2.0
-"""A growing arena gets a piece of memory every few hundredths of a second."""
+"""A growing arena gets memory every few hundredths of a second."""
 
 
 class ArenaGrowth:
@@ -38,14 +38,14 @@ class ArenaGrowth:
         self._grown = asyncio.Event()
 
     async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        """Waits, at most PATIENCE_S, until the missing blocks of `runs` have room without an
-        eviction. True if it waited, so that other tasks have run."""
+        """Waits until the missing blocks of `runs` have room without an eviction. True if it
+        waited, so that other tasks have run."""
         if time.monotonic() < self._wait_from_s or self._has_room(key_space_id, runs):
             return False
         waiting = asyncio.create_task(self._wait(key_space_id, runs))
         try:
             # Not `wait_for`: before Python 3.12 it ignores a cancellation if `waiting` has just
-            # ended, and a session that is being closed would read further requests.
+            # ended, and a closing session would read further requests.
             await asyncio.wait((waiting,), timeout=PATIENCE_S)
         finally:
             has_waited_in_vain = waiting.cancel()

@@ -1,12 +1,9 @@
 """Watches every loop and thread of the server by name.
 
-`turns` starts a loop of turns, `run` other work; both watch the task, so that none is left
-unwatched by mistake.
-
 Always true: a dead part stays a problem, a stuck one is a problem until it continues. With a
 problem, the server reports that it does not serve, and systemd's watchdog gets no signal. When
 an invariant of the core breaks, the server grants no lease, stores no block, and the process
-ends. The next server checks its files when it restores the blocks. On the event loop only.
+ends; the next server checks the files as it restores them. On the event loop only.
 """
 
 import asyncio
@@ -29,7 +26,7 @@ log = logging.getLogger(__name__)
 CHECK_S = 0.5
 STALLED_S = 10.0
 WAKE_S = 0.002
-"""Shortest pause of a loop with a `wake` event, to do work in short succession in one turn."""
+"""Shortest pause of a loop with a `wake` event: work in short succession is done in one turn."""
 MAX_STORIES = 8
 BOOKS = (
     "hotkv_server.cache",
@@ -93,7 +90,7 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Watches a part from now on; arguments as in `Sign`."""
+        """Arguments as in `Sign`."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
@@ -107,7 +104,7 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
-        """Watches `work` as a task; at any end, also by a cancellation, it counts as dead."""
+        """At any end of `work`, also by a cancellation, it counts as dead."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -126,8 +123,8 @@ class Health:
 
         wake: ends a pause early, but not before WAKE_S. Cleared before each turn.
 
-        A turn longer than `limit_s` is stuck, so it must wait for nothing that may hang. The
-        watch ends if the task returns; a task that raises or is cancelled is dead.
+        A turn must wait for nothing that may hang. The watch ends if the task returns; a task
+        that raises or is cancelled is dead.
         """
         task = asyncio.current_task()
         assert task is not None, "only a task has turns"
@@ -161,7 +158,7 @@ class Health:
             begun_s = 0.0
 
     def knows(self, task: "asyncio.Task[Any]") -> bool:
-        """True if the task is watched and has not ended."""
+        """True while a watched task runs."""
         return task in self._tasks
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:

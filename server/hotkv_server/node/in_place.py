@@ -1,8 +1,8 @@
 """Reading in place: a client reads leased blocks through its own mapping of the arena.
 
 Always true: a client learns the offset of a restored block only after its bytes have matched its
-checksum. The call that asks for offsets compares first, on a thread; a block that does not match
-is condemned and not granted. Calls for the same lease share one comparison.
+checksum, which the call for offsets compares first, on a thread. A block that does not match is
+condemned and not granted. Calls for the same lease share one comparison.
 """
 
 import asyncio

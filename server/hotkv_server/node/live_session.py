@@ -100,7 +100,7 @@ class SessionMemory:
                 raise _given_back(handle_id)
 
     def close(self) -> None:
-        """Blocks: may have to wait for a device, or for the kernel if the engine has died."""
+        """Blocks: waits for a device, or for the kernel if the engine has died."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -153,8 +153,7 @@ def _opened(
 
 
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
-    """A copy beyond the end of an allocation would make the device unusable for this process.
-    Raises ValueError."""
+    """Raises ValueError: a copy beyond its end would make the device unusable for this process."""
     end = handle.base_offset_bytes + handle.num_bytes
     if allocation.num_bytes is not None and end > allocation.num_bytes:
         raise ValueError(
@@ -173,12 +172,12 @@ def open_session_memory(
     tenant: str = "",
     is_over: Callable[[], bool] = lambda: False,
 ) -> SessionMemory:
-    """Maps a layout's files, fills their page tables, and opens its device allocations and the
-    offered marks. Blocks. Raises INVALID_LAYOUT.
+    """Maps a layout's files, fills their page tables, opens device allocations and the offered
+    marks. Blocks. Raises INVALID_LAYOUT.
 
     fds: by handle id; closed here, also if this raises.
     on_cut: called in any thread when the client has truncated a file (`FileMapping`).
-    is_over: True once the session has ended; then raises UNKNOWN_SESSION soon.
+    is_over: True once the session has ended; then raises UNKNOWN_SESSION.
     """
     memory = SessionMemory(layout, devices)
     try:
@@ -222,8 +221,8 @@ def open_session_memory(
     return memory
 
 
-# A live session. Always true: its queue of notices is bounded. A client that does not read them
-# loses its session; other sessions never wait for it.
+# A live session's queue of notices is bounded. A client that does not read them loses its
+# session; others never wait for it.
 
 
 OUTBOX_MESSAGES = 4096
@@ -274,15 +273,14 @@ class LiveSession:
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
     hears_evictions: bool = True
-    """Gets eviction notices."""
     closing: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """A `closing` session has released its memory and leases."""
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """What the client gets over its link: descriptors of arena and block table, and the position
-    of the validity words."""
+    """What the client gets over its link: descriptors of arena and block table, place of the
+    validity words."""
     knows_tiers: bool = False
     """Answers to its lookups may wait for a shared store."""
     takes_batches: bool = False
@@ -376,7 +374,7 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes descriptors that came over a link which has failed."""
+        """Their link has failed."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -385,7 +383,7 @@ class LiveSession:
                 os.close(self.received_fds.pop(handle_id))
 
     def cancel_transfers(self) -> None:
-        """Cancels all transfers of the session. May be called from any thread."""
+        """Any thread."""
         for job in list(self.jobs.values()):
             job.cancel()
 

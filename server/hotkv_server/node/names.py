@@ -1,9 +1,9 @@
 """The names by which the status page, commands and logs show engines and models to people.
 
-Always true: no decision depends on a name. An engine without one is shown by its id, a model by
-its key space's name. Two engines with open sessions never have the same shown name. The oldest
-names are forgotten. A file beside the arena keeps them for the ledger, which also shows ended
-engines; at most one write is queued. On the event loop; a `Clerk` thread writes.
+Always true: no decision depends on a name. Without one, an engine is shown by its id, a model by
+its key space's name. Engines with open sessions have different shown names. The oldest names are
+forgotten. A file keeps them for the ledger, which also shows ended engines. On the event loop; a
+`Clerk` thread writes, with at most one write queued.
 """
 
 import json
@@ -66,8 +66,8 @@ class DisplayNames:
     def tell(
         self, engine_id: str, name: str, model: str, key_space: KeySpace, beside: Iterable[str]
     ) -> None:
-        """Remembers names from a new session; an empty one keeps the earlier. `beside`: engines
-        with open sessions, whose names are taken."""
+        """An empty name keeps the earlier. `beside`: engines with open sessions, whose names are
+        taken."""
         if not (name or model):
             return
         before = self._engines.get(engine_id, EngineNames("", "", ""))

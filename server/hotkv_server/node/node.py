@@ -151,7 +151,7 @@ class Node:
             self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
 
     async def close(self) -> None:
-        """If a capability raises, still closes the rest, and then raises the error."""
+        """If a capability raises, closes the rest first."""
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._close_rest)
             for one in reversed(self.capabilities):
@@ -169,8 +169,7 @@ class Node:
             task.cancel()
 
     def save_use(self) -> None:
-        """Writes the blocks' times of last use and the capabilities' files, for the next server.
-        Blocks."""
+        """Blocks."""
         self._persistence.save_use()
         tell_all(self.capabilities, lambda one: one.save())
 
@@ -180,7 +179,7 @@ class Node:
 
     @property
     def has_tenants(self) -> bool:
-        """If True, a session of one tenant must not learn of sessions of others."""
+        """If True, tenants must not learn of each other's sessions."""
         return bool(self.core.config.tenants)
 
     # Room for stores
@@ -196,10 +195,10 @@ class Node:
         """Reserves slots, in slices, for blocks that are neither ready nor being stored. Evicts to
         make room; reserves fewer if that is not enough.
 
-        ttl_s: lifetime of the write lease, which owns the slots; 0 for the default.
+        ttl_s: 0 for the default.
 
-        Returns `BlockResult` values, an array for each run, and the lease's remaining lifetime
-        in seconds.
+        Returns `BlockResult` values, an array for each run, and the write lease's remaining
+        lifetime in seconds.
         """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
@@ -216,9 +215,8 @@ class Node:
             await self.tiers.generations.confirm_new(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes on this node and in all tiers. Afterwards no node finds an older block, except
-        in the result's `pending_tiers`, which are flushed as soon as they answer. Runs to its
-        end even if the caller is cancelled."""
+        """Afterwards no node finds an older block, except in the result's `pending_tiers`, which
+        are flushed as soon as they answer. Runs to its end even if the caller is cancelled."""
         self.core.key_space(key_space_id)
         if self.tiers is not None:
             return await self.tiers.generations.flush(key_space_id)
@@ -230,9 +228,8 @@ class Node:
     # Draining and time
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Refuses new work, notifies sessions, and sets `drained` when all transfers have ended
-        or after `timeout_s` (default: `drain_timeout_s`). A later call can only shorten the
-        time."""
+        """Sets `drained` when all transfers have ended, or after `timeout_s` (default:
+        `drain_timeout_s`). A later call can only shorten the time."""
         timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
         earlier = self._drain_timer
@@ -258,8 +255,7 @@ class Node:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """A turn waits for no file or tier: leases would not expire, and `Health` would report a
-        problem."""
+        """Waits for no file or tier: leases would not expire meanwhile."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

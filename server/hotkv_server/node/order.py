@@ -1,12 +1,11 @@
 """Finds out whether an engine's device has passed a mark (`hotkv_proto.order`).
 
 Always true: no stream of this server waits for a mark. A device runs many operations of this
-process (closing memory, loading kernels) only after the work of all its streams, so a stream
-that waited for a stuck engine would block every other session. The server polls instead: CUDA
-events, or words that the engine's device counts up, in a file or copied from device memory. A
-session has at most one such copy running (of up to 4 KiB), and only while a transfer waits. A
-mark that is never reached delays only its own transfer. Polling never writes to the engine's
-memory.
+process (closing memory, loading kernels) only after the work of all its streams: a stream that
+waited for a stuck engine would block every other session. The server polls instead: CUDA events,
+or words that the engine's device counts up, in a file or copied from device memory. A session
+has one such copy running at most, and only while a transfer waits. A mark that is never reached
+delays only its own transfer. Polling never writes to the engine's memory.
 """
 
 import ctypes
@@ -39,8 +38,8 @@ PINNED_BYTES = 4096
 
 
 class MarkReader(Protocol):
-    """kind: EVENTS if the marks are CUDA events, FLAGS if they are words.
-    num_marks: number of events or words; a mark names one by its index.
+    """kind: EVENTS for CUDA events, FLAGS for words.
+    num_marks: events or words; a mark names one by its index.
     """
 
     kind: OrderKind
@@ -61,7 +60,7 @@ class EventMarks:
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
         """Raises DeviceError, and leaves no event open, if one can't be opened.
 
-        handles: CUDA's IPC handles of the events.
+        handles: CUDA's IPC handles.
         """
         self.num_marks = len(handles)
         self._runtime = runtime
@@ -91,11 +90,8 @@ class EventMarks:
 
 
 class FileWords:
-    """Marks that are 32-bit words of a mapped file. A mark is passed once its word has reached its
-    value.
-
-    mapping: checked for truncation at each read.
-    """
+    """Marks that are 32-bit words of a mapped file, passed once a word has reached the mark's
+    value. Each read checks the file for truncation."""
 
     kind = OrderKind.FLAGS
 
@@ -121,9 +117,8 @@ class FileWords:
 
 
 class DeviceWords:
-    """Marks that are 32-bit words of device memory, read through copies to the host. If the last
-    copy does not show that a mark was passed, `has_passed` returns False and starts a copy for a
-    later call."""
+    """Marks that are 32-bit words of device memory, read through copies to the host.
+    `has_passed` judges by the last copy, and starts another for a later call."""
 
     kind = OrderKind.FLAGS
 
@@ -290,8 +285,8 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Opens an engine's offered marks: words if possible, else CUDA events, else none; `message`
-    says why. Blocks.
+    """Opens offered marks: words if possible, else CUDA events, else none; `message` says why.
+    Blocks.
 
     Words are preferred because an engine may die: only its device's queue writes a word, but CUDA
     does not document the state of an event whose process has died.

@@ -1,5 +1,4 @@
-"""What the node leaves the next server: its key spaces and the blocks' times of last use.
-`take_over` restores them and the blocks of an earlier server."""
+"""What the node leaves the next server: its key spaces, and the blocks' times of last use."""
 
 import asyncio
 import logging
@@ -125,8 +124,8 @@ class Persistence:
                 )
 
     def turn(self) -> None:
-        """Called at each turn of the timer; never waits for a file. After the last part of the
-        times of last use, begins to write them, and changed key spaces."""
+        """Called at each turn of the timer; never waits for a file. After the last part, begins
+        to write the times of last use, and changed key spaces."""
         if self._noting is not None and not self._noting.done():
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:
@@ -153,8 +152,8 @@ class Persistence:
 def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
-    """Fills an empty core with the blocks of an earlier server, if any, and writes the new block
-    table and state file. Blocks. Raises OSError.
+    """Restores what an earlier server left, if anything, and writes the new block table and state
+    file. Blocks. Raises OSError.
 
     check_s: most time for checksums; other blocks are compared before their first load. None:
         all count as verified.

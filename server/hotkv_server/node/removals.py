@@ -81,7 +81,7 @@ def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
 log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
-"""Most key spaces forgotten at one turn of the timer, or to make room for one new key space."""
+"""At one turn of the timer, or to make room for one new key space."""
 KEEPING_S = 0.1
 KEEP_EVERY_S = 1.0
 
@@ -105,9 +105,9 @@ class Removals:
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """Counts of evicted blocks, and of blocks kept as pinned or reserved.
+        """Counts of evicted blocks, and of those kept as pinned or reserved.
 
-        hashes: a row of eight uint32 words for each block.
+        hashes: a row of eight uint32 words for each.
         """
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
@@ -118,11 +118,8 @@ class Removals:
     async def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: NDArray[np.uint32] | None = None
     ) -> tuple[int, int, int]:
-        """Blocks that `evict` would evict, blocks that would stay, bytes that would become free.
-        Without
-
-        hashes: `evict_all`.
-        """
+        """Blocks to evict, blocks to keep, and bytes that `evict`, or `evict_all` without
+        hashes, would free."""
         dropped = kept = num_bytes = 0
         async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):
             for part_dropped, part_kept, part_bytes in counts:
@@ -176,9 +173,9 @@ class Removals:
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
 
     async def keep_bounds(self, now_s: float) -> None:
-        """Evicts blocks of tenants above their burst bound. Called at each turn of the timer,
-        which continues after KEEPING_S at the next. A pass begins at most every KEEP_EVERY_S,
-        and only after new unpins or stores."""
+        """Evicts blocks of tenants above their burst bound. Called at each turn of the timer;
+        continues at the next after KEEPING_S. A pass begins at most every KEEP_EVERY_S, and only
+        after new unpins or stores."""
         space = self._core.space
         if self._keeping is None:
             freed = (space.index.num_unpins, self._core.counters.stored_blocks)

@@ -1,8 +1,8 @@
-"""Engines report the requests that they have scheduled; the node records a use of their blocks.
+"""Engines report scheduled requests; the node records a use of their blocks.
 
-A report names the prompt by its block hashes, never by its tokens, and need not have them for each
-group: the node computes from the length of a hit in the engine's own cache which blocks it used
-    (`hotkv_proto.groups`). One invalid report refuses its whole message.
+A report has block hashes, never tokens, and not for each group: the length of a hit in the
+engine's own cache gives the blocks that it used (`hotkv_proto.groups`). One invalid report
+refuses its whole message.
 """
 
 import time
@@ -27,8 +27,8 @@ from hotkv_server.node.live_session import LiveSession
 MAX_PROMPT_TOKENS = 1 << 32
 """More than any model's context has. With it, sums over all reports fit into 64 bits."""
 MAX_OPEN_LOADS = 4096
-"""Most hits that wait for the report of their load's end. Beyond this the oldest are forgotten,
-and never counted."""
+"""Most hits that wait for their load's end. Beyond this the oldest are forgotten, and never
+counted."""
 
 
 def check(report: Report, key_space: KeySpace) -> None:
@@ -115,8 +115,8 @@ class Reports:
             check(report, session.key_space)
 
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Records a use of the requests' blocks, and pins them if asked for. Other tasks run
-        between two requests."""
+        """Records a use of the blocks, and pins them if asked for. Other tasks run between two
+        requests."""
         now_s, unix_time_s = time.monotonic(), time.time()
         number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
         self.watched.put(

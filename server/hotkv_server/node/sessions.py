@@ -1,9 +1,8 @@
-"""The open sessions of a node: opens them, registers their memory, and closes them.
+"""Opens sessions, registers their memory, and closes them.
 
-Always true: capabilities are notified of each new key space. A key space is saved before any of
-its blocks is stored. A closing session keeps its memory and leases until no transfer or read
-touches them, and then releases all. All methods run on the event loop; threads map and unmap the
-memory.
+Always true: capabilities are notified of each new key space, which is saved before any of its
+blocks is stored. A closing session keeps memory and leases until no transfer or read touches
+them. On the event loop; threads map and unmap memory.
 """
 
 import asyncio
@@ -36,8 +35,8 @@ log.addFilter(Throttle())
 
 MAX_SESSIONS = 256
 MAX_UNREAD_ENDS = 512
-"""gRPC keeps the stream of an ended session until its client has read the end. Tenants, or else
-engines, share this number; one that has used up its share can't open a session."""
+"""gRPC keeps the stream of an ended session until its client has read the end. Owners share this
+number; one that has used up its share can't open a session."""
 
 
 class Sessions:
@@ -106,13 +105,13 @@ class Sessions:
         model_names: Sequence[str] = (),
         max_of_tenant: int = 0,
     ) -> LiveSession:
-        """Opens a session and saves its key space. Any client with its secret id may use it.
+        """Saves the session's key space too. Any client with the secret id may use the session.
 
         engine_id: sessions of one engine can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        sketches: kinds that the session will store or load.
+        sketches: kinds to be stored or loaded.
         model_names: by which requests address the model; the first is shown to people.
-        max_of_tenant: most sessions of its tenant; 0: no limit.
+        max_of_tenant: 0: no limit.
 
         Raises OVERLOADED, and the errors of `CacheCore.open_session`.
         """
@@ -202,8 +201,8 @@ class Sessions:
         )
 
     async def close(self, session: LiveSession) -> None:
-        """Cancels transfers, waits until nothing uses the session's memory or leases, then ends
-        pins and leases and releases the memory. If it is closing already, waits for that."""
+        """Cancels transfers, waits until nothing uses memory or leases, then releases all. If
+        the session is closing already, waits for that."""
         if session.closing:
             await session.closed.wait()
             return
@@ -248,8 +247,8 @@ class Sessions:
     async def register_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER
     ) -> tuple[OrderKind, str]:
-        """Maps and opens the memory of a session's engine, whose descriptors must have arrived over
-        the descriptor socket.
+        """Maps and opens an engine's memory, whose descriptors must have come over the descriptor
+        socket.
 
         Returns the kind of marks that the server will read, and why offered marks could not be
         opened. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,

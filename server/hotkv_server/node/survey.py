@@ -1,8 +1,8 @@
 """Surveys for metrics and status pages: a census of all entries, and a map of the arena.
 
-Always true: no caller waits for a survey of many entries, which runs in the background in steps.
-A survey begins only when asked for, uses about BUSY_SHARE of the event loop's time while it
-runs, and RESTING_SHARE with the pause before the next. On the event loop only.
+Always true: a survey begins only when asked for. One of many entries runs in the background, in
+steps, for which no caller waits: it takes BUSY_SHARE of the event loop's time, and RESTING_SHARE
+with the pause before the next. On the event loop only.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from hotkv_server.cache.inspect import ArenaMap, Census
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
-"""`LiveSurvey.latest` surveys up to this many entries itself, in some milliseconds."""
+"""A survey of so many takes some milliseconds."""
 FRESH_S = 0.5
 """A survey is not repeated sooner."""
 
@@ -46,9 +46,8 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """None until the first is complete. Makes another if the latest is older than FRESH_S,
-        or longer if it took long: at once for a small cache (AT_ONCE_ENTRIES), else in the
-        background for a later call."""
+        """None until the first is complete. Replaces one older than FRESH_S, or longer if it
+        took long: at once up to AT_ONCE_ENTRIES, else in the background for a later call."""
         latest = self._latest
         if not self._is_idle:
             return latest

@@ -1,9 +1,8 @@
-"""Loads and stores of a node. Each is checked, recorded in the core (which pins its blocks, or
-reserves slots), copied, and ended in the core (which makes stored blocks ready).
+"""Loads and stores of a node. Each is checked, recorded in the core, copied, and ended in the core.
 
 Always true: a store's blocks are dropped if the engine revokes it before its end. A session's
-transfers are bounded in number and bytes, so that others find room. On the event loop; the copy
-engine's threads move bytes.
+transfers are bounded in number and bytes. On the event loop; the copy engine's threads move
+bytes.
 """
 
 import asyncio
@@ -50,10 +49,9 @@ LOAD, STORE = "load", "store"
 class Timings:
     """Histograms for metrics, in seconds and bytes.
 
-    lookup_s, lease_s: to the answer; for leases with reads from tiers.
-    ends: all transfers by direction (LOAD, STORE) and outcome.
-    load_s, store_s: of transfers that succeeded, with all waits. A store starts when the core has
-        made room.
+    lookup_s, lease_s: time to the answer; for leases with reads from tiers.
+    ends: by direction (LOAD, STORE) and outcome.
+    load_s, store_s: of transfers that succeeded, with all waits; of stores without making room.
     wait_s: for a copy thread or device queue, after the mark was passed.
     """
 
@@ -113,8 +111,8 @@ TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 class Deadline:
     """Cancels a transfer that takes too long; then `message` says why.
 
-    Always true: the timeout begins when the device has passed the transfer's mark, or at once
-    without one. A mark not passed within MARK_TIMEOUT_S cancels too. On the event loop, but for
+    Always true: the timeout begins when the device has passed the transfer's mark, if it has
+    one. A mark not passed within MARK_TIMEOUT_S cancels too. On the event loop, but for
     `mark_passed`.
     """
 
@@ -136,7 +134,7 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Starts the timeout. Any thread."""
+        """Any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
@@ -221,9 +219,9 @@ class Transfer:
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     runs: the blocks of a store; empty for a load.
 
-    Always true: the answer comes after the last access to the engine's memory and to the slots.
-    Unverified blocks of a load are compared before the copy. A load fails if one of its blocks
-    is condemned before its end.
+    Always true: the answer comes after the last access to the engine's memory and the slots.
+    Unverified blocks are compared before a load's copy. A load fails if a block is condemned
+    before its end.
     """
 
     def __init__(
@@ -254,8 +252,7 @@ class Transfer:
         return f"Transfer({word} {self._call.transfer_id!r}, {self._job!r})"
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
-        """Starts the copy of a transfer that the core has recorded. The result is done after the
-        last access to the engine's memory and the slots."""
+        """For a transfer that the core has recorded."""
         means, call = self._means, self._call
         self._slots = slots
         try:
@@ -303,7 +300,7 @@ class Transfer:
         ]
 
     def _judge(self, changed: list[str], cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Which blocks match their checksums. Raises HotKVError if a `changed` file has a hole.
+        """Which blocks match their checksums. Raises HotKVError for a hole in a `changed` file.
         On a thread."""
         self._call.memory.check_holes(changed)
         return self._means.verifier.judge(cases) if cases else []
@@ -311,8 +308,7 @@ class Transfer:
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Submits the copy if all blocks match and the engine's memory has no holes, else fails
-        the transfer."""
+        """Submits the copy if all blocks match."""
         assert self._job is not None, "blocks are judged after the start"
         try:
             disagreeing = self._means.verifier.settle(cases, judging.result())
@@ -383,10 +379,7 @@ class Transfer:
 
 
 class Transfers:
-    """Starts and cancels the loads and stores of a node.
-
-    loaded_bytes, stored_bytes: moved since the start.
-    """
+    """loaded_bytes, stored_bytes: moved since the start."""
 
     def __init__(
         self,
@@ -448,10 +441,9 @@ class Transfers:
     ) -> "asyncio.Future[TransferEnd]":
         """The result is done after the last write to the engine's memory.
 
-        transfer_id: unique in the session.
         runs: positions in the read lease.
         timeout_s: 0 for DEFAULT_TIMEOUT_S.
-        after: writes begin only after the engine's device has passed it.
+        after: writes begin only after this mark.
         message_bytes: count as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -488,12 +480,11 @@ class Transfers:
         refused, after the last read of the engine's memory. A flush that begins after this call
         aborts the blocks.
 
-        transfer_id: unique in the session.
         lease_id: the first store with it opens the write lease; stores of other ranks join.
         timeout_s: 0 for DEFAULT_TIMEOUT_S.
         fence_index: word of the fence page that can revoke the store; 0: none.
         contents: token ids of each run, for events; may be empty.
-        after: reads begin only after the engine's device has passed it.
+        after: reads begin only after this mark.
         message_bytes: count as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -552,8 +543,7 @@ class Transfers:
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
         except BaseException:
-            # A capability may raise after the last slice, when the core has recorded the begin
-            # of the store.
+            # A capability may raise after the last slice, when the core has recorded the begin.
             if begun:
                 finish(Outcome.FAILED, 0)[1]()
             raise
@@ -571,7 +561,7 @@ class Transfers:
         after: DeviceMark | None,
         message_bytes: int,
     ) -> TransferCall:
-        """Checks a load or store and the session's bounds, and reserves nothing."""
+        """Reserves nothing."""
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)
@@ -600,11 +590,8 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Sums of what a store has written, for its checksums. On the copy thread that wrote the
-        last bytes.
-
-        sums: gets an array for each run.
-        """
+        """Sums of what a store has written, for its checksums; an array for each run. On the
+        copy thread that wrote the last bytes."""
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
             shard_bytes = record.shape(run.group_index).shard_bytes
@@ -640,8 +627,6 @@ def _plan_bytes(block_ids: BlockIds) -> int:
 def _usable_memory(
     session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
 ) -> SessionMemory:
-    """Raises HotKVError if the session is closing, or its memory can't be used for this
-    transfer."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:
