@@ -25,11 +25,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 class Peer:
     """The other end of a connection, with the proofs of its identity.
 
-    where: its address, for messages.
-    uid: of its process; -1 if unknown.
-    gids: all groups of its process.
+    where: for messages.
+    uid, gids: of its process; -1 if unknown.
     token_digest: SHA-256 of its bearer token; empty without one.
-    certificate_names: in the client certificate that the TLS handshake has verified.
+    certificate_names: as the TLS handshake has verified.
     """
 
     where: str = "nobody"
@@ -52,18 +51,17 @@ class Peer:
 
 
 def _shown(name: str) -> str:
-    """Quotes a certificate's name with unusual characters, so that it can't pass for other text."""
+    """Quotes unusual characters, so that a certificate's name can't pass for other text."""
     return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 
 def digest_of(token: str) -> bytes:
-    """Empty for an empty token."""
     return hashlib.sha256(token.encode()).digest() if token else b""
 
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What a tenant, or the list of admins, accepts: one of these is enough.
+    """One is enough, for a tenant or for an admin.
 
     token_digests: SHA-256, 32 bytes each.
     """
@@ -106,7 +104,7 @@ class AccessControl:
 
     admins: proofs that admins need over TCP.
 
-    Both may be replaced while the server runs, but not by or instead of none.
+    Both may be replaced while the server runs; `tenants` neither becomes nor stops being empty.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -117,8 +115,8 @@ class AccessControl:
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """None if access is open. Raises UNAUTHENTICATED if the peer has no proof, NOT_ALLOWED
-        if there is no such tenant or it accepts none of the proofs."""
+        """None if access is open. Raises UNAUTHENTICATED without a proof, NOT_ALLOWED if there
+        is no such tenant or it accepts none of the proofs."""
         if self.is_open:
             return None
         if not peer.has_proof:
@@ -139,7 +137,7 @@ class AccessControl:
         return tenant
 
     def admit_admin(self, peer: Peer) -> None:
-        """Raises UNAUTHENTICATED if the peer has no proof, NOT_ALLOWED if it is no admin."""
+        """Raises UNAUTHENTICATED without a proof, NOT_ALLOWED if the peer is no admin."""
         if not peer.has_proof:
             raise HotKVError(
                 Reason.UNAUTHENTICATED,

@@ -30,7 +30,7 @@ class Sight(enum.Enum):
 
 
 class PageRefusal(Exception):
-    """The message says how to get access. `needs_token`: a valid token would be enough."""
+    """The message says how to get access. `needs_token`: a token would be enough."""
 
     def __init__(self, message: str, *, needs_token: bool) -> None:
         super().__init__(message)
@@ -38,8 +38,7 @@ class PageRefusal(Exception):
 
 
 def read_token(path: Path) -> str:
-    """Raises OSError, UnsafeError if users outside the file's group have any access, ValueError
-    if it has no token."""
+    """Raises OSError, UnsafeError (`check_secret`), ValueError if there is no token."""
     check_secret(path)
     token = path.read_text().strip()
     is_line = token.isascii() and token.isprintable()
@@ -120,13 +119,11 @@ def is_address(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Without port and brackets."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.rstrip(".")
 
 
 def _bearer(authorization: str) -> str:
-    """Empty if there is none."""
     kind, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
     return token.strip() if kind.lower() == BEARER else ""

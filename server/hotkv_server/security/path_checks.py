@@ -117,8 +117,7 @@ def check_files(paths: Iterable[Path]) -> None:
 
 
 def check_secret(path: Path) -> None:
-    """A secret must be closed to users outside the file's group, and pass `check_public`. Raises
-    OSError if it is missing."""
+    """Must be closed to users outside the file's group, and pass `check_public`."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
         raise UnsafeError(
@@ -130,7 +129,7 @@ def check_secret(path: Path) -> None:
 
 def check_public(path: Path) -> None:
     """A file of operators, such as a certificate, or a link to it, must be this user's or
-    root's, and pass `check_writers`. Raises OSError if it is missing."""
+    root's, and pass `check_writers`."""
     link, status = path.lstat(), path.stat()
     if owners := {link.st_uid, status.st_uid} - {os.geteuid(), 0}:
         what = "is a symbolic link of" if stat.S_ISLNK(link.st_mode) else "belongs to"
@@ -142,8 +141,7 @@ def check_public(path: Path) -> None:
 
 
 def check_writers(path: Path) -> None:
-    """Raises UnsafeError if every user can write a file, or replace it in its directory; OSError
-    if it is missing."""
+    """Raises UnsafeError if every user can write a file, or replace it in its directory."""
     folder = path.resolve().parent
     for one, may_be_sticky in ((path, False), (folder, True)):
         status = one.stat()
