@@ -21,8 +21,7 @@ MAX_READERS = 64
 
 class Measured(Protocol):
     @property
-    def num_bytes(self) -> int:
-        """Of the item's arrays."""
+    def num_bytes(self) -> int: ...
 
 
 T = TypeVar("T", bound=Measured)
@@ -60,8 +59,8 @@ class Feed(Generic[T]):
         return self.take(most)
 
     def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
-        """Up to `most` items, of at most `most_bytes` if several, and how many were lost. Does
-        not wait. A loss comes once, with the last item in the queue."""
+        """Up to `most` items, of at most `most_bytes` if several, and how many were lost, which
+        comes once, with the last item in the queue. Does not wait."""
         items: list[T] = []
         num_bytes = 0
         while self._items and len(items) < most:

@@ -76,7 +76,7 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """`filters`: names of those that `tell` uses."""
+    """`filters`: those that `tell` uses."""
 
     tell: Callable[[Filters], "Figures | Awaitable[Figures]"]
     filters: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class Flushes(Protocol):
 
     async def confirm_new(self, key_space_id: int) -> None:
         """Asks shared stores for a new session's generation; the wait is bounded. Until a store
-        has answered, stored blocks count as possibly older than the last flush."""
+        has answered, blocks count as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
         """The result names the tiers that have not answered."""
@@ -158,7 +158,7 @@ class Lookups(Protocol):
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = ...
     ) -> list[TierHolding]:
-        """Asks every tier, for operators and routers; waits for shared stores at most `wait_s`."""
+        """For operators and routers: asks every tier, shared stores for at most `wait_s`."""
 
 
 class FlushHere(Protocol):
@@ -293,8 +293,7 @@ class Capability:
 
     def start(self, health: Health) -> None: ...
 
-    async def tick(self, now_s: float) -> None:
-        """Several times a second."""
+    async def tick(self, now_s: float) -> None: ...
 
     async def close(self) -> None:
         """After all sessions have closed."""
@@ -347,17 +346,16 @@ class Capability:
         """
 
     def key_space_flushed(self, number: int, *, elsewhere: bool = False) -> None:
-        """After a flush. Blocks stored during it may remain. `elsewhere`: another node has
-        requested it."""
+        """Blocks stored during the flush may remain. `elsewhere`: another node has requested it."""
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
         """`is_last`: of its engine."""
 
     def request_scheduled(self, session: LiveSession, report: Report) -> None:
-        """Before the node records a use of the request's blocks."""
+        """Before the node records a use of the blocks."""
 
     async def request_noted(self, session: LiveSession, report: Report) -> None:
-        """After the node has recorded a use of the request's blocks."""
+        """After the node has recorded a use of the blocks."""
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None: ...
 
@@ -409,7 +407,6 @@ class Capability:
         return {}
 
     def traced(self, calls: Any) -> Any:
-        """Wraps each function of `calls` (`wire.calls`) in a span."""
         return calls
 
     async def check_blocks(

@@ -257,7 +257,6 @@ class LiveSession:
     secret_id: str
     key_space: KeySpace
     client_name: str
-    """Shown to operators."""
     names: DisplayNames
     peer: Peer | None = None
     """Decides for which tenants the client may act; None if access is open to all."""
@@ -269,7 +268,6 @@ class LiveSession:
     """Running selections and checksum comparisons, of slots that leases pin."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
-    """None until it is registered."""
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
     hears_evictions: bool = True
@@ -301,7 +299,6 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """For the log."""
         return f"session={self.record.number} engine={self.engine_name}"
 
     @property

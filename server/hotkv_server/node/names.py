@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 NAMES_FILE = "names.json"
 FORMAT_VERSION = 1
 MAX_NAMES = 1024
-"""Of engines; as many of models."""
+"""Of engines, and of models."""
 MAX_BYTES = 32 << 20
 """The longest names need less; JSON writes a character as up to 12 bytes."""
 DIGITS = 16

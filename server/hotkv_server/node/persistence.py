@@ -90,7 +90,6 @@ class Persistence:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
 
     def start(self) -> None:
-        """`take_over` has just written all key spaces."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:

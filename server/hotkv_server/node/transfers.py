@@ -180,10 +180,7 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What all transfers of a node share.
-
-    kept_bytes: bounds the memory that transfers use until they end.
-    """
+    """`kept_bytes`: bounds the memory that transfers use until they end."""
 
     core: CacheCore
     arena: Region
@@ -379,8 +376,6 @@ class Transfer:
 
 
 class Transfers:
-    """loaded_bytes, stored_bytes: moved since the start."""
-
     def __init__(
         self,
         core: CacheCore,
@@ -570,7 +565,6 @@ class Transfers:
         return TransferCall(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        """Raises OVERLOADED."""
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
