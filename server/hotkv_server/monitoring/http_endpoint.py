@@ -1,8 +1,8 @@
 """Serves HTTP: /metrics for Prometheus, /livez and /readyz for probes, the status page and its API.
 
-Runs on a thread with its own event loop, and asks the node's loop for figures, so that an answer
-proves that this runs. /livez fails if a part has a problem that only a restart solves, /readyz also
-during a drain; the text names the problem. `pages.routes` makes the answers.
+Runs on a thread with its own event loop, and asks the node's loop for figures, so an answer proves
+that the node's loop runs. /livez fails if a part has a problem that only a restart solves, /readyz
+also during a drain; the text names the problem. `pages.routes` makes the answers.
 
 Always true: a request is answered, however many connections others hold open. Requests that wait
 have places by their kind (`PLACES`), connections that send or read have places of their own. If
@@ -112,7 +112,7 @@ class _Connection(asyncio.Protocol):
         self._send(YIELDED)
 
     def drop(self) -> None:
-        """Loses what is not sent yet."""
+        """At once: loses what is not sent yet."""
         if self._transport is not None:
             self._transport.abort()
 

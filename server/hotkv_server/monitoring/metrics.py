@@ -85,7 +85,7 @@ def _labels(name: str) -> tuple[str, ...] | None:
 
 
 def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
-    """With labels, `value` is None and the caller adds samples; so below."""
+    """`value`: None with labels; the caller then adds the samples."""
     return CounterMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 

@@ -355,8 +355,7 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
     }
 
 
-# ------------------------------------------------------------------------------------------
-# Devices
+# ------------------------------------------------------------------------------------------ Devices
 
 
 def device_figures(devices: Devices) -> Figures:

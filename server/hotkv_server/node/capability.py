@@ -162,7 +162,7 @@ class Lookups(Protocol):
 
 
 class FlushHere(Protocol):
-    """Flushes on this node only; the number of removed blocks."""
+    """Flushes on this node only. Returns the number of removed blocks."""
 
     def __call__(self, key_space_id: int, *, elsewhere: bool) -> Awaitable[int]:
         """`elsewhere`: another node has requested it."""
@@ -407,6 +407,7 @@ class Capability:
         return {}
 
     def traced(self, calls: Any) -> Any:
+        """Each function of `wire.calls`, wrapped in a span."""
         return calls
 
     async def check_blocks(

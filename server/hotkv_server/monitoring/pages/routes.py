@@ -40,8 +40,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
 from hotkv_server.security.path_checks import UnsafeError
 
-# ----------------------------------------------------------------------------- Requests and
-# answers
+# ----------------------------------------------------------------------------- Requests and answers
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of Prometheus' text format; used for all texts."""
@@ -153,8 +152,8 @@ MAX_REST_S = 5.0
 MAX_SINCE_S = 8 * 86_400.0
 """Longest window of the ledger. The window 0 means all time."""
 MAX_KEPT = 32
-"""Cached answers, and requested computations for which no client waits any more. Answers differ
-in their window, or in whether they have names."""
+"""Of cached answers, and of requested computations for which no client waits any more. Answers
+differ in their window, or in whether they have names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ class SavingsPage:
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
         """The ledger for the last `since_s`, rounded up to minutes; 0: all time.
 
-        has_names: with a row for each tenant, model and engine.
+        has_names: with a named row for each account.
 
         Requests a new computation, unless the same one is requested. While the node computes or
         rests, gives the latest answer for these arguments if there is one; otherwise waits.
