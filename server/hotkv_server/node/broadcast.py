@@ -1,6 +1,6 @@
 """Feeds: queues through which the node sends events to clients that stream them.
 
-Always true: a feed is bounded in bytes. A slow reader loses the newest items, and is told how
+Always true: a feed is bounded in bytes. A slow reader loses the newest items, and learns how
 many; the node never waits for it.
 """
 

@@ -113,8 +113,7 @@ class Lag:
 
     held_by: function of hotkv that ran for most of the longest recorded delay; may be empty. The
         function that runs the loop stands for native code, or a process without processor time.
-        Over 100
-    threads: a coroutine.
+        With over 100 threads, a coroutine.
     """
 
     p50_s: float

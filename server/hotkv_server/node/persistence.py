@@ -43,8 +43,6 @@ def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
 
 
 class UseNotes:
-    """Collects the blocks' times of last use in parts, so that no turn of the loop takes long."""
-
     def __init__(self, core: CacheCore) -> None:
         self._core = core
         self._turn = 0

@@ -19,7 +19,6 @@ RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
 """A survey of so many takes some milliseconds."""
 FRESH_S = 0.5
-"""A survey is not repeated sooner."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,8 @@ def _not_installed(error: ImportError) -> StartError:
 
 
 def _headers(settings: TracingSettings) -> dict[str, str]:
-    """By name. Raises StartError if the file can't be read, others can read it, or a line is no
-
-    `name: value`.
-    """
+    """By name. Raises StartError if others can read the file, or a line of it is no `name:
+    value`."""
     path, headers = settings.headers_file, dict[str, str]()
     if path is None:
         return headers
