@@ -185,7 +185,6 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """While there is one, the server does not serve."""
         return tuple(said for said in self.by_component(now_s).values() if said)
 
     def by_component(self, now_s: float) -> dict[str, str]:
@@ -213,7 +212,6 @@ class Health:
             log.critical("the books say of it: %s", line)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Passed to `loop.set_exception_handler`."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         if isinstance(error, BaseException):
@@ -253,7 +251,7 @@ def stories(error: BaseException) -> list[str]:
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
-    """Checks all parts every CHECK_S and calls `tell` after each check, until cancelled."""
+    """Every CHECK_S, with a call of `tell`, until cancelled."""
     while True:
         health.check(time.monotonic())
         await tell()

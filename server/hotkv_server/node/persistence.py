@@ -131,7 +131,7 @@ class Persistence:
                 self._begin_save()
 
     def save_use(self) -> None:
-        """Blocks: not on the event loop."""
+        """Blocks."""
         used_s = UseNotes(self._core).take(1)
         assert used_s is not None
         self._write_use(used_s)

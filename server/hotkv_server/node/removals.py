@@ -69,7 +69,6 @@ class Effects:
 
 
 def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
-    """Notices of at most NOTICE_BLOCKS blocks, which fit into a message."""
     for start in range(0, len(notice.hashes), NOTICE_BLOCKS):
         yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
 
@@ -149,7 +148,7 @@ class Removals:
         return num_blocks
 
     def flushed_elsewhere(self, key_space_id: int) -> None:
-        """Another node has flushed a key space without blocks here."""
+        """The key space has no blocks here."""
         self._run_effects(key_space_id)
         tell_all(
             self._capabilities, lambda one: one.key_space_flushed(key_space_id, elsewhere=True)

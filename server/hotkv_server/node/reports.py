@@ -110,6 +110,7 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """To be called before `note`."""
         for report in reports:
             check(report, session.key_space)
 

@@ -194,9 +194,7 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class TransferCall:
-    """The checked arguments of a call.
-
-    gate: delays the copy; None without a mark.
+    """gate: delays the copy; None without a mark.
     kept_bytes: estimated memory until the end.
     """
 

@@ -74,8 +74,8 @@ def _not_installed(error: ImportError) -> StartError:
 
 
 def _headers(settings: TracingSettings) -> dict[str, str]:
-    """By name. Raises StartError if others can read the file, or a line of it is no `name:
-    value`."""
+    """By name. Raises StartError if others can read the file, or it has other lines than
+    headers."""
     path, headers = settings.headers_file, dict[str, str]()
     if path is None:
         return headers
