@@ -88,7 +88,7 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """sees_table: True if its sessions may map the block table.
+    """sees_table: its sessions may map the block table.
     max_sessions: 0: no limit for this tenant.
     """
 

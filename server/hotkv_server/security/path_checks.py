@@ -209,8 +209,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_memory(fd: int, name: str) -> None:
-    """A memfd, or a file in /dev/shm or hugetlbfs; else raises INVALID_LAYOUT. `name`: for the
-    message."""
+    """A memfd, or a file in /dev/shm or hugetlbfs; else raises INVALID_LAYOUT."""
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         raise HotKVError(
