@@ -1,2 +1,2 @@
-"""The daemon `hotkv-server`. It owns the host memory with the cached blocks and the block index,
-and copies blocks between host memory and vLLM engines."""
+"""The daemon `hotkv-server`: owns the host memory with the cached blocks and their index, and
+copies blocks between it and vLLM engines."""

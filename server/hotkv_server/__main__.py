@@ -1,5 +1,5 @@
-"""The command `hotkv-server`. Opens the streams before it loads native code, so that a death while
-it is loaded leaves stacks."""
+"""The command `hotkv-server`. Opens the streams before it loads native code, so that a death
+meanwhile leaves stacks."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""The command `hotkv-server arenas`: lists the arenas of servers in shared memory, and removes
-arenas that no server uses."""
+"""The command `hotkv-server arenas`: lists arenas in shared memory, and removes those that no
+server uses."""
 
 import argparse
 import json
@@ -17,7 +17,6 @@ MIB = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `hotkv-server arenas` to the command's parser."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -43,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command `hotkv-server arenas`. Returns the exit status: 0 on success, 1 if an arena
-    could not be removed, 2 if no arena has one of the given names or the folder is missing."""
+    """Exit status: 1 if an arena could not be removed, 2 for an unknown name or a missing
+    folder."""
     if not os.path.isdir(options.folder):
         print(f"hotkv-server: --folder: there is no folder {options.folder}", file=sys.stderr)
         return USAGE_ERROR
@@ -89,7 +88,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(found: list[ArenaLeft], *, as_json: bool) -> None:
-    """Prints the arenas as a table or as JSON."""
     if as_json:
         rows = [
             {**asdict(arena), "path": str(arena.path), "is_stale": arena.is_stale}
@@ -119,8 +117,7 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
 
 
 def server_of(arena: ArenaLeft) -> str:
-    """Describes for the table whether a server uses the arena. If no server uses it, also says how
-    long ago the arena's files last changed."""
+    """Whether a server uses the arena; else how long ago its files last changed."""
     if arena.is_running is None:
         return f"unknown, user id {arena.uid}"
     if arena.is_running:
@@ -134,6 +131,5 @@ def server_of(arena: ArenaLeft) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns `text` with question marks in place of unprintable characters. Names of arenas may
-    have such characters, because other users may have chosen the names."""
+    """Other users may have chosen the names of arenas."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

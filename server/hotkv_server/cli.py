@@ -1,5 +1,4 @@
-"""The command `hotkv-server`: runs the server, checks its configuration and its tiers, compiles its
-kernels, lists and removes arenas, or simulates a cache over a trace."""
+"""The command `hotkv-server`."""
 
 import argparse
 import asyncio
@@ -22,20 +21,18 @@ SHARED_KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
 
 
 def kernels() -> list[str]:
-    """Returns the names of all modules with kernels (functions that numba compiles) that a server
-    loads. In the server's own packages, these modules are called `kernels`."""
+    """All modules with kernels that a server loads; in the server's own packages, those called
+    `kernels`."""
     top = Path(__file__).parent
     own = sorted(file.relative_to(top.parent) for file in top.rglob("kernels.py"))
     return [*SHARED_KERNELS, *(".".join(file.with_suffix("").parts) for file in own)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command `hotkv-server` with the given arguments. If `arguments` is None, uses the
-    arguments of the process.
+    """`arguments`: None for those of the process.
 
-    Returns the exit status: 0 on success; 1 if the server could not start or a check failed; 2 for
-    bad settings or input; 130 after Ctrl-C. If an invariant of the cache breaks, this function does
-    not return: the process exits with 70.
+    Exit status: 1 if the server could not start or a check failed; 2 for bad settings or input;
+    130 after Ctrl-C. A broken invariant exits with 70 without a return.
     """
     open_streams()
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
@@ -85,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "run" and not (known.check or known.help_settings):
-        # Run the server here. The function `ended`, which runs the other commands, treats a broken
-        # pipe as a normal end. But a server prints nothing, so there it would be a defect.
+        # Not by `ended`, which treats a broken pipe as a normal end: a server prints nothing, so
+        # it would be a defect.
         try:
             return _run(known, flags)
         except KeyboardInterrupt:
@@ -144,9 +141,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         problems, running = check_and_clean(settings)
         print_error("\n".join([*problems, *([f"note: {running}"] if running else [])]))
         return 1 if problems else 0
-    # Let the thread that handles gRPC's events also read the sockets, so that each message wakes
-    # one thread less. This halves the processor time of gRPC's threads, measured with gRPC 1.85.
-    # With 1.71 they need more time. Set this before gRPC is loaded, which then reads the variable.
+    # Lets the thread of gRPC's events also read the sockets, so that each message wakes one
+    # thread less. This halves the processor time of gRPC's threads, measured with gRPC 1.85;
+    # 1.71 needs more. gRPC reads the variable when it is loaded.
     if tuple(map(int, version("grpcio").split(".")[:2])) >= (1, 85):
         os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     logs.set_up(settings.log_level, settings.log_format)

@@ -1,10 +1,9 @@
-"""The life of the daemon, from its start to its end. It maps its memory, prefaults the first part,
-restores the blocks of an earlier server, and binds its sockets; then it is ready. On SIGTERM it
-drains (refuses new work and waits for running transfers), then stops.
+"""The life of the daemon: maps its memory, prefaults the first part, restores the blocks of an
+earlier server, binds its sockets; then it is ready. SIGTERM drains and stops it.
 
-This module decides the order of the steps; the package `startup` implements them. If an invariant
-of the core is broken, the process exits at once with the status BROKEN_STATUS, without closing or
-saving anything, as if it were killed.
+This module decides the order of the steps; the package `startup` implements them. If an
+invariant of the core is broken, the process exits with BROKEN_STATUS, without closing or saving
+anything, as if it were killed.
 """
 
 import asyncio
@@ -44,28 +43,25 @@ from hotkv_server.wire.server import RpcServer
 log = logging.getLogger(__name__)
 
 BROKEN_STATUS = 70
-"""Exit status after a broken invariant (EX_SOFTWARE); a service manager starts the server again."""
+"""EX_SOFTWARE; a service manager starts the server again."""
 LAST_WORDS_S = 0.5
-"""Time, in seconds, for which a server with a broken invariant stays up before it exits, so that
-health checks and systemd learn of the problem."""
+"""How long a server with a broken invariant stays up, so that health checks and systemd learn of
+it."""
 STOP_S = 40.0
-"""Longest time of a stop after the drain, in seconds: for ending transfers and sessions, and for
-writing files."""
+"""Longest stop after the drain: ends transfers and sessions, and writes files."""
 SAVE_WAIT_S = 5.0
 NUM_POOL_THREADS = min(32, 4 + (os.cpu_count() or 1))
-"""Number of threads for calls of the event loop that take long."""
+"""For calls of the event loop that take long."""
 STOP_CALLS_S = 0.5
-"""Longest time that the server waits, when its last transfers have ended (after the drain), for
-calls that it is still answering."""
+"""For calls that are still being answered after the drain."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedNode:
-    """The node (the cache server without its gRPC services), and the parts that the node uses. The
-    parts must be closed after the node.
+    """The node, and the parts that must be closed after it.
 
     cuda: the server's GPUs and copy engine.
-    below: the tiers below host memory; None without tiers.
+    below: None without tiers.
     """
 
     node: Node
@@ -73,14 +69,13 @@ class OpenedNode:
     cuda: CudaPart
     below: OpenedBelow | None
     is_new: bool = True
-    """True if the server has no blocks of an earlier server."""
+    """No blocks of an earlier server."""
 
     @staticmethod
     def open(settings: Settings, progress: Progress, *, reset: bool) -> "OpenedNode":
-        """Maps the memory, opens devices and tiers, and restores the blocks of an earlier server.
-        Blocks the calling thread. Raises StartError.
+        """Maps the memory, opens devices and tiers, and restores blocks. Blocks. Raises StartError.
 
-        reset: if True, drops the blocks of an earlier server.
+        reset: drops the blocks of an earlier server.
         """
         looking = look_in_background(settings.copy_)
         file = settings.arena_dir / ARENA_FILE
@@ -89,8 +84,7 @@ class OpenedNode:
             lambda: f": {allocated_bytes(file) >> 20} MiB",
         )
         memory = open_memory(settings, reset=reset)
-        # If the start fails, the files of an earlier server stay, and files that this server made
-        # are removed.
+        # A failed start keeps the files of an earlier server, and removes its own.
         is_new = memory.leftover is None
         with contextlib.ExitStack() as undo:
             undo.callback(memory.discard if is_new else memory.release)
@@ -126,19 +120,15 @@ class OpenedNode:
                 loop.call_soon_threadsafe(node.core.space.index.back, num_entries)
                 yield num_entries
 
-        # `settle` collapses the arena's pages into huge pages. If the arena is pinned for GPUs, its
-        # pinner (`ArenaPinner`) calls `settle` for each part before it pins the part.
+        # Pages settle into huge pages here, or before `ArenaPinner` pins them.
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
-        """Closes all parts. If a capability (optional part of the server) raises an error, still
-        closes the rest, and then raises the error. The caller must have closed the node before.
-        Blocks the calling thread.
+        """To be called after the node's end. If a capability raises, closes the rest first. Blocks.
 
-        keep: if True, the blocks stay in memory for the next server; if False, they are removed.
-        has_served: False if the start has failed. Then the files in `memory.arena.KEPT_FILES` (for
-            example the names of engines) stay even if `keep` is False, because a later server can
-            use them without the blocks.
+        keep: leaves the blocks in memory for the next server; else removes them.
+        has_served: False after a failed start, which keeps `memory.arena.KEPT_FILES` (such as
+            names of engines) in any case.
         """
         self.memory.filling.close()
         self.cuda.close()
@@ -150,13 +140,9 @@ class OpenedNode:
             self._leave(keep=keep, has_served=has_served)
 
     def _leave(self, *, keep: bool, has_served: bool) -> None:
-        """If `keep` is True, leaves the blocks in memory for the next server. Otherwise removes
-        them (`close` explains `has_served`). If a move from a tier has not ended, does neither, and
-        only logs: the tier may still write to slots, so the arena stays locked until this process
-        ends."""
         if any(one.is_moving for one in self.node.core.below):
-            # A disk that hangs may still write slots: the next server gets the arena when the
-            # kernel has ended this process.
+            # It may still write slots: the next server gets the arena when the kernel has ended
+            # this process.
             log.error("a move from a tier has not ended: the arena stays locked until it has")
             return
         if keep:
@@ -177,9 +163,7 @@ class OpenedNode:
 def watch_all(
     opened: OpenedNode, settings: Settings, listeners: Listeners, reloader: Reloader
 ) -> None:
-    """Makes `Health` watch the parts of the server that the node does not watch itself: the copy
-    threads, the devices, the threads that prefault and pin the arena, the sockets, the thread that
-    reads the settings, and the thread that serves HTTP."""
+    """Makes `Health` watch what the node does not watch itself."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault("the devices", cuda.fault)
@@ -194,11 +178,7 @@ def watch_all(
 
 
 class Herald:
-    """Reports the server's state to gRPC's health service and to systemd.
-
-    rpc: the gRPC servers, which have the health service.
-    cuda: the server's GPUs, which report how much of the arena is page-locked (pinned) for them.
-    """
+    """Reports the server's state to gRPC's health service and to systemd."""
 
     def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
         self._node = node
@@ -207,8 +187,7 @@ class Herald:
         self._told = ""
 
     async def tell(self) -> None:
-        """Reports the present state to gRPC's health service and to systemd. Signals systemd's
-        watchdog if the server has no problems."""
+        """Signals systemd's watchdog only without problems."""
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
         self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
@@ -228,8 +207,7 @@ class Herald:
 
 
 async def end_broken(node: Node, herald: Herald) -> NoReturn:
-    """Reports that an invariant is broken, then exits the process without closing anything, so that
-    the next start recovers as after a kill."""
+    """Exits without closing anything, so that the next start recovers as after a kill."""
     node.abandon()
     await herald.tell()
     await asyncio.sleep(LAST_WORDS_S)
@@ -239,8 +217,7 @@ async def end_broken(node: Node, herald: Herald) -> NoReturn:
 
 
 async def wait_for_end(node: Node) -> None:
-    """Waits until the node has drained (its last transfers have ended after a request to stop), or
-    until an invariant of the cache has broken."""
+    """Until the node has drained, or an invariant has broken."""
     waits = [asyncio.create_task(event.wait()) for event in (node.drained, node.health.broken)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -250,8 +227,7 @@ async def wait_for_end(node: Node) -> None:
 def say_ready(
     settings: Settings, opened: OpenedNode, listeners: Listeners, started_s: float
 ) -> None:
-    """Logs that the server is ready, and notifies systemd. `started_s`: when the start began, in
-    seconds of the monotonic clock."""
+    """`started_s`: of the monotonic clock."""
     log.info(
         "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
         "http_port=%s tcp_port=%s start_s=%.2f",
@@ -275,17 +251,16 @@ async def serve(
     reset: bool = False,
     load: Callable[[], Settings] | None = None,
 ) -> None:
-    """Runs the server until SIGTERM, SIGINT or a drain call of an operator, and then until its
-    running transfers have ended. Raises StartError if the server can't start.
+    """Runs the server until SIGTERM, SIGINT or an operator's drain, and to the end of its
+    transfers. Raises StartError.
 
     progress: has begun; ends when the server is ready.
-    reset: if True, drops the blocks that an earlier server left.
-    load: function that reads the settings again at SIGHUP; raises ValueError if they are wrong.
-        None: SIGHUP changes nothing.
+    reset: drops the blocks that an earlier server left.
+    load: reads the settings again at SIGHUP; raises ValueError. None: SIGHUP changes nothing.
     """
     started_s = time.monotonic()
-    # By default SIGHUP ends the process. If SIGHUP comes before the server is ready, the settings
-    # are reloaded when it is ready.
+    # By default SIGHUP would end the process. One that comes early reloads when the server is
+    # ready.
     asked_early = list[int]()
     signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
     process.hear_sigterm()
@@ -308,8 +283,8 @@ async def serve(
     node.drain_timeout_s = settings.drain_timeout_s
     loop.set_exception_handler(node.health.on_loop_error)
     try:
-        # Let the event loop run once: if Ctrl-C was pressed before this point, the task is
-        # cancelled here. If the task were cancelled while gRPC starts, gRPC would log errors.
+        # An earlier Ctrl-C cancels the task here. While gRPC starts, it would make gRPC log
+        # errors.
         await asyncio.sleep(0)
         progress.at("starting the capabilities")
         attach_all(settings, node)

@@ -1,7 +1,6 @@
-"""The server's log: lines of text or of JSON. A line that is logged while the server serves a call
-has the call's request id.
+"""The server's log: lines of text or JSON, with the request id of the call that is served.
 
-Always true: a logger whose lines clients cause has a `Throttle`. Otherwise a client could fill the
+Always true: a logger whose lines clients cause has a `Throttle`, so that they can't fill the
 disk.
 """
 
@@ -13,12 +12,11 @@ import time
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(call)s"
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""The request id of the call that the current task serves; empty in tasks that serve no call."""
+"""Of the call that the current task serves; empty without one."""
 
 
 def set_up(level: str, form: str) -> None:
-    """Starts logging to standard error. `level`: name of the lowest level that is logged, such as
-    "info". `form`: "text" or "json"."""
+    """`form`: "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_request_id)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
@@ -26,7 +24,6 @@ def set_up(level: str, form: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """Changes the lowest level that is logged. `level`: its name, such as "debug"."""
     logging.getLogger().setLevel(level.upper())
 
 
@@ -38,9 +35,8 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 class JsonLines(logging.Formatter):
-    """Formats each record as a JSON object on one line: `time` (RFC 3339, UTC), `level`, `logger`,
-    `message`, and `request_id` and `exception` if the record has them. The line is ASCII, so any
-    locale can print it, and contains no further line breaks."""
+    """A JSON object on one line: `time` (RFC 3339, UTC), `level`, `logger`, `message`, and
+    `request_id` and `exception` if there are any. ASCII, so that any locale can print it."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -57,7 +53,7 @@ class JsonLines(logging.Formatter):
 
 
 def utc(unix_s: float) -> str:
-    """Formats a time as 2026-11-22T04:05:06.789Z."""
+    """As 2026-11-22T04:05:06.789Z."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
     return f"{whole}.{int(unix_s % 1 * 1000):03d}Z"
 
@@ -65,11 +61,10 @@ def utc(unix_s: float) -> str:
 # A bound on lines
 
 MAX_LINES_PER_S = 50
-"""Most lines in a second of a logger whose lines clients cause."""
 
 
 class LineBound:
-    """Allows at most `lines_per_s` lines of a log per second, and counts the refused lines."""
+    """Allows lines up to a rate, and counts the refused ones."""
 
     def __init__(self, lines_per_s: int) -> None:
         self._lines_per_s = lines_per_s
@@ -79,8 +74,7 @@ class LineBound:
         return f"LineBound({self._lines_per_s} a second, {self._left_out} left out)"
 
     def take(self, now_s: float) -> bool:
-        """Counts a line of the log. Returns True if it may be written now, False if too many lines
-        were written in this second."""
+        """False if the line must be left out."""
         if int(now_s) != self._second:
             self._second, self._lines = int(now_s), 0
         self._lines += 1
@@ -89,14 +83,13 @@ class LineBound:
         return may_go
 
     def take_left_out(self) -> int:
-        """Returns how many lines of the log were refused since the last call of this method."""
+        """Since the last call."""
         left_out, self._left_out = self._left_out, 0
         return left_out
 
 
 class Throttle(logging.Filter):
-    """A filter for a logger: passes at most `lines_per_s` lines per second, and drops the rest. The
-    next line that passes says how many were dropped."""
+    """Drops lines beyond `lines_per_s`. The next line that passes says how many."""
 
     def __init__(self, lines_per_s: int = MAX_LINES_PER_S) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Notifies systemd (sd_notify) of the server's state, if systemd has started the server. A notice
-that can't be sent is logged, and the server continues."""
+"""Notifies systemd (sd_notify), if it has started the server. A failed notice is logged."""
 
 import contextlib
 import functools
@@ -16,8 +15,7 @@ EXTENSION_S = 30.0
 
 
 def notify(*lines: str) -> None:
-    """Sends notices, such as `READY=1`, to systemd, all in one message. Does nothing if systemd
-    does not expect notices (the environment variable NOTIFY_SOCKET is not set)."""
+    """Sends lines such as `READY=1` in one message. Does nothing without NOTIFY_SOCKET."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -30,26 +28,23 @@ def notify(*lines: str) -> None:
 
 @functools.cache
 def _notifier() -> socket.socket:
-    """Returns the socket for all notices to systemd. The socket stays open, because the server may
-    be unable to open another: clients may use up all descriptors that the server may have. Without
-    a socket the server could not signal systemd's watchdog, and systemd would kill it."""
+    """Stays open: clients may use up all descriptors, and without a socket for its watchdog
+    systemd would kill the server."""
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     return socket.socket(socket.AF_UNIX, kind)
 
 
 def extension(seconds: float) -> str:
-    """Returns the notice that asks systemd for `seconds` more to start or to stop."""
+    """Asks for more time to start or stop."""
     return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
 
 
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
-    """While the `with` block runs, asks systemd again and again for more time to start or stop the
-    server, as long as the number that `progress` returns rises. Asks on a thread, because the code
-    in the block may occupy the calling thread.
+    """Asks systemd for more time, on a thread, as long as the number from `progress` rises.
 
-    what: what the server is doing, for systemd's status line.
-    progress: function that returns how many bytes the block has processed.
+    what: for systemd's status line.
+    progress: bytes that the `with` block has processed.
     """
     over = threading.Event()
 

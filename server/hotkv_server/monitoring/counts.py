@@ -1,5 +1,5 @@
-"""Reads the counters and gauges of a running node, for metrics and the admin service. Use on the
-event loop only."""
+"""Counters and gauges of a running node, for metrics and the admin service. On the event loop
+only."""
 
 import asyncio
 from dataclasses import asdict
@@ -10,16 +10,12 @@ from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 
 FRESH_PARTS = 8
-"""A census (count of all entries) counts as short if it has at most this many parts: about a
-million entries, which take some 20 ms."""
+"""A census of at most so many parts is short: about a million entries, some 20 ms."""
 
 
 class RecentCensus:
-    """Provides a census (a count of all entries of the cache) to a caller that asks repeatedly.
-
-    If a count takes a short time (see FRESH_PARTS), each call makes a new count. Otherwise a call
-    returns the last finished census and starts the next census, so that callers don't wait for it.
-    """
+    """A short census is made for each call. Of a long one, a call gets the last and starts the
+    next."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -27,8 +23,7 @@ class RecentCensus:
         self._counting: asyncio.Task[Census] | None = None
 
     def begin(self) -> None:
-        """Starts the first census (count of all entries of the cache) in the background, unless a
-        census takes a short time. Call this method on the event loop."""
+        """Starts the first long census in the background. On the event loop."""
         if not self._is_short:
             self._count()
 
@@ -40,8 +35,7 @@ class RecentCensus:
         self._counting = asyncio.create_task(census(self._node), name="census")
 
     async def read(self) -> Census:
-        """Returns a census (count of all entries of the cache). Waits for the count only if
-        counting takes a short time, or if no census has finished yet."""
+        """Waits only for a short census, or the first."""
         if (counting := self._counting) and (counting.done() or self._last is None):
             self._counting = None
             self._last = await counting
@@ -53,8 +47,7 @@ class RecentCensus:
 
 
 async def census(node: Node) -> Census:
-    """Counts all entries (records in the block table) of the cache, in parts; other tasks run
-    between the parts."""
+    """Counts all entries in parts, between which other tasks run."""
     counting, breaks = inspect.census(node.core), Breaks()
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count
@@ -63,7 +56,7 @@ async def census(node: Node) -> Census:
 
 
 def counters(node: Node) -> dict[str, float]:
-    """Returns the values of the node's counters, by metric name without the prefix `hotkv_`."""
+    """By metric name without `hotkv_`."""
     values = {f"{name}_total": float(value) for name, value in inspect.counters(node.core).items()}
     values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
     values["stored_bytes_total"] = float(node.transfers.stored_bytes)
@@ -82,10 +75,7 @@ def counters(node: Node) -> dict[str, float]:
 
 
 def gauges(node: Node, counted: Census) -> dict[str, float]:
-    """Returns the values of the node's gauges, by metric name without the prefix `hotkv_`.
-
-    counted: a census (count of all entries of the cache).
-    """
+    """By metric name without `hotkv_`."""
     host, live = inspect.tier(node.core, counted), inspect.counts(node.core)
     pool, lag = host.pool, node.lag.read()
     values = {

@@ -1,15 +1,13 @@
 """Serves HTTP: /metrics for Prometheus, /livez and /readyz for probes, the status page and its API.
 
-Runs on a separate thread with its own event loop, and asks the node's event loop for figures. So an
-answer also proves that the node's event loop runs. /livez fails if a part of the server has a
-problem that only a restart solves; /readyz also fails while the server drains (ends its work before
-it stops). The text of both answers names the problem. `pages.routes` makes the answer for each
-path.
+Runs on a thread with its own event loop, and asks the node's loop for figures, so an answer proves
+that the node's loop runs. /livez fails if a part has a problem that only a restart solves, /readyz
+also during a drain; the text names the problem. `pages.routes` makes the answers.
 
-Always true: a request is answered, however many connections other clients hold open. Requests that
-wait for an answer have places by their kind (`PLACES`), and connections that send or read have
-places of their own. If a kind has no free place, the request that has waited longest yields its
-place. So requests of one kind never keep out those of another, such as probes.
+Always true: a request is answered, however many connections others hold open. Requests that wait
+have places by their kind (`PLACES`), connections that send or read have places of their own. If
+a kind has no free place, the request that has waited longest yields its place. So no kind keeps
+out another, such as probes.
 """
 
 import asyncio
@@ -34,23 +32,21 @@ log.addFilter(Throttle())
 
 ANSWER_TIMEOUT_S = 2.0
 SAVINGS_TIMEOUT_S = 8.0
-"""Longest time to answer a request for savings. It is longer than for other requests, because the
-node may pause up to `MAX_REST_S` (of `pages.routes`) before it computes the answer."""
+"""Longer, because the node may pause up to `MAX_REST_S` (of `pages.routes`) first."""
 CONNECTION_S = 10.0
-"""Longest time for which a connection stays open, in seconds."""
 TURN_S = 0.5
-"""Interval at which the thread's event loop records that it is running, in seconds."""
+"""How often the thread's loop records that it runs."""
 MAX_CONNECTIONS = 256
-"""Most connections that send their request or read their answer."""
+"""That send their request or read their answer."""
 BACKLOG = 64
-"""Most connections that a turn of the event loop accepts. A request that came with its connection
-is read within three turns, so MAX_CONNECTIONS are enough that newer ones don't end it before."""
+"""Connections that a turn of the loop accepts. A request that came with its connection is read
+within three turns, so that newer connections don't end it before."""
 MAX_REQUEST_BYTES = 8192
 MAX_BODY_BYTES = 4 << 20
 
 
 class QueueKind(enum.Enum):
-    """The kind of a request, by which it gets a place while it waits for its answer."""
+    """By its kind a request gets a place while it waits."""
 
     PROBE = enum.auto()
     SAVINGS = enum.auto()
@@ -65,18 +61,14 @@ KINDS = {
     SAVINGS_PATH: QueueKind.SAVINGS,
     CHECK_PATH: QueueKind.QUESTION,
 }
-"""QueueKind of the requests for a path. All other paths are of the kind PAGE."""
+"""All other paths are PAGE."""
 PLACES = {QueueKind.PROBE: 64, QueueKind.SAVINGS: 32, QueueKind.QUESTION: 64, QueueKind.PAGE: 64}
-"""Most requests of each kind that wait for their answers. A question has its place while its body
-still comes."""
+"""A question has its place while its body still comes."""
 YIELDED = Reply.text(503, "too many requests of this kind wait; ask again", {"Retry-After": "1"})
 OPEN_HERE = PageAccess()
-"""The default access to the pages, without a token."""
 
 
 def _request(event: h11.Request) -> Request:
-    """Returns the parts of an HTTP request that decide its answer: path, query, and three
-    headers."""
     path, _, query = event.target.decode("ascii", "replace").partition("?")
     named = {name: value.decode("latin-1") for name, value in event.headers}
     return Request(
@@ -89,8 +81,7 @@ def _request(event: h11.Request) -> Request:
 
 
 class _Connection(asyncio.Protocol):
-    """Serves a connection of the HTTP server: reads one request, sends one answer, and closes the
-    connection."""
+    """Reads one request, sends one answer, and closes."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -115,19 +106,18 @@ class _Connection(asyncio.Protocol):
         self._server.closed(self)
 
     def yield_place(self) -> None:
-        """Ends the wait for an answer, and tells the client to ask again."""
+        """Tells the client to ask again."""
         if self._answering is not None:
             self._answering.cancel()
         self._send(YIELDED)
 
     def drop(self) -> None:
-        """Closes the connection at once. Data that is not sent yet is lost."""
+        """At once: loses what is not sent yet."""
         if self._transport is not None:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._answering is not None:
-            # Ignore bytes that arrive after the request.
             return
         try:
             self._http.receive_data(data)
@@ -142,9 +132,8 @@ class _Connection(asyncio.Protocol):
             )
 
     def _heard(self, event: object) -> None:
-        """Processes a part of the HTTP request. Begins to answer a GET or HEAD request at once.
-        Begins to answer a POST request (a router asks which blocks are cached) once its body is
-        complete. Does not store the body if the client has no right to ask."""
+        """Begins to answer a GET or HEAD at once, a POST once its body is complete. Does not
+        keep the body of a client that has no right to ask."""
         if isinstance(event, h11.Request):
             request, self._is_head = _request(event), event.method == b"HEAD"
             if event.method == b"POST" and request.path == CHECK_PATH:
@@ -174,8 +163,7 @@ class _Connection(asyncio.Protocol):
         self._reply(Reply.text(status, why, {"Allow": "GET, HEAD, POST"}), has_more=True)
 
     def _reply(self, reply: Reply, *, has_more: bool = False) -> None:
-        """Sends an answer that is known. `has_more`: True if the client may still be sending its
-        request."""
+        """`has_more`: the client may still be sending."""
 
         async def send() -> None:
             self._send(reply, has_more=has_more)
@@ -188,11 +176,10 @@ class _Connection(asyncio.Protocol):
             answer = self._server.routes.answer(request)
             self._send(await asyncio.wait_for(answer, timeout_s))
         except asyncio.TimeoutError:
-            # The node's event loop did not answer in time: a probe must then fail.
+            # A probe must fail if the node's event loop does not answer.
             self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))
         except Exception as error:
-            # Answer the client even after an unexpected error. No other code handles the exceptions
-            # of this task.
+            # No other code handles the exceptions of this task.
             log.exception("no answer to a request of HTTP")
             text = f"{type(error).__name__}: a defect; the server's log says more"
             self._send(Reply.text(500, text, {}))
@@ -214,9 +201,8 @@ class _Connection(asyncio.Protocol):
         with contextlib.suppress(h11.LocalProtocolError):
             self._transport.write(b"".join(self._http.send(part) or b"" for part in parts))
         if has_more:
-            # Closing the socket before the client has sent all would reset the connection, and the
-            # client might lose the answer. So only ends this direction; the client or `_deadline`
-            # ends the connection.
+            # Closing now would reset the connection, and the client might lose the answer. So
+            # ends only this direction; the client or `_deadline` ends the rest.
             try:
                 self._transport.write_eof()
             except OSError:
@@ -226,8 +212,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _give_up() -> None:
-    """Cancels all other tasks of the running event loop (requests that may be waiting for the
-    node), and waits until they have ended."""
+    """Cancels requests that may be waiting for the node."""
     waiting = asyncio.all_tasks() - {asyncio.current_task()}
     for task in waiting:
         task.cancel()
@@ -235,23 +220,21 @@ async def _give_up() -> None:
 
 
 class HttpServer:
-    """Serves metrics, probes, the status page and its API over HTTP, on its own thread, until it is
-    closed. The constructor raises OSError if it can't listen."""
+    """Serves until it is closed. The constructor raises OSError."""
 
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
-        """Binds the address and starts the thread. Call this constructor on the node's event loop.
+        """To be called on the node's event loop.
 
-        access: who may read the pages. The constructor replaces two of its fields: `is_local`, by
-            the bound address, and `own_name`, by `host`.
+        access: `is_local` and `own_name` are set here, by the bound address and `host`.
         """
-        # The connections that send or read, and those whose requests wait, the oldest first.
+        # The oldest first.
         self._connections: dict[_Connection, None] = {}
         self._waiting: dict[QueueKind, dict[_Connection, None]] = {kind: {} for kind in QueueKind}
         self._last_turn_s = time.monotonic()
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # `::` means every address, including IPv4 addresses.
+        # `::` includes IPv4 addresses.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
             address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both
@@ -280,7 +263,7 @@ class HttpServer:
         for connections in (self._connections, *self._waiting.values()):
             for connection in list(connections):
                 connection.drop()
-        # `call_soon` stops the loop after the callbacks of the dropped connections have run.
+        # After the callbacks of the dropped connections.
         self._loop.call_soon(self._loop.stop)
 
     def _turn(self) -> None:
@@ -288,19 +271,17 @@ class HttpServer:
         self._loop.call_later(TURN_S, self._turn)
 
     def opened(self, connection: _Connection) -> None:
-        """Registers a connection that sends its request or reads its answer. If there are then
-        more than MAX_CONNECTIONS, drops the oldest."""
+        """Beyond MAX_CONNECTIONS, drops the oldest."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             going = next(iter(self._connections))
-            # Remove the dropped connection now, because more connections may open before `closed`
-            # is called for it.
+            # Now: more may open before `closed` is called.
             del self._connections[going]
             going.drop()
 
     def waits(self, connection: _Connection, kind: QueueKind) -> None:
-        """Gives a connection whose request has come whole a place until `answered` is called. If
-        the kind then has too many, the oldest of them yields its place."""
+        """Gives a connection a place until `answered`. If its kind has too many, the oldest
+        yields."""
         self._connections.pop(connection, None)
         waiting = self._waiting[kind]
         waiting[connection] = None
@@ -308,27 +289,23 @@ class HttpServer:
             next(iter(waiting)).yield_place()
 
     def answered(self, connection: _Connection) -> None:
-        """Moves a connection that waited to those that read their answers."""
         for waiting in self._waiting.values():
             if connection in waiting:
                 del waiting[connection]
                 self.opened(connection)
 
     def closed(self, connection: _Connection) -> None:
-        """Removes a connection that has ended."""
         for connections in (self._connections, *self._waiting.values()):
             connections.pop(connection, None)
 
     def is_alive(self) -> bool:
-        """Returns False if the thread that serves HTTP has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how many seconds ago the thread's event loop last recorded that it is running."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Stops listening, drops all connections and joins the thread. Blocks the caller."""
+        """Blocks."""
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join()
         self._loop.close()

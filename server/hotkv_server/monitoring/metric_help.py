@@ -1,8 +1,7 @@
-"""The HELP text of every metric. It says what the metric counts, and when it matters to an
-operator.
+"""The HELP text of every metric: what it counts, and when it matters to an operator.
 
-Always true: each counter, gauge and histogram of a node has a text here, under its name without the
-prefix `hotkv_`; a test checks this. Labels have few values, and clients can't add values.
+Always true: each counter, gauge and histogram of a node has a text here, under its name without
+`hotkv_`; a test checks this. Labels have few values, and clients can't add values.
 """
 
 HELP_BY_TOPIC: dict[str, dict[str, str]] = {
@@ -353,8 +352,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "device_pieces_in_flight": ("device",),
     "device_usable": ("device",),
 }
-"""The labels of each metric that has labels. The metrics of `SPARSE_LAYER_HELP` have the label
-`layer`."""
+"""Of each metric with labels. The metrics of `SPARSE_LAYER_HELP` have the label `layer`."""
 LABEL_HELP: dict[str, str] = {
     "component": "a part of the server that is watched, or `tier NAME`; some 15",
     "device": "number of a GPU of the node",
@@ -368,7 +366,6 @@ LABEL_HELP: dict[str, str] = {
     "tier": "`host`, `disk` or the name of a shared tier; for hits also `device`",
     "version": "version of hotkv",
 }
-"""The meaning of each label. A label has few values."""
 
 SPARSE_LAYER_HELP: dict[str, str] = {
     "selects": "Selections, one for each sequence and step.",
@@ -400,5 +397,5 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "faults": "Faults of sparse attention; the call used dense attention.",
     "loaded_blocks": "Sketches that engines loaded.",
 }
-"""HELP text for each name in `hotkv_proto.reports.SPARSE_COUNTERS`. Each counter has a sample per
-layer, summed over all engines."""
+"""By name in `hotkv_proto.reports.SPARSE_COUNTERS`. Each counter has a sample per layer, summed
+over all engines."""

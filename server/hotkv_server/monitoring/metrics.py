@@ -1,8 +1,8 @@
-"""Makes a node's metrics for Prometheus.
+"""A node's metrics for Prometheus.
 
-Always true: the node is read on its event loop. Prometheus' registry only receives the latest
-reading. Names and units follow Prometheus' rules. Counters start at 0 when the server starts, and
-never fall. `metric_help` has the HELP texts and the labels.
+Always true: the node is read on its event loop; Prometheus' registry only gets the latest
+reading. Names and units follow Prometheus' rules. Counters start at 0 with the server, and never
+fall. `metric_help` has the HELP texts and the labels.
 """
 
 import platform
@@ -31,13 +31,11 @@ from hotkv_server.node.node import Node
 from hotkv_server.node.transfers import LOAD, STORE, Timings
 
 REFUSED = "refused_total"
-"""Counter of refused calls. It is exported only with the label `reason`. If the metric also
-contained the sum over all reasons, each refusal would be counted twice."""
+"""Exported only with the label `reason`: with a sum, each refusal would be counted twice."""
 
 
 def in_seconds(name: str) -> str:
-    """Replaces the ending `_s` of a metric's name by `_seconds`, as Prometheus writes the unit:
-    `build_s` becomes `build_seconds`. Returns other names unchanged."""
+    """`build_s` becomes `build_seconds`, as Prometheus writes the unit."""
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 
 
@@ -45,22 +43,18 @@ LAYER_HELP = {f"sparse_layer_{in_seconds(name)}": text for name, text in SPARSE_
 
 
 class NodeCollector(Collector):
-    """Reads the node's metrics on the node's event loop (`read`), and returns the latest values to
-    Prometheus' registry (`collect`)."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         self._census = RecentCensus(node)
         self._metrics: list[Metric] = []
 
     def prepare(self) -> None:
-        """Starts to count all entries (records in the block table) of the cache in the background,
-        so that the first call of `read` does not wait for the count. Call this method on the node's
-        event loop."""
+        """Starts a census in the background, so that the first `read` need not wait for it. On
+        the node's event loop."""
         self._census.begin()
 
     async def read(self) -> None:
-        """Reads all metrics of the node. Call this method on the node's event loop."""
+        """On the node's event loop."""
         node, counted = self._node, await self._census.read()
         counts = counters(node)
         del counts[REFUSED]
@@ -91,20 +85,15 @@ def _labels(name: str) -> tuple[str, ...] | None:
 
 
 def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
-    """Makes a counter metric with this value. If `value` is None, the metric has labels, and the
-    caller adds the samples."""
+    """`value`: None with labels; the caller then adds the samples."""
     return CounterMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
-    """Makes a gauge metric with this value. If `value` is None, the metric has labels, and the
-    caller adds the samples."""
     return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFamily:
-    """Makes a histogram metric with these counts. If `counted` is None, the metric has labels, and
-    the caller adds the samples."""
     family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=_labels(name))
     if counted is not None:
         family.add_metric([], counted.cumulative(), counted.sum)
@@ -112,15 +101,13 @@ def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFa
 
 
 def _health(node: Node, now_s: float) -> Iterator[Metric]:
-    """Yields three metrics: the versions of the server, whether the server is ready, and for each
-    part of the server and each tier, whether it has a problem."""
     built = _gauge("build_info")
     built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
     found = node.health.by_component(now_s)
     ready = not node.core.draining and not any(found.values())
     problem = _gauge("problem")
     for name, said in found.items():
-        # Parts of the server have names such as "the event loop". The label leaves out the article.
+        # Names of parts are as "the event loop"; the label leaves out the article.
         problem.add_metric([name.removeprefix("the ").removeprefix("a ")], float(bool(said)))
     for tier in (tier for one in node.capabilities for tier in one.tiers()):
         problem.add_metric([f"tier {tier['name']}"], float(not tier["activity"]["is_up"]))
@@ -128,7 +115,6 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
 
 
 def _timings(timings: Timings) -> Iterator[Metric]:
-    """Yields metrics of the durations, sizes and outcomes of calls and transfers."""
     yield _histogram("lookup_seconds", timings.lookup_s)
     yield _histogram("lease_seconds", timings.lease_s)
     yield _histogram("load_seconds", timings.load_s)
@@ -144,7 +130,6 @@ def _timings(timings: Timings) -> Iterator[Metric]:
 
 
 def _refusals(node: Node) -> Metric:
-    """Returns the counter of refused calls, with a sample for each `Reason`."""
     family = _counter(REFUSED)
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
@@ -152,7 +137,7 @@ def _refusals(node: Node) -> Metric:
 
 
 def _device_metrics(devices: Devices) -> list[Metric]:
-    """Returns the metrics of the GPUs' copy engines. Each metric has samples for each GPU."""
+    """With a sample for each GPU."""
     moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
     busy, failed = _counter("device_busy_seconds_total"), _counter("device_failed_jobs_total")
     queued, flying = _gauge("device_pieces_queued"), _gauge("device_pieces_in_flight")
@@ -173,7 +158,6 @@ def _device_metrics(devices: Devices) -> list[Metric]:
 
 
 def _of(samples: Samples) -> Metric:
-    """Makes a Prometheus metric from the samples of a capability (optional part of the server)."""
     name = in_seconds(samples.name)
     if samples.kind == "histogram":
         family = _histogram(name)

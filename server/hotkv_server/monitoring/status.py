@@ -1,10 +1,9 @@
-"""Reads the state of a node for the status page and `/api/v1/status`.
+"""The state of a node for the status page and `/api/v1/status`, as docs/status_page.md describes
+it.
 
-Always true: a reading takes a bounded time of the event loop, however many blocks there are.
-Figures that need a walk over all entries (records in the block table) come from the latest survey,
-a count in the background (`node.survey`); they are None until the first survey has ended. The
-status contains no text of prompts and no block hashes. Lists are bounded; a count beside each list
-gives its full length. docs/status_page.md describes each field.
+Always true: a reading takes a bounded time of the event loop. Figures of all entries come from
+the latest survey (`node.survey`), and are None until the first has ended. No text of prompts and
+no block hash is shown. Lists are bounded, with their full length beside them.
 """
 
 import time
@@ -35,20 +34,17 @@ OF_CENSUS = {
     "sketch_byte_count",
     "sketch_count",
 }
-"""Fields of host memory and of key spaces that come from a census (count of all entries). They are
-None before the first survey."""
+"""Fields of host memory and key spaces that are None before the first survey."""
 DIGITS = 3
 NO_CENSUS = Census(0, 0, 0, 0, *(np.zeros(KEY_SPACE_ROWS, np.int64) for _ in range(2)))
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """The state of a node, read on its event loop. `as_json_values` converts it to JSON on any
-    thread.
+    """Read on the event loop; `as_json_values` converts it on any thread.
 
-    figures: values for JSON. If a value is a function, `as_json_values` calls it and uses the
-        result.
-    arena: the map of the arena; None before the first survey (count of all entries).
+    figures: values for JSON. A value that is a function is called when it is converted.
+    arena: None before the first survey.
     """
 
     figures: Figures
@@ -56,10 +52,8 @@ class NodeStatus:
 
 
 def read_status(node: Node, *, has_names: bool) -> NodeStatus:
-    """Reads the state of a node for the status page. Call this function on the node's event loop.
-
-    has_names: False leaves out the names of tenants, models and engines.
-    """
+    """On the node's event loop. `has_names`: if False, without names of tenants, models and
+    engines."""
     now_s = time.monotonic()
     survey = node.survey.latest(now_s)
     figures: Figures = {
@@ -80,8 +74,7 @@ def read_status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def as_json_values(status: NodeStatus) -> Figures:
-    """Converts the state of a node to values that can be written as JSON. Adds the verdicts:
-    sentences that judge the state."""
+    """Adds the verdicts."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
     figures["verdicts"], figures["checks"] = verdicts(figures), checks(figures)
     figures["miss_texts"] = MISSES
@@ -100,8 +93,7 @@ def _live(node: Node) -> Figures:
 
 
 def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
-    """Returns figures of the tiers, and of the key spaces that have the most blocks, sorted by key
-    space id. Without `has_names`, the list of key spaces is empty."""
+    """Tiers, and the key spaces with most blocks by id; none of these without `has_names`."""
     counted = NO_CENSUS if survey is None else survey.census
     found = inspect.key_spaces(node.core, counted, MAX_ROWS) if has_names else []
     rows = {
@@ -115,11 +107,10 @@ def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
 
 
 def _arena(drawn: ArenaMap) -> Figures:
-    """Returns the map of the arena as JSON values: lists with a value for each cell (some adjacent
-    slabs).
+    """Lists with a value for each cell of some adjacent slabs.
 
-    slot_size_indexes: for each cell, the index of its slot size in `slot_byte_counts`. For a cell
-        without a slot size, a negative value, which is copied from `ArenaMap.slot_bytes`.
+    slot_size_indexes: into `slot_byte_counts`; negative without a slot size
+        (`ArenaMap.slot_bytes`).
     """
     sizes = np.unique(drawn.slot_bytes[drawn.slot_bytes >= 0])
     at = np.where(drawn.slot_bytes < 0, drawn.slot_bytes, np.searchsorted(sizes, drawn.slot_bytes))

@@ -1,9 +1,5 @@
-"""Makes the server's reports for operators, by topic: the server (with its GPUs), tiers, key
-spaces, sessions, blocks.
-
-The command `hotkv`, its `--json`, the status page and its API show these reports. Use on the event
-loop only.
-"""
+"""The server's reports for operators, by topic: server, tiers, key spaces, sessions, blocks. The
+command `hotkv`, the status page and its API show them. On the event loop only."""
 
 import heapq
 import os
@@ -35,22 +31,19 @@ from hotkv_server.node.node import Node
 # ------------------------------------------------------------------------------------------- Topics
 
 MAX_ROWS = 256
-"""Most rows in a list of sessions (connections of engines) or of key spaces, unless the caller asks
-for more."""
+"""Of sessions or key spaces, unless the caller asks for more."""
 MAX_KEY_SPACES = 4096
 KEY_SPACES_BYTES = 3 << 20
-"""Most bytes of a list of key spaces in an answer. Together with the answer's other fields, they
-fit into a gRPC message."""
+"""Of a list of key spaces: with the answer's other fields it fits into a gRPC message."""
 DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
 MAX_TOKEN_DIGITS = 20
 SERVED_BLOCKS = 2000
-"""Most blocks in one page of the list of blocks, even if the caller asks for more: the event loop
-makes a row for each block, and serves no other call meanwhile."""
+"""Most rows in a page of blocks, even if the caller asks for more: the event loop serves no
+other call while it makes them."""
 
 
 def all_topics(node: Node) -> dict[str, Topic]:
-    """Returns all topics (reports) that operators can request, by name: the topics of the cache, of
-    the node and of the capabilities (optional parts of the server)."""
+    """Those of the cache, the node and the capabilities."""
     found = _topics(node)
     for one in node.capabilities:
         found.update(one.topics())
@@ -58,9 +51,6 @@ def all_topics(node: Node) -> dict[str, Topic]:
 
 
 def _topics(node: Node) -> dict[str, Topic]:
-    """Returns the topics (reports that operators request by name) of the cache and of the node.
-    Capabilities (optional parts of the server) add further topics."""
-
     async def server(filters: Filters) -> Figures:
         counted, now_s = await census(node), time.monotonic()
         figures = server_figures(node, now_s)
@@ -86,8 +76,7 @@ def _topics(node: Node) -> dict[str, Topic]:
         found = inspect.key_spaces(node.core, counted, 0 if wanted else most)
         rows: list[Figures] = []
         room = KEY_SPACES_BYTES
-        # Add the key spaces with most blocks first. If names are long, the answer may have no room
-        # for all key spaces.
+        # Most blocks first: if names are long, the answer may have no room for all.
         for one in sorted(found, key=lambda one: -one.num_blocks):
             if wanted in (0, one.number):
                 row = _whole_row(node, one)
@@ -121,12 +110,10 @@ def _topics(node: Node) -> dict[str, Topic]:
 
 
 def server_figures(node: Node, now_s: float) -> Figures:
-    """Returns the server's identity and state, for operators.
-
-    state: `ready`, `draining` (about to stop: accepts no new work) or `unhealthy`.
-    problems: a sentence for each problem.
-    progress: how far the arena is prefaulted, or why prefaulting ended early; empty when the whole
-        arena is prefaulted.
+    """state: `ready`, `draining` or `unhealthy`.
+    problems: a sentence for each.
+    progress: how far the arena is prefaulted, or why that ended early; empty when it is
+        complete.
     """
     problems, lag = node.health.problems(now_s), node.lag.read()
     return {
@@ -153,8 +140,7 @@ def server_figures(node: Node, now_s: float) -> Figures:
 
 
 def tier_rows(node: Node, counted: Census) -> list[Figures]:
-    """Returns a row of figures for host memory, then a row for each tier below it, in the order in
-    which lookups search the tiers. The row of a lower tier also has the tier's `activity`: its
+    """Host memory, then the tiers in the order of lookups. Lower tiers also have `activity`:
     reads, writes and problems."""
     rows = [_places(HOST_TIER, inspect.tier(node.core, counted))]
     if (lower := inspect.lower_tier(node.core)) is not None:
@@ -169,8 +155,7 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
 
 
 def _places(name: str, figures: inspect.RoomFigures) -> Figures:
-    """Returns the row of figures of a tier whose slots (places for blocks) the cache core manages
-    (host memory, the disk tier)."""
+    """Of a tier whose slots the core manages."""
     return {
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,
@@ -197,8 +182,7 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
 
 
 def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns a short description of a key space (a model in a configuration), without
-    secrets."""
+    """Short, without secrets."""
     return {
         "key_space_id": one.number,
         "fingerprint": one.key_space.fingerprint.hex(),
@@ -213,8 +197,7 @@ def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns everything that an operator may see of a key space (a model in a
-    configuration)."""
+    """All that an operator may see."""
     return {
         **key_space_row(node, one),
         "key_space": _key_space(one.key_space),
@@ -231,8 +214,7 @@ def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _key_space(value: KeySpace) -> Figures:
-    """Returns all fields of a key space (a model in a configuration), by the field names of the
-    message `hotkv.v1.KeySpace`."""
+    """By the field names of `hotkv.v1.KeySpace`."""
     return {
         "tenant": value.tenant,
         "model": value.model,
@@ -264,24 +246,21 @@ def _key_space(value: KeySpace) -> Figures:
 
 
 def busiest(node: Node) -> list[LiveSession]:
-    """Returns the sessions (connections of engines) that have loaded and stored the most bytes, at
-    most MAX_ROWS."""
+    """At most MAX_ROWS, by loaded and stored bytes."""
     return heapq.nlargest(MAX_ROWS, node.sessions, lambda one: one.loaded_bytes + one.stored_bytes)
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""The kind of connector that an engine uses ("own" or "offloading", see docs/doors.md), by the
-client name that the connector sends to the server."""
+"""Doors by client name (docs/doors.md)."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
-    """Returns a row of figures for each session (connection of an engine), in the order in which
-    the sessions were opened."""
+    """In the order in which the sessions were opened."""
     held = inspect.leases_of_engines(node.core)
     more = [one.session_figures() for one in node.capabilities]
     rows = []
     for one in sorted(sessions, key=lambda one: one.record.number):
-        # Read the attribute `memory` only once: another thread may set it to None meanwhile.
+        # Once: another thread may set it to None.
         memory = one.memory
         row: Figures = {
             "session_number": one.record.number,
@@ -314,8 +293,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
 
 
 async def _blocks(node: Node, filters: Filters) -> Figures:
-    """Returns a page of the list of cached blocks that match the filters. The list has no
-    particular order."""
+    """A page of the blocks that match the filters, in no particular order."""
     token, number = filters.text("page_token"), filters.whole("key_space_id", MAX_KEY_SPACE_ID)
     if token and not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
         raise invalid("page_token is none that this server gave out; leave it empty to begin")
@@ -336,7 +314,7 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
 
 
 async def _hot_blocks(node: Node, filters: Filters) -> Figures:
-    """Returns the hottest blocks (those that would be evicted last), the hottest first."""
+    """The blocks that would be evicted last, the hottest first."""
     size = min(filters.page_size(DEFAULT_BLOCKS, MAX_BLOCKS), SERVED_BLOCKS)
     number = filters.whole("key_space_id", MAX_KEY_SPACE_ID)
     if number:
@@ -349,8 +327,7 @@ async def _hot_blocks(node: Node, filters: Filters) -> Figures:
 
 
 def _prefix(digits: str) -> inspect.HashPrefix | None:
-    """Parses hexadecimal digits with which the hashes of the wanted blocks begin. Returns None if
-    there are no digits. Raises INVALID_FIELD if the text is not hexadecimal or too long."""
+    """None without digits. Raises INVALID_FIELD."""
     try:
         return inspect.HashPrefix(digits) if digits else None
     except ValueError as error:
@@ -379,16 +356,14 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
 
 
 # ------------------------------------------------------------------------------------------ Devices
-# Figures of the GPUs: bytes copied, the measured speed of each copy method, and problems.
 
 
 def device_figures(devices: Devices) -> Figures:
-    """Returns figures of the GPUs, and of the part of the arena that the GPUs can access.
+    """Figures of the GPUs, and of the part of the arena that they can access.
 
-    why_none: why the server uses no GPU; empty if it uses a GPU.
-    registered_byte_count: bytes of the arena that are registered with CUDA (page-locked).
-    registering_error: why the registration of the arena stopped; empty while it runs and after it
-        is complete.
+    why_none: why the server uses no GPU; empty if it uses one.
+    registering_error: why the arena's registration stopped; empty while it runs and when
+        complete.
     """
     pinner = devices.pinner
     return {

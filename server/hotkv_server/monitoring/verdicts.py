@@ -1,22 +1,16 @@
-"""Judges a node in three sentences: is it working, does it pay, and what limits it.
-
-The status page and `hotkv status` show these sentences. They are computed only from the figures of
-`/api/v1/status`.
-"""
+"""Judges a node in three sentences, for the status page and `hotkv status`: is it working, does
+it pay, and what limits it. Computed only from the figures of `/api/v1/status`."""
 
 from typing import Any
 
 from hotkv_server.node.capability import Figures
 
 LATE_S, VERY_LATE_S = 0.02, 0.1
-"""Delays of the event loop (99th percentile), in seconds. Above LATE_S the level is "look", above
-VERY_LATE_S it is "bad"."""
+"""99th percentile of the event loop's delays, above which the level is "look", and "bad"."""
 WORTH_POINTS = 0.01
-"""If more memory would raise the hit rate by at least this much, the verdict names memory as the
-limit."""
+"""Memory is the limit if more of it would raise the hit rate by so much."""
 NEAR_CEILING = 0.03
-"""If the hit rate is at most this much below the hit rate of an endless cache, the verdict names
-the prompts as the limit."""
+"""The prompts are the limit if an endless cache would hit at most so much more."""
 MISSES = {
     "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
     "evicted": "Made room for others: more memory or a tier helps.",
@@ -33,14 +27,12 @@ MISSES = {
     "partial_block": "Behind the last full block: no cache of blocks can have it.",
     "unknown": "Reported by an engine of an older version.",
 }
-"""Explanations of the miss reasons, for the status page."""
+"""What each miss reason means, for the status page."""
 GOOD, LOOK, BAD = "good", "look", "bad"
 
 
 def checks(figures: Figures) -> list[Figures]:
-    """Judges five parts of a node's state, such as the event loop and the tiers. Returns for each
-    check its `name`, its `level` (good, look or bad), and a `text` about the problem. The text is
-    empty if the level is good."""
+    """`name` and `level` of five checks, and a `text` about the problem, if any."""
     lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
     failed = _hour(figures).get("failed_load_count", 0)
     state, progress = figures["state"], figures["progress"]
@@ -60,9 +52,7 @@ def checks(figures: Figures) -> list[Figures]:
 
 
 def verdicts(figures: Figures) -> list[Figures]:
-    """Answers three questions about a node: whether it works, whether it pays, and what limits it.
-    Each answer has the `question`, a `word` (the short answer) and a `text` (the rest of the
-    sentence)."""
+    """`question`, `word` (the short answer) and `text` (the rest of the sentence)."""
     return [
         _verdict("Is it working?", *_works(figures)),
         _verdict("Does it pay?", *_pays(figures)),
@@ -153,7 +143,6 @@ def _own_hits(total: dict[str, Any]) -> int:
 
 
 def _seconds(seconds: float) -> str:
-    """Formats a duration for a sentence."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,12 +1,8 @@
-"""The interface between the node and its capabilities: optional parts of the server, such as hints
-or residencies (requests whose KV stays in host memory).
+"""The interface between the node and its capabilities.
 
-The node holds the capabilities of its server. It calls each capability at events, for example when
-blocks were stored, and asks each for its figures and for the gRPC calls that it serves.
-Capabilities do not know each other: if a capability needs another, a protocol in this module
-describes the need and the node connects the two. Every method of `Capability` has a default that
-does nothing. All methods run on the event loop. They wait neither for files nor for other machines,
-unless their docstring says otherwise.
+Capabilities do not know each other: a protocol here describes what one needs of another, and the
+node connects the two. Methods run on the event loop and wait neither for files nor for other
+machines, unless they say otherwise.
 """
 
 import math
@@ -32,22 +28,18 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 
-# A topic is a report that the server makes about one of its subjects, for example its key spaces.
-# Operators request it by name, with the command `hotkv`, on the status page or over HTTP.
-#
-# The field names of a report are the names that `hotkv --json` shows. Numbers are plain, hashes are
-# hexadecimal, states are words. A topic is computed on the event loop and its size is bounded.
+# A topic is a report for operators: of the command `hotkv`, the status page or HTTP. Its fields
+# are those of `hotkv --json`. Computed on the event loop; its size is bounded.
 
 
 Figures = dict[str, Any]
-"""Figures of a report, by name. All values can be written as JSON."""
+"""All values can be written as JSON; hashes are hexadecimal, states are words."""
 MAX_KEY_SPACE_ID = (1 << 31) - 1
 
 
 class Filters:
-    """The filters with which an operator requests a topic (a report of the server), as texts by
-    name. They select what the report covers. Each method parses one filter, and raises
-    INVALID_FIELD if its value is not valid."""
+    """A request's filters for a topic, as texts by name. Methods raise INVALID_FIELD for a bad
+    value."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
@@ -56,24 +48,22 @@ class Filters:
         return f"Filters({dict(self._given)!r})"
 
     def text(self, name: str) -> str:
-        """Returns the value of the filter `name` as text; empty if it is not given."""
+        """Empty if not given."""
         return self._given.get(name, "")
 
     def whole(self, name: str, most: int) -> int:
-        """Returns the value of the filter `name` as a whole number from 0 to `most`; 0 if it is not
-        given."""
+        """From 0 to `most`; 0 if not given."""
         text = self.text(name) or "0"
         if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) > most:
             raise invalid(f"{name} is {text[:40]!r}; give a whole number, 0 to {most}")
         return int(text)
 
     def page_size(self, default: int, most: int) -> int:
-        """Returns the number of rows to report, from the filter `page_size`; `default` if that is 0
-        or not given."""
+        """`default` if the filter is 0 or not given."""
         return self.whole("page_size", most) or default
 
     def seconds(self, name: str) -> float:
-        """Returns the value of the filter `name` in seconds; 0 if it is not given."""
+        """0 if not given."""
         text = self.text(name) or "0"
         try:
             found = float(text)
@@ -86,22 +76,15 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A report of the server about one of its subjects, which operators request by name.
-
-    tell: function that computes the report, given the filters of the request.
-    filters: names of the filters that `tell` uses.
-    """
+    """`filters`: those that `tell` uses."""
 
     tell: Callable[[Filters], "Figures | Awaitable[Figures]"]
     filters: tuple[str, ...] = ()
 
 
 async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str]) -> Figures:
-    """Computes the report of the topic `name`. If `name` is empty, returns the names of all topics
-    with their filters. `given`: the filters of the request.
-
-    Raises INVALID_FIELD for an unknown topic or filter, and the errors of the topic's `tell`.
-    """
+    """Computes the report `name`; if that is empty, lists all topics. Raises INVALID_FIELD for
+    an unknown topic or filter, and the errors of the topic."""
     if not name:
         return {"topics": {name: list(topic.filters) for name, topic in topics.items()}}
     topic = topics.get(name)
@@ -116,18 +99,15 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
     return told if isinstance(told, dict) else await told
 
 
-# Protocols: each describes an object that a capability (optional part of the server) or the node
-# needs from another capability, or a value that the two exchange.
+# Protocols: what a capability or the node needs from another capability.
 
 
 @dataclass(frozen=True, slots=True)
 class TierHolding:
-    """The blocks of a lookup that one tier has: the tier's part of the answer of `Lookups.find`.
+    """The blocks of a lookup that one tier has.
 
-    name: name of the tier.
-    masks: for each list of blocks in the lookup, a mask of the blocks that the tier has.
-    is_up: True if the tier can be read at the moment.
-    bytes_per_s: rate of the tier's last reads; 0 if no read has found a block.
+    masks: one for each list of blocks in the lookup.
+    bytes_per_s: of the tier's last reads; 0 if no read has found a block.
     """
 
     name: str
@@ -137,44 +117,29 @@ class TierHolding:
 
 
 class Flushes(Protocol):
-    """Flushes key spaces, in this node and in tiers that nodes share. A flush deletes all blocks of
-    a key space (a model in a configuration). Each shared tier has a generation for each key space:
-    a number that each flush of the key space raises."""
-
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if the blocks of the key space (a model in a configuration) in host
-        memory may be used. They may be used if it is certain that all of them were stored after the
-        last flush of the key space. Flushes that were requested on other nodes count too."""
+        """True if all blocks of the key space in host memory are certainly younger than its last
+        flush on any node."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True for the key space (a model in
-        a configuration). Returns False if that takes longer, or if the server forgets the key
-        space meanwhile."""
+        """Bounded. False if `may_serve` stays False, or the server forgets the key space
+        meanwhile."""
 
     async def confirm_new(self, key_space_id: int) -> None:
-        """Asks shared tiers for the generation (number that each flush raises) of a new session's
-        key space, and waits for the answers for a bounded time. Until a tier has answered, the
-        server treats the blocks that are stored as possibly older than the last flush."""
+        """Asks shared stores for a new session's generation; the wait is bounded. Until a store
+        has answered, blocks count as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space: deletes all blocks of a model in a configuration, in this node
-        and in all tiers. Returns the number of deleted blocks, and the names of the tiers that have
-        not answered."""
+        """The result names the tiers that have not answered."""
 
 
 class Lookups(Protocol):
-    """Looks up blocks in the tiers below host memory, and decides whether a client's lookup waits
-    for them."""
-
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns True if a lookup of these blocks must wait for the answer of a shared tier
-        (`ask`). It must wait in two cases: a shared tier may have blocks that host memory lacks; or
-        a shared tier must first confirm the key space's generation (number that each flush raises).
-        Returns False if `session` is None."""
+        """True if a lookup must first `ask`: a shared store may have blocks that host memory
+        lacks, or must confirm the generation."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
-        time. Stores the answers for the lookups that follow."""
+        """Asks shared stores, with a bounded wait, and keeps the answers for later lookups."""
 
     def lies_elsewhere(
         self,
@@ -183,32 +148,28 @@ class Lookups(Protocol):
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns, for each list of `groups`, a mask of the blocks that lie in a tier below host
-        memory, or are being promoted from a tier.
+        """Masks of the blocks that lie in a tier below host memory, or are being promoted.
 
-        ready: for each list, a mask of the blocks that are in host memory.
-        tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
-            computes them are left out; 0 leaves out no block.
+        ready: masks of the blocks in host memory.
+        tokens_per_s: leaves out what an engine with this prefill speed computes sooner; 0:
+            nothing.
         """
 
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = ...
     ) -> list[TierHolding]:
-        """Asks every tier which of the blocks it has, for operators and routers. Waits for shared
-        tiers at most `wait_s` seconds."""
+        """For operators and routers: asks every tier, shared stores for at most `wait_s`."""
 
 
 class FlushHere(Protocol):
-    """Flushes a key space (deletes all blocks of a model in a configuration) on this node only, and
-    returns the number of removed blocks."""
+    """Flushes on this node only. Returns the number of removed blocks."""
 
     def __call__(self, key_space_id: int, *, elsewhere: bool) -> Awaitable[int]:
-        """Flushes the key space. `elsewhere`: True if another node has requested the flush."""
+        """`elsewhere`: another node has requested it."""
 
 
 class BlocksBelow(Protocol):
-    """Manages the tiers below host memory (disk and shared stores), and moves blocks between them
-    and host memory."""
+    """The tiers below host memory."""
 
     @property
     def generations(self) -> Flushes: ...
@@ -218,8 +179,7 @@ class BlocksBelow(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """The tiers' names. `Space.origins`, the core's record of the tier from which each block
-        was promoted, stores a tier's position in this list, counted from 1."""
+        """`Space.origins` stores positions in this list, counted from 1."""
 
     def start(
         self,
@@ -229,28 +189,17 @@ class BlocksBelow(Protocol):
         on_ready: "OnReady",
         on_flushed: Callable[[int], None],
     ) -> None:
-        """Starts moving blocks between tiers.
-
-        health: watches the loops and threads of the tiers.
-        tell: function to call when blocks may have been evicted, or condemned (dropped because
-            they are damaged).
-        flush: flushes a key space in this node only.
-        on_ready: function to call when blocks become ready in a medium (host memory, the disk or a
-            shared store).
-        on_flushed: function to call, with the key space's id, if another node has flushed a key
-            space of which this node has no block.
+        """tell: called when blocks may have been evicted or condemned.
+        on_flushed: called with a key space that another node has flushed, without blocks here.
         """
 
-    def trace(self, tracing: "Tracer") -> None:
-        """Starts tracing: from now on, the reads and writes of tiers for traced calls get spans
-        (timed parts of a trace)."""
+    def trace(self, tracing: "Tracer") -> None: ...
 
     async def close(self) -> None:
-        """Stops moving blocks between tiers: begins no further move, and waits, for a bounded time,
-        until the running moves end."""
+        """Begins no further move; the wait for running ones is bounded."""
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
-        """Sets how many bytes may be written to the disk in 24 hours; None: no limit."""
+        """For the disk, in 24 hours; None: no limit."""
 
     def fetch_ahead(
         self,
@@ -259,54 +208,39 @@ class BlocksBelow(Protocol):
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to promote the blocks of a hit right after the lookup, before the engine asks for
-        a lease.
+        """Begins to promote a hit's blocks right after the lookup, before a lease is asked for.
 
-        groups: the blocks of the prompt, a list for each group.
-        ready, elsewhere: for each list, masks of the blocks that are in host memory, and of the
-            blocks that lie in a tier below.
+        ready, elsewhere: masks of the blocks in host memory, and in a tier below.
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call for a lease on these blocks must first wait for `promote`, which
-        promotes blocks from tiers. It must wait if host memory lacks some of the blocks, and a tier
-        may have these blocks or they are already being read from a tier."""
+        """True if a lease must first `promote`: a tier may have blocks that host memory lacks."""
 
     async def promote(self, session: LiveSession, groups: list[HashList]) -> Any:
-        """Promotes blocks of `groups` from tiers into host memory, and pins the blocks there. Waits
-        for the promotions for a bounded time. The caller must pass the result to `unpin`, which
-        unpins the blocks."""
+        """Promotes blocks and pins them; the wait is bounded. The result goes to `unpin`."""
 
-    def unpin(self, held: Any) -> None:
-        """Unpins the blocks that a call of `promote` has pinned. `held`: the result of that
-        call."""
+    def unpin(self, held: Any) -> None: ...
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Promotes blocks of `groups` from tiers into host memory, as far as there is room. Returns
-        when the blocks are promoted, or at the time `until_s` of the monotonic clock."""
+        """Promotes blocks as far as there is room, at most until `until_s` of the monotonic
+        clock."""
 
 
 class Tracer(Protocol):
-    """Makes spans (timed parts of a trace) for the work of a call."""
-
     def child(self, name: str) -> "Span | None":
-        """Begins a span whose parent is the span of the current call; None if the call is not
-        traced."""
+        """None if the current call is not traced."""
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins spans for blocks that are about to be written to a tier: one span for each traced
-        store call that stored some of the blocks, up to a limit of spans."""
+        """For blocks about to be written to a tier: one for each traced store of some of them,
+        up to a limit."""
 
 
 OnReady = Callable[[Entries, Medium, str], None]
-"""Function that is called on the event loop when blocks become ready in a medium (host memory, the
-disk or a shared store). Its arguments are the blocks' entries, the medium and the tier's name
-(empty for host memory). The entries are numbers of records: in the disk's block table if the medium
-is DISK, otherwise in the block table of host memory."""
+"""Called on the event loop when blocks become ready. Entries are of the disk's block table for
+the medium DISK, else of host memory's. The tier is empty for host memory."""
 
 
-def nobody(entries: Entries, medium: Medium, tier: str) -> None:
-    """Does nothing when blocks become ready (an `OnReady` function)."""
+def nobody(entries: Entries, medium: Medium, tier: str) -> None: ...
 
 
 # Capabilities
@@ -315,23 +249,21 @@ def nobody(entries: Entries, medium: Medium, tier: str) -> None:
 Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
-"""Function that handles the messages of one kind from a session's stream. Its arguments are the
-session and the message. Returns one of these:
+"""Handles messages of one kind from a session's stream. Returns one of these:
 
-- the answer's message, or None if the message has no answer;
-- a task or awaitable that returns the answer's message later, or an awaitable that returns such a
-  task;
-- a complete message of the stream that contains the answer, which saves copying a large answer.
+- the answer's message, or None without an answer;
+- a task or awaitable with the answer's message, or an awaitable with such a task;
+- a whole message of the stream with the answer, which saves copying a large one.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A gRPC service that a capability adds to the server.
+    """A gRPC service of a capability.
 
-    name: full name, with the package.
-    add: function that registers `servicer` with a server, as the code generated by grpcio does.
-    is_admin: True if only operators may call the service.
+    name: full, with the package.
+    add: registers `servicer` with a server, as grpcio's generated code does.
+    is_admin: only operators may call it.
     """
 
     name: str
@@ -342,12 +274,11 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A metric whose values have labels.
+    """A metric with labels.
 
-    name: without the prefix `hotkv_`.
+    name: without `hotkv_`.
     kind: `counter`, `gauge` or `histogram`.
-    samples: a pair for each combination of label values: the label values, in the order of the
-        metric's labels (`monitoring.metric_help`), and the value.
+    samples: label values, in the order of `monitoring.metric_help`, and the value.
     """
 
     name: str
@@ -356,48 +287,35 @@ class Samples:
 
 
 class Capability:
-    """An optional part of a server, such as hints or residencies (requests whose KV stays in host
-    memory). The node calls its methods when something happens. Every method has a default that does
-    nothing; a capability overrides the methods that it needs."""
+    """Methods do nothing by default; a capability overrides those it needs."""
 
     # Life cycle
 
-    def start(self, health: Health) -> None:
-        """Called when the node starts. `health` watches the loops that the capability starts."""
+    def start(self, health: Health) -> None: ...
 
-    async def tick(self, now_s: float) -> None:
-        """Called at each turn of the node's timer, several times a second."""
+    async def tick(self, now_s: float) -> None: ...
 
     async def close(self) -> None:
-        """Called when the node ends, after all sessions have closed."""
+        """After all sessions have closed."""
 
     def save(self) -> None:
-        """Writes files for the next server. Called after `release`, on the thread that writes files
-        (`Clerk`). May block that thread."""
+        """Writes files for the next server, after `release`, on a thread that it may block."""
 
     def release(self) -> None:
-        """Closes resources outside the node, such as threads and connections. Called after the node
-        has ended, or if the node never started. Blocks the calling thread."""
+        """Closes threads and connections after the node's end, or if it never started. Blocks."""
 
     # Events
 
     def key_space_added(
         self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
     ) -> None:
-        """Called when a key space (a model in a configuration) is registered, and at the start
-        for each restored key space.
-
-        model_names: names by which requests address the model, as reported by the session with
-            which the key space was registered; empty if it was registered without a session.
-        """
+        """Also at the start, for each restored one. `model_names`: by which requests address the
+        model; empty without a session."""
 
     def model_named(self, number: int, name: str) -> None:
-        """Called when a later session of a known key space (a model in a configuration) reports
-        a new name by which requests address the model. Called once for each name."""
+        """Once for each new name of a known key space's model."""
 
-    def key_space_forgotten(self, number: int) -> None:
-        """Called when a key space (a model in a configuration) without blocks is forgotten: the
-        server no longer has it registered."""
+    def key_space_forgotten(self, number: int) -> None: ...
 
     def blocks_stored(
         self,
@@ -406,21 +324,14 @@ class Capability:
         contents: Sequence[RunContent],
         results: Sequence[NDArray[np.uint8]],
     ) -> None:
-        """Called when a store has ended.
+        """After a store, with all blocks that it named.
 
-        runs: the blocks that the store named, as runs (consecutive blocks of a group).
-        contents: token ids of each run, for events; empty if the engine sent none.
-        results: what became of the blocks (`BlockResult` values), an array for each run.
+        contents: token ids of each run; may be empty.
+        results: `BlockResult` values, an array for each run.
         """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Called when blocks became ready in another medium (host memory, the disk or a shared
-        store), because they were moved or copied between tiers.
-
-        entries: the blocks' entry numbers. For the medium DISK these are numbers in the disk's
-            block table, otherwise in the block table of host memory.
-        tier: the tier's name; empty for host memory.
-        """
+        """Blocks are ready in another medium; arguments as for `OnReady`."""
 
     def blocks_removed(
         self,
@@ -428,112 +339,90 @@ class Capability:
         below: Sequence[EvictionNotice],
         flushed_key_space_id: int,
     ) -> None:
-        """Called when blocks have been removed.
-
-        notices: blocks removed from host memory.
-        below: blocks removed from the disk.
-        flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 if no
-            flush has begun. The blocks that the flush removes are named in later calls.
+        """notices: from host memory.
+        below: from the disk.
+        flushed_key_space_id: a flush has begun to empty this; its blocks follow in later calls.
+            0: none.
         """
 
     def key_space_flushed(self, number: int, *, elsewhere: bool = False) -> None:
-        """Called when a flush (deletion of all blocks of a key space) has ended. Blocks that were
-        stored during the flush may remain.
-
-        elsewhere: True if another node has requested the flush.
-        """
+        """Blocks stored during the flush may remain. `elsewhere`: another node has requested it."""
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        """Called when a session has closed. `is_last`: True if the session's engine has no other
-        session open."""
+        """`is_last`: of its engine."""
 
     def request_scheduled(self, session: LiveSession, report: Report) -> None:
-        """Called when an engine reports that it has scheduled a request, before the node records a
-        use of the request's blocks."""
+        """Before the node records a use of the blocks."""
 
     async def request_noted(self, session: LiveSession, report: Report) -> None:
-        """Called after `request_scheduled`, when the node has recorded a use of the blocks of the
-        reported request. While this call waits, other tasks may run."""
+        """After the node has recorded a use of the blocks."""
 
-    def request_ended(self, session: LiveSession, ended: Ended) -> None:
-        """Called when an engine reports the end of a request."""
+    def request_ended(self, session: LiveSession, ended: Ended) -> None: ...
 
-    def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        """Called when an engine reports that the load of a reported request has ended."""
+    def load_ended(self, session: LiveSession, end: LoadEnd) -> None: ...
 
     def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
-        """Called when a transfer has ended. `loaded`, `stored`: the bytes that it has copied; one
-        of them is 0."""
+        """After a transfer; one of the two is 0."""
 
     # Reports
 
     def topics(self) -> Mapping[str, Topic]:
-        """Returns the topics (reports) of this capability that operators can request, by name."""
         return {}
 
     def status(self, *, has_names: bool) -> Figures:
-        """Returns the fields that this capability adds to the server's status. A field's value may
-        be a function, which is called later, on another thread.
+        """Fields for the server's status. A value may be a function, called later on another
+        thread.
 
-        has_names: if False, leaves out the names of tenants, models and engines.
+        `has_names`: if False, without names of tenants, models and engines.
         """
         return {}
 
     def tiers(self) -> Iterable[Figures]:
-        """Returns a row for each tier except host memory, in lookup order. Fields: `name`,
-        `capacity_byte_count`, and `activity` if the tier reports it."""
+        """A row for each tier below host memory, in lookup order: `name`, `capacity_byte_count`,
+        `activity`."""
         return ()
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:
-        """Returns additional columns for the list of sessions: for each column name, counts by
-        session number. A missing session counts 0."""
+        """Columns for the list of sessions, by session number."""
         return {}
 
     def counters(self) -> Mapping[str, float]:
-        """Returns counters by metric name without `hotkv_`. Counters never fall."""
+        """By metric name, without `hotkv_`."""
         return {}
 
     def gauges(self) -> Mapping[str, float]:
-        """Returns gauges by metric name without `hotkv_`."""
+        """By metric name, without `hotkv_`."""
         return {}
 
     def samples(self) -> Iterable[Samples]:
-        """Returns metrics whose values have labels."""
         return ()
 
     # Offers to the rest of the server
 
     def services(self, edge: Any) -> Iterable[Service]:
-        """Returns the gRPC services that this capability adds to a listener. `edge`: a
-        `wire.edge.Edge`, which connects the services with the node."""
         return ()
 
     def session_calls(self) -> Mapping[str, SessionCall]:
-        """Returns functions that handle messages of a session's stream. The keys are names of
-        fields of `hotkv.v1.ConnectRequest`: a function handles the messages with that field."""
+        """By field name of `hotkv.v1.ConnectRequest`."""
         return {}
 
     def traced(self, calls: Any) -> Any:
-        """Returns the functions in `calls` (of the module `wire.calls`). If this capability traces
-        calls, returns each function wrapped so that it makes a span."""
+        """Each function of `wire.calls`, wrapped in a span."""
         return calls
 
     async def check_blocks(
         self, model: str, block_tokens: int, hashes: Sequence[int]
     ) -> BoolMask | None:
-        """Returns which blocks of a prompt are cached, in any medium; None if this capability does
-        not know. The KV router of Dynamo asks for this.
+        """For Dynamo's KV router: which blocks are cached in any medium; None if unknown here.
 
-        model: the name by which requests address the model.
-        block_tokens: tokens in a block; 0: as many as the model's blocks have.
-        hashes: 64-bit hashes of the blocks, as Dynamo's router computes them.
+        model: the name by which requests address it.
+        block_tokens: 0: as the model's blocks have.
+        hashes: 64 bits, as Dynamo's router computes them.
         """
         return None
 
     @property
     def tracer(self) -> Tracer | None:
-        """The tracer that makes spans for the parts of a traced call; None if this capability does
-        not trace calls."""
         return None
 
     @property
@@ -543,22 +432,21 @@ class Capability:
 
     @property
     def engines_publish_events(self) -> bool:
-        """True if engines read this server's events and publish them as their own."""
+        """True if engines publish this server's events as their own."""
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of a user's conversation. `session_id` is the id by which
-        hints of routers name the conversation, not the id of an engine's session with this server.
+        """Latest prompts of a user's conversation: tenant, key space id and hash words.
 
-        Each item of the result has a tenant, a key space id and hash words. `tenant`: returns only
-        prompts of this tenant; an empty text means all tenants.
+        session_id: a router's name for the conversation, not a session of this server.
+        tenant: empty for all.
         """
         return ()
 
 
 def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
-    """Calls `tell` with each capability (optional part of the server), in order. If a call raises
-    an error, still makes the remaining calls, and then raises the error."""
+    """Calls `tell` with each capability in order, with all even if one raises, and then raises
+    its error."""
     with ExitStack() as telling:
         for one in reversed(capabilities):
             telling.callback(tell, one)

@@ -1,5 +1,5 @@
-"""Helpers for the event loop: `slices` and `in_slices` run long work in slices, `begun` begins a
-call that may wait, and `LoopLag` measures how late the loop is."""
+"""Long work in slices (`slices`, `in_slices`), calls that may wait (`begun`), and how late the
+loop is (`LoopLag`)."""
 
 import asyncio
 import contextlib
@@ -22,38 +22,30 @@ from hotkv_server.cache.room.removal import Parts
 
 log = logging.getLogger(__name__)
 
-# Slices: long work runs on the event loop for SLICE_S at a time. Other tasks run between two
-# slices.
+# Slices: other tasks run between two.
 
 
 SLICE_S = 0.004
-"""Length of a slice, in seconds: how long a piece of long work runs until other tasks run. A slice
-ends with the first step of the work that ends after this time; most steps take less."""
+"""A slice ends with the first step that ends after this time; most steps take less."""
 T = TypeVar("T")
 
 
 class Breaks:
-    """Lets other tasks of the event loop run while a coroutine does long work that consists of many
-    short parts. A pause follows each slice of SLICE_S."""
+    """Lets other tasks run, after each SLICE_S, while a coroutine does long work of many short
+    parts."""
 
     def __init__(self) -> None:
         self._ends_s = time.perf_counter() + SLICE_S
 
     async def between(self) -> None:
-        """Lets other tasks run if the slice (SLICE_S) is over. The coroutine awaits this method
-        between two parts of its work."""
         if time.perf_counter() >= self._ends_s:
             await asyncio.sleep(0)
             self._ends_s = time.perf_counter() + SLICE_S
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """Runs an iterator in slices of SLICE_S, between which other tasks run. Yields for each slice
-    the values that the iterator yielded in it, and True if another slice follows.
-
-    Yields at least once. The body of the caller's `async for` loop runs after each slice, before
-    other tasks run.
-    """
+    """Runs an iterator in slices. Yields, at least once, a slice's values, and True if another
+    follows. The body of the caller's `async for` loop runs before other tasks do."""
     has_more = True
     taken: list[T]
     while has_more:
@@ -70,12 +62,7 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
 
 
 async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """Runs a generator to its end in slices of SLICE_S, between which other tasks run. Returns the
-    generator's result.
-
-    after_slice: called after each slice, before other tasks run; called also if the generator
-        raises.
-    """
+    """after_slice: called before other tasks run, also if the generator raises."""
     while True:
         ends_s = time.perf_counter() + SLICE_S
         try:
@@ -90,36 +77,31 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
         await asyncio.sleep(0)
 
 
-# Lag: how late the event loop runs its callbacks, and which function blocked it longest.
+# Lag: how late the event loop runs its callbacks, and which function held it longest.
 #
-# A timer is due every TICK_S; when the timer runs late, every other callback of the loop is as
-# late. While the timer is late by more than HELD_S, a thread looks again and again which function
-# of hotkv the loop is running. The function that it saw for most of the delay is the one that held
-# the loop. Figures cover the last WINDOW_S.
+# A timer is due every TICK_S; when it is late, all callbacks are. While it is late by more than
+# HELD_S, a thread looks again and again which function of hotkv the loop runs; the one seen for
+# most of the delay held it.
 #
-# The thread reads stacks as faulthandler writes them: in one native call. It must not follow
-# `f_back` of a frame of a running thread: from one step to the next the thread goes on, and frees
-# the frames that the next step would read.
+# The thread reads stacks as faulthandler writes them, in one native call. It must not follow
+# `f_back` of a running thread's frame: that thread frees the frames that are read next.
 #
-# While no delay is longer than QUIET_LAG_S, the timer is due only every QUIET_TICK_S, so that an
-# idle server uses little processor time. Each delay that it measures then stands for the delays
-# that were not measured: it counts once for each TICK_S in QUIET_TICK_S.
+# While no delay is longer than QUIET_LAG_S, the timer is due only every QUIET_TICK_S, to save
+# processor time; a delay then counts once for each TICK_S in it.
 #
-# If the loop hangs, the thread logs the stacks of all threads once, HUNG_S after the timer was due.
-# If native code holds the GIL, the thread can't run either: then a timer of faulthandler expires,
-# and writes the stacks to stderr. The thread restarts that timer every ARM_S.
+# If the loop hangs, the thread logs all stacks once, after HUNG_S. If native code holds the GIL,
+# faulthandler's own timer, which the thread restarts every ARM_S, writes them to stderr.
 
 
 TICK_S, QUIET_TICK_S = 0.02, 0.32
 QUIET_LAG_S = 0.005
-"""After a delay longer than this, `LoopLag` measures every TICK_S again, not every QUIET_TICK_S."""
+"""After a longer delay, measures every TICK_S again."""
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""While the loop is late by more than this, in seconds, the thread of `LoopLag` looks which
-function the loop is running."""
+"""While the loop is late by more, the thread looks which function it runs."""
 MAX_PAUSE_S = 0.2
-"""Longest pause between two looks, in seconds. The pauses grow, because a look holds the GIL for
-about a millisecond."""
+"""Pauses between two looks grow up to this, because a look holds the GIL for about a
+millisecond."""
 HUNG_S = 10.0
 ARM_S = 5.0
 """Not at every look, because each restart of faulthandler's timer starts a thread."""
@@ -127,13 +109,11 @@ ARM_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Delays of the event loop in the last WINDOW_S, in seconds.
+    """Of the event loop in the last WINDOW_S.
 
-    p50_s, p99_s: percentiles of the delays.
-    held_by: function of hotkv that the loop was running for most of the longest delay that the
-        thread of `LoopLag` has recorded; empty if no delay was recorded. The function that runs the
-        loop itself stands for native code, and for a process that got no processor time. A
-        coroutine, if the process has over 100 threads.
+    held_by: function of hotkv that ran for most of the longest recorded delay; may be empty. The
+        function that runs the loop stands for native code, or a process without processor time.
+        With over 100 threads, a coroutine.
     """
 
     p50_s: float
@@ -143,14 +123,14 @@ class Lag:
 
 
 class Stacks:
-    """Reads the stacks of this process's threads. While faulthandler writes them, the GIL is held,
-    so no frame changes."""
+    """Stacks of this process's threads. While faulthandler writes them, the GIL is held, so no
+    frame changes."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("hotkv-stacks")
 
     def read(self) -> str:
-        """Returns the stacks of the newest 100 threads, in faulthandler's words."""
+        """The newest 100 threads, in faulthandler's words."""
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._fd, all_threads=True)
@@ -165,11 +145,8 @@ _OWN_FRAME = re.compile(r' +File "(?:.*/)?(hotkv_\w+/[^"]*)\.py", line \d+ in (.
 
 
 def running_function(stacks: str, thread_id: int) -> str:
-    """Returns the innermost function of hotkv on a thread's stack, as module:name. If there is
-    none, returns the innermost function; if `stacks` lacks the thread, an empty string.
-
-    stacks: text of `Stacks.read`.
-    """
+    """The innermost function of hotkv on a thread's stack, as module:name; else the innermost of
+    all; empty if the thread is missing."""
     _, _, stack = stacks.partition(f"hread 0x{thread_id:016x} ")
     stack = stack.partition("\n\n")[0]
     if found := _OWN_FRAME.search(stack) or _FRAME.search(stack):
@@ -179,13 +156,13 @@ def running_function(stacks: str, thread_id: int) -> str:
 
 
 def _running_task(loop: asyncio.AbstractEventLoop) -> str:
-    """Returns the name of the coroutine whose task the loop is running; empty for a callback."""
+    """Empty for a callback."""
     task = asyncio.current_task(loop)
     return "" if task is None else getattr(task.get_coro(), "__qualname__", "")
 
 
 class LoopLag:
-    """Measures how late an event loop runs its callbacks. Call `start` and `read` on that loop."""
+    """`start` and `read` are called on the loop that is measured."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque([0.0], maxlen=int(WINDOW_S / TICK_S))
@@ -193,7 +170,7 @@ class LoopLag:
         self._due_s = 0.0
         self._num_ticks = 1
         self._seen = defaultdict[str, float](float)
-        """Seconds of the present delay, by function that the loop was running."""
+        """Seconds of the present delay, by function."""
         self._armed_s = 0.0
         self._hung_since_s = 0.0
         """When the timer was due whose delay has been logged as a hang."""
@@ -207,7 +184,6 @@ class LoopLag:
         return f"LoopLag({len(self._samples)} samples)"
 
     def start(self) -> None:
-        """Begins to measure the running event loop. Call it on that loop's thread."""
         self._loop_thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         self._wait(self._loop)
@@ -217,25 +193,22 @@ class LoopLag:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Returns False if the thread that watches the loop has died. Returns True before `start`
-        and after `close`."""
+        """True before `start` and after `close`."""
         return self._ended.is_set() or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops the timer and the thread that measure the delays of the event loop."""
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()
 
     def read(self) -> Lag:
-        """Returns how late the event loop was in the last WINDOW_S."""
         samples, since_s = np.fromiter(self._samples, np.float64), time.monotonic() - WINDOW_S
         p50_s, p99_s, longest_s = np.percentile(samples, (50, 99, 100)).tolist()
         named = [(lag_s, name) for at_s, lag_s, name in self._held if at_s > since_s]
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
 
     def longest_s(self, seconds: float) -> float:
-        """Returns about the longest delay of the event loop in the last `seconds` seconds."""
+        """About the longest delay in the last `seconds`."""
         newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
         return max(newest, default=0.0)
 
@@ -263,8 +236,7 @@ class LoopLag:
         stacks.close()
 
     def _look(self, stacks: Stacks) -> float:
-        """Looks once how late the loop is and what it runs. Returns the seconds until the next
-        look."""
+        """Returns the seconds until the next look."""
         now_s, due_s, seen = time.monotonic(), self._due_s, self._seen
         if now_s > self._armed_s + ARM_S and sys.stderr is not None:
             self._armed_s = now_s
@@ -285,9 +257,8 @@ class LoopLag:
 
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
-    """Starts a session's call as a task, and runs the task up to its first wait. Returns the task.
-    The session's next calls don't wait for the end of the task. But they see the changes that the
-    task has made up to its first wait."""
+    """Starts a session's call as a task, up to its first wait. The session's next calls see what
+    it did until then, and don't wait for its end."""
     task = asyncio.create_task(call(*arguments))
     await asyncio.sleep(0)
     return task

@@ -1,14 +1,9 @@
-"""Health: starts and watches every loop of the server by name, and watches its threads.
+"""Watches every loop and thread of the server by name.
 
-A loop that works in turns is started by `async for _ in health.turns(name, pause_s)`, other work by
-`run`. Both watch the task, so a loop can't be left unwatched by mistake.
-
-Always true: a part (loop or thread) that has died stays a problem. A part that is stuck is a
-problem until it continues. While there is a problem, the server reports that it does not serve, and
-systemd's watchdog gets no signal. If an invariant of the core is broken, the core's answers are no
-longer reliable. The server then grants no lease and stores no block, and the process ends. The next
-server continues with the files of the arena and the block table, which it checks when it restores
-the blocks. On the event loop only.
+Always true: a dead part stays a problem, a stuck one is a problem until it continues. With a
+problem, the server reports that it does not serve, and systemd's watchdog gets no signal. When
+an invariant of the core breaks, the server grants no lease, stores no block, and the process
+ends; the next server checks the files as it restores them. On the event loop only.
 """
 
 import asyncio
@@ -31,8 +26,7 @@ log = logging.getLogger(__name__)
 CHECK_S = 0.5
 STALLED_S = 10.0
 WAKE_S = 0.002
-"""Shortest pause between two turns of a loop with a `wake` event, in seconds. Work that arrives in
-short succession is then done in one turn."""
+"""Shortest pause of a loop with a `wake` event: work in short succession is done in one turn."""
 MAX_STORIES = 8
 BOOKS = (
     "hotkv_server.cache",
@@ -41,14 +35,12 @@ BOOKS = (
     "hotkv_server.tiers.book",
     "hotkv_proto.table",
 )
-"""Modules whose assertions are invariants of the cache. A failed assertion in another module fails
-only its call."""
+"""A failed assertion in these modules is a broken invariant; elsewhere it fails only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names by which `Health.by_component` shows two parts that nobody passes to `Health.watch`: the
-state of the cache (kept by the modules in BOOKS), and the task that checks all other parts."""
+"""Parts that nobody passes to `watch`: the state of the cache, and the task that checks all
+others."""
 ENTRY_NAMES = ("entry", "entries", "bad")
-"""Names of variables that, in the code of the cache, hold entry numbers (numbers of records in the
-block table). `stories` looks for these variables in tracebacks."""
+"""Variables of the cache's code that hold entry numbers, for `stories`."""
 
 
 def _never(now_s: float) -> float:
@@ -61,13 +53,9 @@ def _has_returned(ended: "asyncio.Task[Any]") -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The name of a watched part of the server (a loop or thread), and how `Health` sees that it
-    lives.
-
-    is_alive: returns False once the part has died.
-    stalled_s: given the time, returns how long the part has been stuck; 0 if it works or waits for
-        work.
-    limit_s: a part that is stuck for longer is a problem.
+    """is_alive: False once the part has died.
+    stalled_s: given the time, how long it has been stuck; 0 if it works or waits for work.
+    limit_s: stuck for longer is a problem.
     """
 
     name: str
@@ -77,10 +65,8 @@ class Sign:
 
 
 class Health:
-    """Watches the parts (loops and threads) of the server, and reports their problems.
-
-    breach: describes the first broken invariant; empty while no invariant has broken.
-    broken: event that is set together with `breach`.
+    """breach: the first broken invariant; empty while there is none.
+    broken: set with `breach`.
     """
 
     def __init__(self) -> None:
@@ -104,19 +90,11 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Watches a part of the server (a loop or thread) from now on.
-
-        name: name of the part in messages.
-        is_alive: returns False once the part has died.
-        stalled_s: given the time, returns how long the part has been stuck, in seconds; 0 if it
-            works or waits for work.
-        limit_s: the part is a problem if it is stuck for longer.
-        """
+        """Arguments as in `Sign`."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
-        """Watches a part of the server that reports its own fault. `fault`: returns a sentence
-        about the fault; an empty text while the part works."""
+        """`fault`: a sentence about the part's fault; empty while it works."""
         self._faults[name] = fault
 
     def run(
@@ -126,14 +104,7 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
-        """Starts a task for `work`, which must not end by itself, and watches the task. If the
-        task ends, also by a cancellation, it counts as dead.
-
-        name: name of the task in messages.
-        stalled_s: given the time, returns how long the work has been stuck, in seconds; 0 if it
-            proceeds or waits for work.
-        limit_s: the task is a problem if its work is stuck for longer.
-        """
+        """At any end of `work`, also by a cancellation, it counts as dead."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -147,22 +118,20 @@ class Health:
         limit_s: float = STALLED_S,
         wake: asyncio.Event | None = None,
     ) -> AsyncIterator[None]:
-        """Runs the caller's `async for` loop in turns: pauses for `pause_s` before each turn. A
-        turn is the body of the loop. Watches the current task under the name `name`.
+        """A turn is the body of the caller's `async for` loop, after a pause. Watches the current
+        task.
 
-        wake: event that ends a pause early, but not before WAKE_S. Cleared before each turn.
+        wake: ends a pause early, but not before WAKE_S. Cleared before each turn.
 
-        A turn that lasts longer than `limit_s` counts as stuck. If the task returns, the watch
-        ends. If the task raises or is cancelled, it counts as dead. A turn must not wait for a
-        tier, a file or anything else that may hang; it must start another task for that.
+        A turn must wait for nothing that may hang. The watch ends if the task returns; a task
+        that raises or is cancelled is dead.
         """
         task = asyncio.current_task()
         assert task is not None, "only a task has turns"
         begun_s = 0.0
         sign = Sign(
             name,
-            # A task that has returned counts as alive, because a check may run between its return
-            # and the call of `ended`.
+            # Alive when it has returned: a check may run before `ended` is called.
             lambda: not task.done() or _has_returned(task),
             lambda now_s: now_s - begun_s if begun_s else 0.0,
             limit_s,
@@ -189,7 +158,7 @@ class Health:
             begun_s = 0.0
 
     def knows(self, task: "asyncio.Task[Any]") -> bool:
-        """Returns True if the task is watched and has not ended."""
+        """True while a watched task runs."""
         return task in self._tasks
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
@@ -199,9 +168,8 @@ class Health:
             self.note(f"the {task.get_name()}", error)
 
     def check(self, now_s: float) -> None:
-        """Checks all watched parts. A part counts as stuck only if two checks in a row find it
-        stuck. The reason: the whole process may have been stopped for a while (SIGSTOP, a suspended
-        machine). Then the first check afterwards may find parts stuck that work normally."""
+        """A part is stuck only if two checks in a row find it so: after SIGSTOP or a suspension
+        of the machine, one check may err."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
@@ -217,13 +185,10 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Returns the current problems, a sentence for each. While there is a problem, the server
-        does not serve."""
         return tuple(said for said in self.by_component(now_s).values() if said)
 
     def by_component(self, now_s: float) -> dict[str, str]:
-        """Returns the problem of each watched part, by the part's name; an empty text if the part
-        works."""
+        """Empty for a part that works."""
         late_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         return {
             BOOKS_PART: f"an invariant broke in {self.breach}" if self.breach else "",
@@ -236,12 +201,8 @@ class Health:
     # Broken invariants
 
     def note(self, where: str, error: BaseException) -> None:
-        """Handles an unexpected exception that the caller has logged. A failed assertion in code
-        that holds the cache's state (modules BOOKS) means that an invariant is broken. Then this
-        method sets `breach` and `broken`, which ends the server.
-
-        where: the part of the server that raised the exception, for the message.
-        """
+        """Handles an exception that the caller has logged. A failed assertion in BOOKS sets
+        `breach` and `broken`, which ends the server."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -251,8 +212,6 @@ class Health:
             log.critical("the books say of it: %s", line)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handles an exception of an event loop's callback: logs it and calls `note`. Passed to
-        `loop.set_exception_handler`."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         if isinstance(error, BaseException):
@@ -267,21 +226,15 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """Returns True if the exception passed through code that holds the cache's state: the package
-    `cache`, the block table, or the package `book` of a capability (the modules in BOOKS)."""
+    """True if the exception passed through the modules in BOOKS."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )
 
 
 def stories(error: BaseException) -> list[str]:
-    """Describes, for the log, the entries (blocks) of the cache that an exception may concern.
-    Returns a line with the present state of each entry (`inspect.story`), at most MAX_STORIES
-    lines. Returns an empty list if the variables in the traceback do not lead to a `BlockIndex`.
-
-    Finds the entry numbers in local variables of the traceback's frames, innermost frame first.
-    ENTRY_NAMES lists the names of variables that hold entry numbers.
-    """
+    """At most MAX_STORIES lines on entries that an exception may concern, found in local
+    variables of the traceback, innermost frame first. Empty if they lead to no `BlockIndex`."""
     index: BlockIndex | None = None
     found: dict[int, None] = {}
     for at in reversed(list(_frames(error))):
@@ -298,8 +251,7 @@ def stories(error: BaseException) -> list[str]:
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
-    """Checks all watched parts every CHECK_S and calls `tell` after each check. Runs until it is
-    cancelled. `tell`: reports the result of the check, for example to systemd."""
+    """Every CHECK_S, with a call of `tell`, until cancelled."""
     while True:
         health.check(time.monotonic())
         await tell()

@@ -1,9 +1,8 @@
 """Reading in place: a client reads leased blocks through its own mapping of the arena.
 
-Always true: a client learns the offset of a block that came from an earlier server only after the
-block's bytes have been found to match its checksum. The call that asks for offsets
-compares first, on a thread. A block that does not match is condemned (dropped) and is not granted.
-If several calls ask for the same lease at the same time, they wait for the same comparison.
+Always true: a client learns the offset of a restored block only after its bytes have matched its
+checksum, which the call for offsets compares first, on a thread. A block that does not match is
+condemned and not granted. Calls for the same lease share one comparison.
 """
 
 import asyncio
@@ -22,33 +21,24 @@ from hotkv_server.node.live_session import LiveSession
 
 
 class InPlace:
-    """Returns the arena offsets of leased blocks to clients. Blocks that an earlier server stored
-    are first compared with their checksums, unless that was done already. On the
-    event loop only.
+    """On the event loop only.
 
-    verifier: compares blocks with their checksums.
-    tell: function to call when blocks have been condemned (dropped because they do not match).
+    tell: called when blocks have been condemned.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
         self._core = core
         self._verifier = verifier
         self._tell = tell
-        # The running comparisons: by the number of a lease, the task that compares the lease's
-        # blocks with their checksums.
+        # By lease number.
         self._comparing: dict[int, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return f"InPlace({len(self._comparing)} leases being compared)"
 
     def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
-        """Returns the grant of the session's read lease: which blocks it pins, and their offsets in
-        the arena.
-
-        If some blocks of the lease must still be compared with their checksums,
-        returns a task instead, which compares them and then returns the grant. The task raises
-        UNKNOWN_LEASE if the lease ends before the comparison does.
-        """
+        """A read lease's blocks and their offsets in the arena; a task if blocks must be
+        compared first. It raises UNKNOWN_LEASE if the lease ends before that."""
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)
         assert isinstance(lease, ReadLease), "only read leases have offsets"
@@ -68,8 +58,7 @@ class InPlace:
                 session.settled.set()
 
             comparing.add_done_callback(ended)
-        # Shield the comparison from cancellation: it reads the arena, and must run to its end even
-        # if the client leaves.
+        # Shielded: it reads the arena, and must end even if the client leaves.
         await asyncio.shield(self._comparing[lease.number])
         if lease.released or self._core.leases.get(lease.engine_id, lease.lease_id) is not lease:
             raise HotKVError(

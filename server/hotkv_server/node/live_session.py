@@ -1,5 +1,4 @@
-"""A live session (`LiveSession`): its engine's memory, its transfers, and its queue of notices to
-the client."""
+"""A live session: its engine's memory, its transfers, and its queue of notices to the client."""
 
 import asyncio
 import ctypes
@@ -24,31 +23,24 @@ from hotkv_server.node.names import DisplayNames
 from hotkv_server.node.order import SessionOrder, check_order, open_order
 from hotkv_server.security.identity import Peer
 
-# `SessionMemory` is the engine's memory: mapped files and opened device allocations, from their
-# registration to the session's end.
+# The engine's memory, from registration to the session's end.
 #
-# Always true: the memory is closed as a whole, once, after the last transfer that touches it. A
-# failed registration leaves no file or allocation open. No copy begins while a file has holes, for
-# whose pages the server would pay. Opening and closing the memory block: never do it on the event
-# loop.
+# Always true: it is closed as a whole, once, after the last transfer. A failed registration
+# leaves nothing open. No copy begins while a file has holes, for whose pages the server would
+# pay. Opening and closing block.
 
 
 HUGE_PAGE_BUDGET_S = 1.0
-"""Longest time, in seconds, that a registration spends on turning the pages of one file into huge
-pages. Huge pages speed up copies, and the engine's own work on the memory."""
+"""For making one file's pages huge at registration, which speeds up copies and the engine's own
+work."""
 
 
 @dataclass(slots=True)
 class SessionMemory:
-    """The memory that a session's engine has registered, from and to which blocks are copied. Its
-    layout (the engine's description of the memory) lists memory handles: each stands for a file or
-    a device allocation.
+    """Each handle of the layout is a file or a device allocation.
 
-    mappings: the mapped file of each handle, by handle id.
-    allocations: (device, IPC handle) of each open device allocation.
-    regions: address range of each handle's memory in this process, by handle id.
-    order: reads the session's marks. A mark is a point in the queue of the engine's device; a
-        transfer that names a mark must not begin earlier.
+    mappings, regions: by handle id.
+    allocations: (device, IPC handle) of each that is open.
     """
 
     layout: Layout
@@ -67,17 +59,14 @@ class SessionMemory:
         return sum(mapping.huge_bytes for mapping in self.mappings.values())
 
     def is_whole(self) -> bool:
-        """Returns False if a mapped file has been truncated since it was mapped."""
+        """False if a mapped file has been truncated."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
     def check_use(self, block_ids: Sequence[NDArray[np.int64]], sketches: Iterable[int]) -> None:
-        """Raises HotKVError if the layout does not have these blocks or sketches, or if a
-        mapped file was truncated or is sparse.
+        """Raises HotKVError if the layout lacks these, or a mapped file was truncated or is sparse.
 
-        block_ids: block ids in the engine's memory, an array for each run (consecutive blocks of a
-            group).
-        sketches: group indexes of sketches (compact forms of keys, for sparse
-            attention), as the layout numbers them.
+        block_ids: in the engine's memory, an array for each run.
+        sketches: group indexes, as the layout numbers them.
         """
         for ids in block_ids:
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
@@ -101,21 +90,17 @@ class SessionMemory:
                 raise _given_back(handle_id)
 
     def changed(self) -> list[str]:
-        """Returns the handles of the files of which pages may have been freed since `check_holes`
-        last looked at them."""
+        """Files of which pages may have been freed since the last `check_holes`."""
         return [name for name, mapping in self.mappings.items() if not mapping.look().is_known]
 
     def check_holes(self, handle_ids: Iterable[str]) -> None:
-        """Raises HotKVError if one of these files has a hole. Any thread; takes milliseconds for a
-        GiB."""
+        """Raises HotKVError for a hole. Any thread; takes milliseconds for a GiB."""
         for handle_id in handle_ids:
             if self.mappings[handle_id].has_holes():
                 raise _given_back(handle_id)
 
     def close(self) -> None:
-        """Unmaps and closes all memory of the session. Blocks the calling thread: it may have to
-        wait for a device (if device memory or marks are open) or for the kernel (if the engine has
-        died)."""
+        """Blocks: waits for a device, or for the kernel if the engine has died."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -131,9 +116,8 @@ def _given_back(handle_id: str) -> HotKVError:
 
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError if the layout names a device that this server does not see, or if `order`
-    is not valid. `order`: how the engine sets marks. A mark is a point in the queue of the engine's
-    device, for which a transfer can wait."""
+    """Raises HotKVError if this server does not see a device of the layout, or the offer of
+    marks is not valid."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
@@ -151,13 +135,8 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
 def _opened(
     devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str
 ) -> Allocation:
-    """Opens the device allocation for which a memory handle stands, and returns it. `index`:
-    position of the handle in the layout (the engine's description of its memory).
-
-    Raises DeviceError if the allocation can't be opened; the message names the handle, and the
-    settings that containers need. Raises ValueError if the memory lies on another device than
-    `device`; the message names the field.
-    """
+    """Raises DeviceError, whose message names the settings that containers need; ValueError if
+    the memory lies on another device."""
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)
     except ValueError as error:
@@ -174,8 +153,7 @@ def _opened(
 
 
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
-    """Raises ValueError if the handle claims more bytes than its allocation has. A copy beyond the
-    end of the allocation would make the device unusable for this process."""
+    """Raises ValueError: a copy beyond its end would make the device unusable for this process."""
     end = handle.base_offset_bytes + handle.num_bytes
     if allocation.num_bytes is not None and end > allocation.num_bytes:
         raise ValueError(
@@ -194,18 +172,12 @@ def open_session_memory(
     tenant: str = "",
     is_over: Callable[[], bool] = lambda: False,
 ) -> SessionMemory:
-    """Maps all files of a layout (the description of an engine's memory), fills their page tables,
-    and opens all device allocations of the layout. Blocks the calling thread. Raises INVALID_LAYOUT
-    if a file or an allocation does not fit the layout or can't be opened.
+    """Maps a layout's files, fills their page tables, opens device allocations and the offered
+    marks. Blocks. Raises INVALID_LAYOUT.
 
-    layout: the engine's memory, and the tensors in it.
-    order: the marks that the engine offers, which are opened too. A mark is a point in the queue of
-        the engine's device.
-    fds: descriptors by handle id; closed here, also if the call raises.
-    on_cut: called, in any thread, when the server finds that the client has truncated a file. The
-        file's mapping is empty memory from then on (`FileMapping`).
-    tenant: the tenant to whom the memory belongs.
-    is_over: returns True once the session has ended; the call then raises UNKNOWN_SESSION soon.
+    fds: by handle id; closed here, also if this raises.
+    on_cut: called in any thread when the client has truncated a file (`FileMapping`).
+    is_over: True once the session has ended; then raises UNKNOWN_SESSION.
     """
     memory = SessionMemory(layout, devices)
     try:
@@ -249,18 +221,14 @@ def open_session_memory(
     return memory
 
 
-# A live session: its secret id, its memory, its transfers, and its queue of notices.
-#
-# Always true: the queue is bounded. If a client does not read its notices, its session is closed;
-# other sessions never wait for it.
+# A live session's queue of notices is bounded. A client that does not read them loses its
+# session; others never wait for it.
 
 
 OUTBOX_MESSAGES = 4096
 
 
 def unread() -> HotKVError:
-    """Returns the error with which the server closes a session whose client does not read its
-    notices (for example of evictions)."""
     return HotKVError(
         Reason.OVERLOADED, "the client does not read what it is sent; the session is closed"
     )
@@ -268,8 +236,7 @@ def unread() -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Notice to a session that the server drains: it refuses new work, and begins to stop when all
-    transfers have ended, at the latest after `deadline_s` seconds."""
+    """The server drains, and stops at the latest after `deadline_s`."""
 
     deadline_s: float
 
@@ -279,67 +246,50 @@ Notice = EvictionNotice | Drain
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """An open session.
-
-    secret_id: any client that presents this id may make unary calls for the session, and pass
-        descriptors for the session over the descriptor socket.
-    notices: queue of notices to the client.
-    jobs: copy jobs of the transfers in flight, by transfer id.
-    settled: event that is set when a transfer or a read of the arena ends. A closing session waits
-        for it.
-    received_fds: descriptors that came over the descriptor socket and were not registered yet, by
-        handle id.
-    fence: mapped page by which the engine revokes stores; None if the client has sent no such page.
-    on_end: function that ends the session's stream, given the reason.
+    """secret_id: lets any client call for the session, or pass it descriptors.
+    jobs: copies in flight, by transfer id.
+    settled: set when a transfer or a read of the arena ends; closing waits for it.
+    received_fds: not registered yet, by handle id.
+    fence: page by which the engine revokes stores; None if the client sent none.
     """
 
     record: SessionRecord
     secret_id: str
     key_space: KeySpace
     client_name: str
-    """Name of the client's program, which is shown to operators."""
     names: DisplayNames
     peer: Peer | None = None
-    """The proven identity of the client, which decides for which tenant the session may act; None
-    if access is open to all."""
+    """Decides for which tenants the client may act; None if access is open to all."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     jobs: dict[str, CopyJob] = field(default_factory=dict)
     inflight_bytes: int = 0
-    """Bytes of the transfers in flight."""
+    """Of all transfers in flight."""
     num_reads: int = 0
-    """Number of running selections (for sparse attention) and comparisons with checksums. They
-    read slots of the arena that the session's leases pin."""
+    """Running selections and checksum comparisons, of slots that leases pin."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
-    """The engine's memory; None until it is registered."""
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
     hears_evictions: bool = True
-    """True if the session gets eviction notices."""
     closing: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    """`closing`: True from the moment when the session begins to close. `closed`: set when it has
-    released its memory and leases."""
+    """A `closing` session has released its memory and leases."""
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """These three fields say which things the server passes to the client over the session's link
-    (the session's connection on the descriptor socket). `maps_arena`, `maps_table`: the descriptors
-    of the arena and of the block table. `knows_words`: the position of the validity words, by which
-    a client that reads blocks directly in the arena checks that they are still pinned."""
+    """What the client gets over its link: descriptors of arena and block table, place of the
+    validity words."""
     knows_tiers: bool = False
-    """True if the server may delay the answer to a lookup until a shared tier has answered."""
+    """Answers to its lookups may wait for a shared store."""
     takes_batches: bool = False
-    """True if one message of the session's stream may carry several messages, in both
-    directions."""
+    """One message of the stream may carry several, in both directions."""
     close_link: Callable[[], None] | None = None
-    """Function that closes the session's link (its connection on the descriptor socket); None
-    without a link."""
+    """Closes the session's connection on the descriptor socket; None without one."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
     prefill_tokens_per_s: float = 0.0
-    """Prefill speed of the session's engine, as the engine has measured it; 0 if unknown."""
+    """As the engine has measured it; 0 if unknown."""
 
     def __repr__(self) -> str:
         return (
@@ -349,33 +299,24 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """The session's number and engine, for the log."""
         return f"session={self.record.number} engine={self.engine_name}"
 
     @property
     def engine_name(self) -> str:
-        """The name by which the session's engine is shown to people."""
         return self.names.engine(self.record.engine_id)
 
     @property
     def model_name(self) -> str:
-        """The name by which the session's model is shown to people."""
         return self.names.model_of(self.key_space, self.record.engine_id)
 
     @property
     def has_arena(self) -> bool:
-        """True if the client has received the arena's descriptor over the session's link
-        (connection on the descriptor socket)."""
+        """True if the client has received the arena's descriptor."""
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """Converts `named`, the number by which the client names a KV cache group, to the number by
-        which the server stores the group's blocks. In the client's numbering, the key space's
-        groups come first. The kinds of sketches (compact forms of keys, for sparse
-        attention) that the session declared follow.
-
-        Raises INVALID_FIELD for a number that is negative or too high.
-        """
+        """A client's number of a group as the server's. Clients count the key space's groups,
+        then the session's kinds of sketches. Raises INVALID_FIELD."""
         num_groups, kinds = len(self.key_space.groups), self.record.sketches
         if 0 <= named < num_groups:
             return named
@@ -387,33 +328,25 @@ class LiveSession:
         return kinds[named - num_groups]
 
     def named(self, group_index: int) -> int:
-        """Converts the number by which the server stores a group's blocks to the number by which
-        the client names the group. This is the inverse of the method `group_index`."""
+        """The inverse of `group_index`."""
         if group_index < MAX_GROUPS:
             return group_index
         return len(self.key_space.groups) + self.record.sketches.index(group_index)
 
     def notify(self, notice: Notice) -> None:
-        """Queues a notice to the client, for example of evictions. Ends the session if the queue is
-        full."""
+        """Ends the session if its queue of notices is full."""
         try:
             self.notices.put_nowait(notice)
         except asyncio.QueueFull:
             self.end(unread())
 
     def end(self, why: HotKVError) -> None:
-        """Ends the session's stream with the error `why`, which closes the session."""
         if self.on_end is not None:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Stores a file descriptor that came over the descriptor socket. If it is the descriptor of
-        the fence (the page by which the engine revokes stores), maps the file. From here on the
-        session owns the descriptor, even if this method raises.
-
-        Raises DUPLICATE_ID if `handle_id` already has a descriptor, ValueError if the fence's file
-        is too short, OSError if it can't be mapped.
-        """
+        """Takes a descriptor from the descriptor socket, and maps the fence page if it is that.
+        Owns it even if this raises: DUPLICATE_ID, ValueError for a short fence file, OSError."""
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
             raise HotKVError(
@@ -426,9 +359,8 @@ class LiveSession:
             self.received_fds[handle_id] = fd
 
     def take_files(self, handle_ids: Sequence[str]) -> dict[str, int]:
-        """Returns the received file descriptors of these memory handles; the caller then owns the
-        descriptors. If a descriptor is missing, raises UNKNOWN_HANDLE, and the session still owns
-        all descriptors."""
+        """The caller then owns them. If one is missing, raises UNKNOWN_HANDLE and the session
+        keeps all."""
         for handle_id in handle_ids:
             if handle_id not in self.received_fds:
                 raise HotKVError(
@@ -439,8 +371,7 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes the received descriptors of these memory handles, because the link (connection on
-        the descriptor socket) over which the descriptors came has failed."""
+        """Their link has failed."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -449,14 +380,12 @@ class LiveSession:
                 os.close(self.received_fds.pop(handle_id))
 
     def cancel_transfers(self) -> None:
-        """Cancels all transfers of the session. May be called from any thread."""
+        """Any thread."""
         for job in list(self.jobs.values()):
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Checks that the engine can revoke a store with the word `fence_index` of the fence page
-        (the page that engine and server share). Raises INVALID_FIELD if the index is too high, or
-        if the session has no whole fence page. Accepts 0, for a store that is never revoked."""
+        """Raises INVALID_FIELD if the engine could not revoke a store with this word. 0: none."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise invalid(
                 f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}"
@@ -474,32 +403,20 @@ class LiveSession:
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Returns True if the engine has revoked a store. `fence_index`: number of the store's word
-        in the fence page, which engine and server share. Returns True also if the page is missing
-        or truncated, because the engine then could not revoke the store.
-
-        Called after the copy and before the blocks become ready, so that bytes which the engine may
-        have overwritten are dropped.
-        """
+        """True if the store's word is set, or the fence page is missing or truncated. Called
+        between the copy and the blocks becoming ready. 0: no word."""
         if not fence_index:
             return False
         if self.fence is None or not self.fence.is_whole():
             return True
         word = ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value
-        # If the client has just truncated the page, the word reads as 0, as if the store were not
-        # revoked. So check once more that the page is whole.
+        # A page that was just truncated reads as 0, so check once more.
         return word != 0 or not self.fence.is_whole()
 
     def release_memory(self) -> None:
-        """Unmaps the session's memory and its fence page (by which the engine revokes stores).
-        Closes descriptors that were never registered, and the session's link (connection on the
-        descriptor socket).
-
-        Blocks the calling thread if the session has memory or such descriptors. A second call does
-        nothing.
-        """
-        # Clear the attributes before closing their objects, because a registration on the event
-        # loop may read them meanwhile.
+        """Unmaps memory and fence page, closes unregistered descriptors and the link. May block.
+        A second call does nothing."""
+        # A registration on the event loop may read these meanwhile, so clear them first.
         memory, self.memory = self.memory, None
         fence, self.fence = self.fence, None
         fds, self.received_fds = self.received_fds, {}

@@ -1,11 +1,9 @@
 """The names by which the status page, commands and logs show engines and models to people.
 
-Always true: names are only shown, and no decision depends on them. An engine without a name is
-shown by its id. A model without a name is shown by the name in its key space. Two engines with open
-sessions are never shown by the same name. Memory is bounded: the oldest names are forgotten. The
-names are also written to a file beside the arena, because the ledger (counts of hits and savings)
-also shows engines that have ended. At most one write of the file is queued. On the event loop; a
-`Clerk` thread writes the file.
+Always true: no decision depends on a name. Without one, an engine is shown by its id, a model by
+its key space's name. Engines with open sessions have different shown names. The oldest names are
+forgotten. A file keeps them for the ledger, which also shows ended engines. On the event loop; a
+`Clerk` thread writes, with at most one write queued.
 """
 
 import json
@@ -23,24 +21,19 @@ log = logging.getLogger(__name__)
 NAMES_FILE = "names.json"
 FORMAT_VERSION = 1
 MAX_NAMES = 1024
-"""Most engines whose names are remembered; also most models."""
+"""Of engines, and of models."""
 MAX_BYTES = 32 << 20
-"""Largest file of names that is read. The longest names need less; JSON writes a character as up to
-12 bytes."""
+"""The longest names need less; JSON writes a character as up to 12 bytes."""
 DIGITS = 16
-"""Number of leading hexadecimal digits of a key space's fingerprint that identify the key space in
-the file of names and in the ledger."""
+"""Leading hexadecimal digits of a fingerprint that name a key space here and in the ledger."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNames:
-    """The names of one engine.
-
-    told: name that the engine gave itself; empty without a name.
-    shown: name by which people see the engine: `monitoring`, with a number if another engine has
-        that name.
-    model: name by which requests to the engine address the model; empty if unknown.
+    """told: by the engine itself; may be empty.
+    shown: `told`, with a number if another engine has it.
+    model: by which requests address the model; may be empty.
     """
 
     told: str
@@ -49,11 +42,8 @@ class EngineNames:
 
 
 class DisplayNames:
-    """Remembers the names of engines by engine id, and of models by key space (a model in a
-    configuration).
-
-    directory: directory of the file of names; None: names are not written.
-    do: function that runs its argument on another thread.
+    """directory: None: names are not written.
+    do: runs its argument on another thread.
     """
 
     def __init__(
@@ -76,20 +66,13 @@ class DisplayNames:
     def tell(
         self, engine_id: str, name: str, model: str, key_space: KeySpace, beside: Iterable[str]
     ) -> None:
-        """Remembers the names that an engine reported with a new session. An empty name keeps the
-        earlier name.
-
-        name: name that the engine gave itself.
-        model: name by which requests to the engine address the model.
-        beside: ids of the engines that have an open session. The name that people see differs from
-            the names of these engines.
-        """
+        """An empty name keeps the earlier. `beside`: engines with open sessions, whose names are
+        taken."""
         if not (name or model):
             return
         before = self._engines.get(engine_id, EngineNames("", "", ""))
         told = name or before.told
-        # The names of the other engines. If an engine has no name, people see its id, so the id
-        # counts as its name.
+        # An engine without a name is shown by its id, which is then its name.
         taken = {self.engine(other) for other in beside if other != engine_id}
         shown = before.shown if told == before.told else told
         number = 1
@@ -106,31 +89,17 @@ class DisplayNames:
             self._save()
 
     def engine(self, engine_id: str) -> str:
-        """Returns the name by which an engine is shown: its own name, with a number if another
-        engine has the same name; its id if it has no name."""
         found = self._engines.get(engine_id)
         return (found.shown if found is not None else "") or engine_id
 
     def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
-        """Returns the name by which a model is shown: the first of these names that exists.
-
-        - the name that the engine `engine_id` has reported
-        - the latest name that any engine of the key space has reported
-        - the argument `otherwise`
-
-        digits: leading digits of the key space's fingerprint, as `digits_of` returns them.
-        """
+        """The first that exists: the name from `engine_id`, the latest from any engine of the
+        key space, `otherwise`."""
         found = self._engines.get(engine_id)
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space (a model in a configuration) is shown:
-        the first of these names that exists.
-
-        - the name that the engine `engine_id` has reported
-        - the latest name that any engine of the key space has reported
-        - `key_space.model`
-        """
+        """As `model`, or else `key_space.model`."""
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file
@@ -153,19 +122,17 @@ class DisplayNames:
         self._engines, self._models = engines, models
 
     def _save(self) -> None:
-        """Queues a write of the file of names. Does nothing if a write is queued already, because
-        that write will include the newest names."""
+        """A write that is queued already will include the newest names."""
         if self._path is None:
             return
-        # Pass copies, because another thread makes the file's text from them. (That may take long:
-        # the longest possible names have megabytes together.)
+        # Copies: another thread makes the file's text from them, which may be megabytes.
         self._saved = dict(self._engines), dict(self._models)
         if not self._is_queued:
             self._is_queued = True
             self._do(self._write)
 
     def _write(self) -> None:
-        # Reset this before the names are read: a change that comes later then queues another write.
+        # Before the names are read: a later change then queues another write.
         self._is_queued = False
         assert self._path is not None
         engines, models = self._saved
@@ -183,13 +150,11 @@ class DisplayNames:
 
 
 def digits_of(key_space: KeySpace) -> str:
-    """Returns the leading DIGITS digits of a key space's fingerprint, in hexadecimal."""
     return key_space.fingerprint.hex()[:DIGITS]
 
 
 def _put(names: dict[str, T], key: str, value: T) -> None:
-    """Sets the names that are stored for `key`, and moves `key` to the end of `names`. If there are
-    then more than MAX_NAMES keys, forgets the oldest, which are the first."""
+    """Forgets the oldest beyond MAX_NAMES."""
     names.pop(key, None)
     names[key] = value
     while len(names) > MAX_NAMES:

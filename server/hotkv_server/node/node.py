@@ -1,11 +1,7 @@
-"""The node: connects the parts of a cache server on one event loop. The parts are the core (which
-records the blocks and decides what to evict), the files of the arena, the copy engine, and the
-capabilities (optional parts, such as hints).
+"""The node: connects the parts of a cache server on one event loop, runs the timer, and drains.
 
-The node also runs the timer, and executes a drain: it refuses new work, and waits until the running
-transfers have ended. Every method runs on the event loop, except `save_use`, which blocks the
-calling thread. The copy engine's threads copy blocks (`node.transfers`), and other threads map the
-memory of engines (`node.sessions`).
+Every method runs on the event loop, except `save_use`. Other threads copy blocks
+(`node.transfers`) and map the memory of engines (`node.sessions`).
 """
 
 import asyncio
@@ -46,32 +42,20 @@ log = logging.getLogger(__name__)
 TIMER_S = 0.25
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
-"""Default of `Node.drain_timeout_s`: the longest time, in seconds, for which a server that drains
-waits for its running transfers. It equals the default of the setting `drain_timeout_s`."""
+"""Equals the default of the setting `drain_timeout_s`."""
 STALLED_WORK_S = 60.0
-"""A thread that copies blocks, compares checksums or publishes events counts as stuck when one
-piece of its work takes longer than this. Such a piece takes far less time, even on a machine that
-swaps."""
+"""One piece of copying, comparing or publishing takes far less, even on a machine that swaps."""
 
 
 class Node:
-    """A cache server without its gRPC services: the core, and the parts that execute its decisions
-    on one event loop.
+    """A cache server without its gRPC services.
 
-    core: the cache's records of all blocks; decides what to place, pin and evict.
-    memory: the files of arena, block table and state.
-    capabilities: optional parts of the server; add them before `start`.
-    copy_engine: copies blocks. The node does not close it: the code that made it does.
-    verifier: compares blocks with their checksums.
-    devices: the GPUs of this machine that the server uses.
-    tiers: the tiers below host memory; None without such tiers.
-    drained: event that is set when a drain has ended: the server was asked to stop, and its last
-        transfers have ended or the time limit has passed.
-    refusals: number of refused calls, by reason.
-    timings: histograms of the durations and sizes of calls and transfers.
-    effects: sends the notices that the core's decisions cause.
-    clerk: the thread that writes files.
-    last_tick_s: when the timer last ran, in seconds of the monotonic clock.
+    capabilities: to be added before `start`.
+    copy_engine: closed by its maker, not by the node.
+    tiers: None without tiers below host memory.
+    drained: set when a drain has ended, by its last transfer or its time limit.
+    refusals: refused calls by reason.
+    last_tick_s: of the monotonic clock.
     """
 
     def __init__(
@@ -136,13 +120,10 @@ class Node:
         return f"Node({len(self.sessions)} sessions, {self.core!r})"
 
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
-        """Starts the timer, the capabilities (optional parts of the server) and the tiers. If
-        `scrub_bytes_per_s` is not 0, also starts the scrubber, which compares blocks with their
-        checksums."""
+        """`scrub_bytes_per_s`: 0 starts no scrubber."""
         self.lag.start()
         if self.core.grace.is_on:
-            # The grace (time in which blocks stay pinned for clients of an earlier server) begins
-            # now, because engines can reconnect from now on.
+            # Engines can reconnect from now on, so the grace for their blocks begins.
             self.core.grace.until_s = time.monotonic() + self.core.config.residency_grace_s
         for one in self.capabilities:
             one.start(self.health)
@@ -170,9 +151,7 @@ class Node:
             self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
 
     async def close(self) -> None:
-        """Closes all sessions, the capabilities (optional parts of the server) and the tiers, and
-        stops the timer. If a capability raises an error, still closes the rest, and then raises the
-        error."""
+        """If a capability raises, closes the rest first."""
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._close_rest)
             for one in reversed(self.capabilities):
@@ -190,9 +169,7 @@ class Node:
             task.cancel()
 
     def save_use(self) -> None:
-        """Writes the blocks' times of last use and the files of the capabilities (optional parts of
-        the server), for the next server. Blocks the calling thread: do not call it on the event
-        loop."""
+        """Blocks."""
         self._persistence.save_use()
         tell_all(self.capabilities, lambda one: one.save())
 
@@ -202,8 +179,7 @@ class Node:
 
     @property
     def has_tenants(self) -> bool:
-        """True if the server has tenants. A session of one tenant must then not learn of sessions
-        of other tenants."""
+        """If True, tenants must not learn of each other's sessions."""
         return bool(self.core.config.tenants)
 
     # Room for stores
@@ -216,18 +192,13 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """Reserves slots (places in the arena) for the blocks of `runs`, except blocks that are
-        ready or being stored already. Reserves fewer slots if not enough room can be made. Evicts
-        blocks to make room, and sends eviction notices. The work is done in slices, between which
-        other tasks run.
+        """Reserves slots, in slices, for blocks that are neither ready nor being stored. Evicts to
+        make room; reserves fewer if that is not enough.
 
-        lease_id: id that the engine chooses for the write lease, which owns the slots.
-        runs: the blocks, as runs (consecutive blocks of a group).
-        ttl_s: lifetime of the lease in seconds; 0 for the default.
-        retention: how long to retain the blocks.
+        ttl_s: 0 for the default.
 
-        Returns the result for each block, for example that a slot is reserved (`BlockResult`
-        values, an array for each run), and the remaining lifetime of the lease in seconds.
+        Returns `BlockResult` values, an array for each run, and the write lease's remaining
+        lifetime in seconds.
         """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
@@ -236,9 +207,6 @@ class Node:
         return list(reservation.results), reservation.ttl_s
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Notifies the capabilities (optional parts of the server) that blocks have become ready in
-        a medium (host memory or a tier). Before that, notifies them of all blocks that were removed
-        earlier."""
         self.effects.run()
         tell_all(self.capabilities, lambda one: one.blocks_moved(entries, medium, tier))
 
@@ -247,13 +215,8 @@ class Node:
             await self.tiers.generations.confirm_new(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space: deletes all blocks of a model in a configuration, in host memory
-        and in all tiers. Afterwards no node finds a block that was stored before the call, except
-        in tiers that did not answer: `pending_tiers` of the result names them. The server flushes
-        each of these tiers as soon as the tier answers.
-
-        If the caller is cancelled, the flush still runs to its end.
-        """
+        """Afterwards no node finds an older block, except in the result's `pending_tiers`, which
+        are flushed as soon as they answer. Runs to its end even if the caller is cancelled."""
         self.core.key_space(key_space_id)
         if self.tiers is not None:
             return await self.tiers.generations.flush(key_space_id)
@@ -265,12 +228,8 @@ class Node:
     # Draining and time
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Begins a drain: from now on the node refuses new work, and waits for the running
-        transfers. Notifies the sessions.
-
-        Sets the event `drained` when all these transfers have ended, or after `timeout_s` (default:
-        `drain_timeout_s`). A later call can only shorten the time.
-        """
+        """Sets `drained` when all transfers have ended, or after `timeout_s` (default:
+        `drain_timeout_s`). A later call can only shorten the time."""
         timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
         earlier = self._drain_timer
@@ -289,15 +248,14 @@ class Node:
             session.notify(Drain(timeout_s))
 
     def abandon(self) -> None:
-        """Refuses new work and cancels all transfers, because an invariant of the core is broken.
-        The process then exits without closing anything."""
+        """An invariant of the core is broken: refuses new work and cancels all transfers. The
+        process exits without closing anything."""
         self.core.draining = True
         for session in self.sessions:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """Runs the timer loop. A turn must not wait for a file or a tier: if a turn hung, leases
-        would not expire, and `Health` would report that the server does not serve."""
+        """Waits for no file or tier: leases would not expire meanwhile."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

@@ -1,15 +1,11 @@
-"""Marks: finds out whether an engine's device has passed a mark. A mark is a point in the queue of
-the engine's device; a transfer that names a mark must not begin before the device has passed it
-(`hotkv_proto.order`).
+"""Finds out whether an engine's device has passed a mark (`hotkv_proto.order`).
 
-Always true: no CUDA stream of this server waits for a mark. The reason: a device runs many
-operations of this process (closing memory, loading kernels) only after the work of all streams of
-this process. So a stream that waited for a stuck engine would block every other session. The server
-polls marks instead: it queries events, or reads words (counters that the device raises) in a file,
-or copies such words from device memory to the host. A copy has all words of the session (at most 4
-KiB). Each session has at most one such copy running, and has one only while a transfer waits. A
-mark that is never reached delays only its own transfer. To poll marks, the server only reads the
-engine's memory, and never writes to it.
+Always true: no stream of this server waits for a mark. A device runs many operations of this
+process (closing memory, loading kernels) only after the work of all its streams: a stream that
+waited for a stuck engine would block every other session. The server polls instead: CUDA events,
+or words that the engine's device counts up, in a file or copied from device memory. A session
+has one such copy running at most, and only while a transfer waits. A mark that is never reached
+delays only its own transfer. Polling never writes to the engine's memory.
 """
 
 import ctypes
@@ -38,45 +34,33 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""Size of the host memory for `MAX_MARKS` words, one for each mark. It is one page, the least
-memory that can be pinned."""
+"""Room for `MAX_MARKS` words: one page, the least memory that can be pinned."""
 
 
 class MarkReader(Protocol):
-    """Finds out whether the device of a session's engine has passed a mark (a point in the device's
-    queue of work).
-
-    kind: EVENTS if the marks are CUDA events, FLAGS if they are counters in words of memory.
-    num_marks: number of the events or words. A mark names one of them by its index.
+    """kind: EVENTS for CUDA events, FLAGS for words.
+    num_marks: events or words; a mark names one by its index.
     """
 
     kind: OrderKind
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Returns True if the engine's device has passed the mark (a point in the device's queue of
-        work). Does not wait.
-
-        Raises DeviceError if the mark can't be read.
-        """
+        """Does not wait. Raises DeviceError if the mark can't be read."""
 
     def close(self) -> None:
-        """Closes the CUDA events or the words of memory from which the marks (points in the
-        device's queue) are read. Later calls of `has_passed` raise DeviceError."""
+        """Later calls of `has_passed` raise DeviceError."""
 
 
 class EventMarks:
-    """Reads marks (points in the queue of an engine's device) that are CUDA events, which the
-    engine's process records."""
+    """Marks that are CUDA events of the engine's process."""
 
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the engine's CUDA events, from which marks (points in the device's queue) are read.
-        If an event can't be opened, closes the events opened so far and raises DeviceError.
+        """Raises DeviceError, and leaves no event open, if one can't be opened.
 
-        device: number of the GPU.
-        handles: CUDA's IPC handles of the events.
+        handles: CUDA's IPC handles.
         """
         self.num_marks = len(handles)
         self._runtime = runtime
@@ -106,14 +90,8 @@ class EventMarks:
 
 
 class FileWords:
-    """Says which marks (points in the queue of an engine's device) the device has passed. Reads
-    this from words of a mapped file, which the device counts up: it has passed a mark once the
-    mark's word has reached the mark's value.
-
-    mapping: the mapped file, checked for truncation at each read.
-    region: address range of the words.
-    num_words: number of 32-bit words.
-    """
+    """Marks that are 32-bit words of a mapped file, passed once a word has reached the mark's
+    value. Each read checks the file for truncation."""
 
     kind = OrderKind.FLAGS
 
@@ -139,21 +117,13 @@ class FileWords:
 
 
 class DeviceWords:
-    """Reads marks (points in the queue of an engine's device) from words of device memory, which
-    are counters. Copies the words to host memory to read them. If the last copy does not show that
-    the device has passed a mark, `has_passed` returns False and starts a new copy, which a later
-    call reads.
-
-    region: address range of the words on the device.
-    num_words: number of 32-bit words.
-    """
+    """Marks that are 32-bit words of device memory, read through copies to the host.
+    `has_passed` judges by the last copy, and starts another for a later call."""
 
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Allocates host memory for copies of the words (the counters by which the engine's device
-        shows which marks it has passed), and makes the first copy. Blocks until the words have been
-        copied. Raises DeviceError."""
+        """Makes the first copy, and blocks for it. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime
@@ -178,8 +148,8 @@ class DeviceWords:
                 raise DeviceError("the session's words are closed")
             if self._reading and self._runtime.passed(self._queue.event):
                 self._reading = False
-            # If the engine's device changes a word during the copy, the copy has the old or the new
-            # value. Both are valid: words only count up.
+            # A word that changes during the copy has its old or its new value; both are valid,
+            # as words only count up.
             if has_reached(
                 ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value,
                 mark.value,
@@ -212,13 +182,8 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """Finds out for a session whether the device of its engine has passed a mark (a point in the
-    device's queue of work).
-
-    marks: reads the marks. None for the kind HOST: the engine itself waits for its device, and
-        sends a transfer only after the device has passed the mark.
-    message: the reason why some of the marks that the engine offered (words in memory, or CUDA
-        events) could not be opened; empty if all could.
+    """marks: None for the kind HOST: the engine sends a transfer only after its mark was passed.
+    message: why offered marks could not be opened; empty if all could.
     """
 
     marks: MarkReader | None = None
@@ -229,8 +194,7 @@ class SessionOrder:
         return OrderKind.HOST if self.marks is None else self.marks.kind
 
     def gate(self, mark: DeviceMark, on_released: Callable[[], None]) -> "MarkGate":
-        """Returns a `MarkGate`, which delays a transfer until the engine's device has passed `mark`
-        (a point in its queue of work). Raises INVALID_FIELD if the session has no such mark.
+        """Raises INVALID_FIELD if the session has no such mark.
 
         on_released: called from any thread when the transfer is no longer delayed.
         """
@@ -249,15 +213,13 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Closes the CUDA events or the words of memory from which marks (points in the device's
-        queue) are read. Blocks the calling thread."""
+        """Blocks."""
         if self.marks is not None:
             self.marks.close()
 
 
 class MarkGate:
-    """Delays a transfer until the engine's device has passed the transfer's mark (a point in the
-    device's queue of work). A copy engine calls `passed` until it returns True.
+    """Delays a transfer: a copy engine calls `passed` until it returns True.
 
     on_released: called from any thread when the copy engine stops calling `passed`.
     """
@@ -280,12 +242,8 @@ class MarkGate:
 
 
 def check_order(offer: DeviceOrder, layout: Layout) -> None:
-    """Raises ValueError, which names the field, if an engine's offer of marks is not valid. A mark
-    is a point in the queue of the engine's device.
-
-    offer: the CUDA events, the words of memory, or both, from which marks can be read.
-    layout: the engine's memory. Words must lie in one of its memory handles.
-    """
+    """Raises ValueError, which names the field, if an engine's offer of marks is not valid.
+    Words must lie in one of the layout's memory handles."""
     if offer.device_uuid and len(offer.device_uuid) != 16:
         raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
     if len(offer.event_handles) > MAX_MARKS:
@@ -327,18 +285,13 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Opens the marks that an engine has offered (points in the queue of its device): counters in
-    words of memory if possible, otherwise CUDA events. If neither can be opened, returns a
-    `SessionOrder` without marks. Blocks the calling thread.
+    """Opens offered marks: words if possible, else CUDA events, else none; `message` says why.
+    Blocks.
 
-    The `message` of the result says which kind of marks could not be opened, and why. Words are
-    preferred to events because an engine may die. Only the queue of the engine's device writes a
-    word, so its value stays correct. But CUDA does not document the state of an event whose process
-    has died.
+    Words are preferred because an engine may die: only its device's queue writes a word, but CUDA
+    does not document the state of an event whose process has died.
 
-    offer: the words and events that the engine offers.
-    mappings: the session's mapped files, by handle id.
-    regions: address ranges of all memory of the session, by handle id.
+    mappings, regions: by handle id.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

@@ -1,6 +1,4 @@
-"""`Persistence` writes the node's state for the next server: its key spaces (each is a model in
-a configuration), and the blocks' times of last use. `take_over` restores the blocks and the state
-of an earlier server."""
+"""What the node leaves the next server: its key spaces, and the blocks' times of last use."""
 
 import asyncio
 import logging
@@ -23,29 +21,20 @@ from hotkv_server.memory.state import KnownKeySpace, ServerState
 log = logging.getLogger(__name__)
 
 
-# Writing: the node saves its key spaces, and the time of last use of each block.
-#
-# Always true: a key space is written to the state file beside the arena before its first block is
-# stored in host memory. The next server can't use the blocks without this record. One write runs at
-# a time. A write that has begun runs to its end even if its caller is cancelled. If a write fails,
-# the failure is logged and the server continues: at a restart, the blocks of a key space that was
-# not written are lost, unless a later write has succeeded. Tiers below host memory record their
-# blocks themselves.
+# Writing. Always true: a key space is in the state file before its first block is in host
+# memory; the next server can't use the blocks without it. One write runs at a time, to its end
+# even if its caller is cancelled. A failed write is only logged: unless a later one succeeds, a
+# restart loses the blocks. Tiers record their blocks themselves.
 
 
 CLOSE_S = 5.0
 USE_PARTS = 240
-"""The times of last use are collected in this many parts, one part at each turn of the timer, and
-are written after the last part."""
+"""The times of last use are collected in this many turns of the timer, then written."""
 PART_ENTRIES = 1 << 14
-"""Least number of entries (records of the block table) in a part. Collecting the times of so many
-entries takes a tenth of a millisecond."""
+"""Least entries of a part, which take a tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """Returns the content of the state file: the size of a slab (a piece of the arena) and the key
-    spaces (each is a model in a configuration), which the next server needs to interpret the
-    blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.sketches)
         for number, record in sorted(core.key_spaces.items())
@@ -54,25 +43,19 @@ def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
 
 
 class UseNotes:
-    """Collects the times at which blocks were last used. Collects them in parts, so that no turn of
-    the event loop takes long."""
-
     def __init__(self, core: CacheCore) -> None:
         self._core = core
         self._turn = 0
         self._used_s = np.empty(0, np.float64)
 
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Collects the times of the next part of the block table's entries. All entries are divided
-        into `num_parts` parts. The call for the last part returns the times of all entries; the
-        other calls return None.
+        """Collects the next of `num_parts` parts; the last call returns all times, the others None.
 
-        The result is float64 by entry number, in seconds of the monotonic clock; nan for entries
-        that are not ready blocks.
+        float64 by entry number, monotonic seconds; nan for entries that are not ready blocks.
         """
         index = self._core.space.index
         if not self._turn:
-            # The array is not filled in advance, because it can have hundreds of megabytes.
+            # Not filled in advance: it can have hundreds of megabytes.
             self._used_s = np.empty(index.num_numbers, np.float64)
         length = max(-(-len(self._used_s) // num_parts), PART_ENTRIES)
         first, end = (
@@ -88,17 +71,14 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes the key spaces (each is a model in a configuration) and the blocks' times of last
-    use to files, for the next server. Its methods run on the event loop, except `save_use`; a
-    `Clerk` thread writes the files."""
+    """On the event loop, except `save_use`; a `Clerk` thread writes the files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core
         self._memory = memory
         self._clerk = clerk
         self._notes = UseNotes(core)
-        # The value of `Catalog.revision` (a number that each change of the key spaces increases)
-        # when the key spaces were last written to the file.
+        # `Catalog.revision` when the key spaces were last written.
         self._saved = core.catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()
@@ -108,18 +88,15 @@ class Persistence:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
 
     def start(self) -> None:
-        """Records that the state file has all key spaces of this server, because `take_over` has
-        just written them."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:
-        """Waits, at most CLOSE_S, until running writes of the key spaces have ended."""
+        """Waits at most CLOSE_S for running writes of the key spaces."""
         if self._saves:
             await asyncio.wait(self._saves, timeout=CLOSE_S)
 
     async def save_state(self) -> None:
-        """Writes the key spaces (each is a model in a configuration) to the state file if they
-        have changed since the last write. Waits for the write."""
+        """Writes the key spaces if they have changed, and waits for that."""
         if self._saved != self._core.catalog.revision:
             await asyncio.shield(self._begin_save())
 
@@ -144,9 +121,8 @@ class Persistence:
                 )
 
     def turn(self) -> None:
-        """Called at each turn of the timer: collects a part of the times of last use. After the
-        last part, begins to write all these times, and the key spaces if they have changed since
-        the last write. Never waits for a file."""
+        """Called at each turn of the timer; never waits for a file. After the last part, begins
+        to write the times of last use, and changed key spaces."""
         if self._noting is not None and not self._noting.done():
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:
@@ -155,8 +131,7 @@ class Persistence:
                 self._begin_save()
 
     def save_use(self) -> None:
-        """Collects the times of last use of all blocks and writes them to their file. Blocks the
-        calling thread: do not call it on the event loop."""
+        """Blocks."""
         used_s = UseNotes(self._core).take(1)
         assert used_s is not None
         self._write_use(used_s)
@@ -168,21 +143,17 @@ class Persistence:
             log.warning("times of last use not saved: %s", error)
 
 
-# Recovery: restores the key spaces of an earlier server, then its blocks, then compares some of
-# their bytes with the checksums.
+# Recovery: key spaces first, then blocks, then a check of some of their bytes.
 
 
 def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
-    """Fills an empty core (the cache's records) with the blocks that an earlier server left in
-    `memory`, if any. Writes the new block table and the state file. Blocks the calling thread.
-    Raises OSError if the files can't be written.
+    """Restores what an earlier server left, if anything, and writes the new block table and state
+    file. Blocks. Raises OSError.
 
-    verifier: compares blocks with their checksums.
-    check_s: how long to compare restored blocks with their checksums, at most, in seconds. The
-        other restored blocks are compared before their first load. None: restored blocks are never
-        compared; all count as verified.
+    check_s: most time for checksums; other blocks are compared before their first load. None:
+        all count as verified.
     """
     core.space.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
     core.space.index.back(memory.records.num_entries)
@@ -223,12 +194,8 @@ def take_over(
 
 
 def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:
-    """Prefaults the slabs (pieces of the arena) that hold restored blocks and lie behind the
-    prefaulted part of the arena. Such a slab may have free slots, into which engines may store
-    blocks at once. Raises OSError.
-
-    There are such slabs only if the old server ran with `arena.prefault` off.
-    """
+    """Engines may store at once into free slots of slabs with restored blocks. If the old server
+    ran with `arena.prefault` off, some lie behind the prefaulted part. Raises OSError."""
     first = memory.filling.filled_bytes // pool.slab_bytes
     slabs = first + np.flatnonzero(pool.slab_owner()[first:] >= 0)
     for run in np.split(slabs, np.flatnonzero(np.diff(slabs) > 1) + 1) if len(slabs) else ():

@@ -1,10 +1,8 @@
-"""Reports: engines report the requests that they have scheduled, and the node records a use of the
-blocks that these requests used.
+"""Engines report scheduled requests; the node records a use of their blocks.
 
-A report names the prompt by its block hashes, never by its tokens. Engines need not send hashes for
-each group. The node computes from the length of a hit in the engine's own cache which blocks of
-each group the hit used (`hotkv_proto.groups`). If one report of a message is not valid, the whole
-message is refused.
+A report has block hashes, never tokens, and not for each group: the length of a hit in the
+engine's own cache gives the blocks that it used (`hotkv_proto.groups`). One invalid report
+refuses its whole message.
 """
 
 import time
@@ -27,16 +25,14 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.live_session import LiveSession
 
 MAX_PROMPT_TOKENS = 1 << 32
-"""Most tokens of a reported prompt; more than any model's context has. With this limit, sums over
-all reports fit into 64 bits."""
+"""More than any model's context has. With it, sums over all reports fit into 64 bits."""
 MAX_OPEN_LOADS = 4096
-"""Most hits that are remembered until the end of their load is reported, over all engines. Beyond
-this number the oldest are forgotten, and never counted."""
+"""Most hits that wait for their load's end. Beyond this the oldest are forgotten, and never
+counted."""
 
 
 def check(report: Report, key_space: KeySpace) -> None:
-    """Raises INVALID_FIELD if the numbers in an engine's report of a request contradict each
-    other."""
+    """Raises INVALID_FIELD if the numbers of a report contradict each other."""
     if len(report.hashes) * key_space.hash_block_tokens > report.prompt_tokens:
         raise invalid(
             f"requests.hashes has {len(report.hashes)} hashes of {key_space.hash_block_tokens} "
@@ -56,10 +52,8 @@ def check(report: Report, key_space: KeySpace) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """Returns the blocks that count as used by a reported request, a list for each group with such
-    blocks. These are the blocks that the request's hit in the engine's own cache needed. But if the
-    request asks for a `Retention` (a priority, time to live or pin), these are all blocks of its
-    prompt."""
+    """What the hit in the engine's own cache needed; all blocks of the prompt if the request
+    asks for a `Retention`. A list for each group with such blocks."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens
@@ -72,8 +66,10 @@ def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
 
 @dataclass(frozen=True, slots=True)
 class WatchedReport:
-    """An engine's report of a request, as the clients of the call WatchRequests receive it.
-    `unix_time_s`: when the request reached its engine."""
+    """A report as clients of WatchRequests receive it.
+
+    unix_time_s: when the request reached its engine.
+    """
 
     key_space_id: int
     hash_bytes: int
@@ -89,8 +85,7 @@ class WatchedReport:
 class ReportCounters:
     """Sums over all reports since the start.
 
-    hit_tokens: length of the hits. The part of a hit that an engine loads is included once its load
-        has succeeded.
+    hit_tokens: with the part of a hit that an engine loads once its load has succeeded.
     """
 
     requests: int = 0
@@ -106,30 +101,22 @@ class ReportCounters:
 
 
 class Reports:
-    """Handles the reports of all sessions: counts them, records uses of blocks, and passes each
-    report to the capabilities (optional parts of the server) in turn.
-
-    counters: sums over all reports.
-    watched: feeds (queues) of the clients that watch reports.
-    """
-
     def __init__(self, core: CacheCore, capabilities: Sequence[Capability]) -> None:
         self._core = core
         self._capabilities = capabilities
         self.counters = ReportCounters()
-        # By session and number of the report: how many tokens an engine loads for a request.
+        # Tokens that an engine loads for a request, by session and report.
         self._loads: OrderedDict[tuple[str, int], int] = OrderedDict()
         self.watched: Feeds[WatchedReport] = Feeds()
 
     def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Raises INVALID_FIELD if one of the reports is not valid, as the function `check` of this
-        module decides. Must be called before `note`."""
+        """To be called before `note`."""
         for report in reports:
             check(report, session.key_space)
 
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Records a use of the blocks that the reported requests used, and pins them if a request
-        asks for it. Lets other tasks run between two requests."""
+        """Records a use of the blocks, and pins them if asked for. Other tasks run between two
+        requests."""
         now_s, unix_time_s = time.monotonic(), time.time()
         number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
         self.watched.put(
@@ -154,9 +141,7 @@ class Reports:
     def ended(
         self, session: LiveSession, requests: Sequence[Ended], loads: Sequence[LoadEnd]
     ) -> None:
-        """Counts the hits whose load has succeeded. Notifies the capabilities (optional parts of
-        the server, such as the ledger) that requests of an engine have ended, and that loads of
-        requests which the engine has reported have ended."""
+        """Counts the hits whose load has succeeded, and notifies the capabilities."""
         for load in loads:
             num_tokens = self._loads.pop((session.secret_id, load.report_id), 0)
             if not load.failed:

@@ -1,9 +1,8 @@
-"""The open sessions of a node: opens them, registers their memory, and closes them.
+"""Opens sessions, registers their memory, and closes them.
 
-Always true: when a key space (a model in a configuration) is registered, capabilities are
-notified of it. A key space is saved before any of its blocks is stored. A closing session keeps its
-memory and leases until no transfer or read touches them, and then releases all of them. All methods
-run on the event loop; threads map and unmap the memory.
+Always true: capabilities are notified of each new key space, which is saved before any of its
+blocks is stored. A closing session keeps memory and leases until no transfer or read touches
+them. On the event loop; threads map and unmap memory.
 """
 
 import asyncio
@@ -36,25 +35,16 @@ log.addFilter(Throttle())
 
 MAX_SESSIONS = 256
 MAX_UNREAD_ENDS = 512
-"""When a session has ended, gRPC keeps its stream until the client has read the end of the stream.
-This is the most streams that gRPC keeps in this way. Tenants (or engines, if there are no tenants)
-share the number (`FairBound`). A client whose tenant or engine has used up its share can't open a
-session."""
+"""gRPC keeps the stream of an ended session until its client has read the end. Owners share this
+number; one that has used up its share can't open a session."""
 
 
 class Sessions:
-    """Opens and closes sessions, and registers their memory. Iterating yields the open sessions.
+    """Iterating yields the open sessions.
 
-    devices: the GPUs on which engines may have memory.
-    removals: forgets key spaces (each is a model in a configuration) to make room for a new key
-        space.
-    names: remembers the names of engines and models.
-    save_state: function that saves new key spaces.
-    confirm_new: function that asks shared tiers for the generation of a key space.
-    run_effects: function that carries out the effects of the core's decisions, for example sends
-        notices of evictions.
-    unread_ends: bounds the number of streams that stay open after their session has ended because
-        the client has not read the last messages yet.
+    save_state: saves new key spaces.
+    confirm_new: asks shared stores for a key space's generation.
+    unread_ends: bounds ended streams that clients have not read to their end.
     """
 
     def __init__(
@@ -89,7 +79,7 @@ class Sessions:
         return iter(list(self._open.values()))
 
     def get(self, secret_id: str) -> LiveSession:
-        """Returns the open session with this secret id. Raises UNKNOWN_SESSION."""
+        """Raises UNKNOWN_SESSION."""
         session = self._open.get(secret_id)
         if session is None or session.closing:
             raise HotKVError(
@@ -99,8 +89,7 @@ class Sessions:
         return session
 
     def owner(self, session: LiveSession) -> str:
-        """Returns the owner of an open session: the tenant, or without tenants the engine.
-        `FairBound` bounds the leases and transfers of each owner."""
+        """The tenant, or else the engine; `FairBound` bounds each owner."""
         return self._core.sessions.owner(session.record)
 
     async def open(
@@ -116,18 +105,13 @@ class Sessions:
         model_names: Sequence[str] = (),
         max_of_tenant: int = 0,
     ) -> LiveSession:
-        """Opens a session and saves its key space (a model in a configuration). The result has
-        a secret id: any client that presents it may use the session.
+        """Saves the session's key space too. Any client with the secret id may use the session.
 
-        engine_id: id that all sessions of one engine share; they can use each other's leases.
+        engine_id: sessions of one engine can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        client_name: name of the client's program, which is shown to operators.
-        sketches: kinds of sketches (compact forms of keys, for sparse attention) that
-            the session will store or load.
-        engine_name: name by which the engine is shown to people; empty if the engine has no name.
-        model_names: names by which requests address the model; the first is shown to people.
-        hears_evictions: True if the session gets eviction notices.
-        max_of_tenant: most sessions of the key space's tenant; 0: no limit.
+        sketches: kinds to be stored or loaded.
+        model_names: by which requests address the model; the first is shown to people.
+        max_of_tenant: 0: no limit.
 
         Raises OVERLOADED, and the errors of `CacheCore.open_session`.
         """
@@ -157,8 +141,7 @@ class Sessions:
         except BaseException:
             self._core.close_session(record.number, time.monotonic())
             if is_new:
-                # A step after the registration of the new key space has failed. Forget the key
-                # space, so that the next session of it makes all these steps again.
+                # Forget the new key space, so that its next session makes all these steps again.
                 self._removals.forget(record.key_space_id)
             raise
         session = LiveSession(
@@ -187,8 +170,6 @@ class Sessions:
         return session
 
     def _check_count(self, tenant: str, max_of_tenant: int) -> None:
-        """Raises OVERLOADED if no further session of `tenant` may open: too many sessions are open
-        in all, or the tenant has `max_of_tenant` open sessions (0: no limit)."""
         if len(self._open) >= MAX_SESSIONS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"
@@ -202,12 +183,8 @@ class Sessions:
             )
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space (a model in a configuration) without opening a session, saves
-        it, and asks shared tiers for its generation (number that each flush raises). Returns the
-        number of the key space.
-
-        Raises DRAINING, and the errors of `Catalog.register`.
-        """
+        """Registers and saves a key space without a session, and asks shared stores for its
+        generation. Raises DRAINING, and the errors of `Catalog.register`."""
         self._core.sessions.check_takes_new("takes no new key spaces")
         await self._removals.forget_for(key_space, ())
         is_new = not self._core.catalog.number(key_space.fingerprint)
@@ -224,9 +201,8 @@ class Sessions:
         )
 
     async def close(self, session: LiveSession) -> None:
-        """Closes a session in three steps: cancels its transfers; waits until no transfer or read
-        uses its memory or leases; then ends its pins and leases, and releases its memory. If the
-        session is being closed already, waits until it is closed."""
+        """Cancels transfers, waits until nothing uses memory or leases, then releases all. If
+        the session is closing already, waits for that."""
         if session.closing:
             await session.closed.wait()
             return
@@ -243,12 +219,11 @@ class Sessions:
             await session.settled.wait()
         await self._end_holds(session)
         if session.memory is not None or session.received_fds:
-            # Release the memory on another thread: the kernel takes long to free the memory of an
-            # engine that has died.
+            # On another thread: the kernel takes long to free the memory of an engine that has
+            # died.
             await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
         session.release_memory()
-        # Release leases again: a call that was waiting for a tier may have acquired a lease
-        # meanwhile.
+        # Again: a call that was waiting for a tier may have acquired a lease meanwhile.
         await self._end_holds(session)
         self._core.close_session(session.record.number, time.monotonic())
         del self._open[session.secret_id]
@@ -267,22 +242,17 @@ class Sessions:
             pass
 
     async def close_all(self) -> None:
-        """Closes every session."""
         await asyncio.gather(*(self.close(session) for session in self))
 
     async def register_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER
     ) -> tuple[OrderKind, str]:
-        """Maps and opens the memory of a session's engine. The descriptors of the memory's files
-        must have arrived over the descriptor socket.
+        """Maps and opens an engine's memory, whose descriptors must have come over the descriptor
+        socket.
 
-        layout: the memory and the tensors in it.
-        order: the marks that the engine offers. A mark is a point in the work of the engine's
-            device that a transfer must not precede.
-
-        Returns the kind of marks that the server will read. If the server could not open marks that
-        the engine offered, also returns the reason, otherwise an empty text. Raises INVALID_LAYOUT,
-        INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE, UNKNOWN_SESSION.
+        Returns the kind of marks that the server will read, and why offered marks could not be
+        opened. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,
+        UNKNOWN_SESSION.
         """
         await self._prepare(session, layout)
         _check_first(session, layout)
@@ -310,12 +280,10 @@ class Sessions:
         return memory.order.kind, memory.order.message
 
     async def _prepare(self, session: LiveSession, layout: Layout) -> None:
-        """Checks the layout against the key space, and computes where the parts of each block lie
-        in the engine's memory (`Layout.prepare`). Raises INVALID_LAYOUT."""
         try:
             kinds = self._core.catalog.record(session.record.key_space_id)
             sketches = {session.named(g): kinds.sketch(g) for g in session.record.sketches}
-            # Run this in a thread, because it takes long with thousands of tensors.
+            # In a thread: takes long with thousands of tensors.
             await asyncio.to_thread(layout.prepare, session.key_space.groups, sketches)
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
@@ -323,8 +291,7 @@ class Sessions:
     async def _open_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder, fds: dict[str, int]
     ) -> SessionMemory:
-        """Runs `open_session_memory` on a thread. If this coroutine is cancelled meanwhile, the
-        memory is closed as soon as it is open."""
+        """If this coroutine is cancelled, closes the memory as soon as it is open."""
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(
             None,
@@ -350,8 +317,6 @@ class Sessions:
 
 
 def _check_first(session: LiveSession, layout: Layout) -> None:
-    """Raises HotKVError if the session already has memory, or if its layout has device memory and
-    the session has no link (connection on the descriptor socket)."""
     if session.memory is not None:
         raise HotKVError(
             Reason.DUPLICATE_ID,

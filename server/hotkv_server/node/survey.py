@@ -1,11 +1,8 @@
-"""Surveys for metrics and status pages. A survey counts all entries (records in the block table) of
-the cache (a census), and computes how each part of the arena is used (a map of the arena).
+"""Surveys for metrics and status pages: a census of all entries, and a map of the arena.
 
-Always true: a caller never waits for a survey of many entries. Such a survey runs in the
-background, in steps with pauses between them. A survey begins only when a caller asks for it. While
-a survey runs, it uses about BUSY_SHARE of the event loop's time. The next survey begins only after
-a pause, so that all surveys together use at most about RESTING_SHARE of the time. On the event loop
-only.
+Always true: a survey begins only when asked for. One of many entries runs in the background, in
+steps, for which no caller waits: it takes BUSY_SHARE of the event loop's time, and RESTING_SHARE
+with the pause before the next. On the event loop only.
 """
 
 import asyncio
@@ -20,19 +17,14 @@ from hotkv_server.cache.inspect import ArenaMap, Census
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
-"""If the block table has at most this many entries, `LiveSurvey.latest` makes the survey itself, in
-some milliseconds, instead of starting a task."""
+"""A survey of so many takes some milliseconds."""
 FRESH_S = 0.5
-"""A survey is not repeated before this time has passed, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A finished survey: a census (a count of all blocks and other records of the cache), and a map
-    of the arena.
-
-    ended_s: when the survey ended, in seconds of the monotonic clock.
-    took_s: time of the event loop that the survey used, in seconds.
+    """ended_s: of the monotonic clock.
+    took_s: time of the event loop.
     """
 
     census: Census
@@ -42,9 +34,6 @@ class Survey:
 
 
 class LiveSurvey:
-    """Stores a node's latest survey (census of its entries, and map of the arena). If a caller asks
-    for the survey and the latest survey is old, makes another."""
-
     def __init__(self, core: CacheCore) -> None:
         self._core = core
         self._latest: Survey | None = None
@@ -56,14 +45,8 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """Returns the latest survey (a census of the cache's entries, and a map of the arena); None
-        until the first survey is complete.
-
-        If the latest survey is old, makes another survey. For a cache with few entries
-        (AT_ONCE_ENTRIES), this call makes it and returns it. For a larger cache, it is made in the
-        background, and a later call returns it. A survey is old after FRESH_S; if it took long, it
-        is old only after a longer time (RESTING_SHARE).
-        """
+        """None until the first is complete. Replaces one older than FRESH_S, or longer if it
+        took long: at once up to AT_ONCE_ENTRIES, else in the background for a later call."""
         latest = self._latest
         if not self._is_idle:
             return latest
@@ -83,7 +66,6 @@ class LiveSurvey:
         return self._making is None or self._making.done()
 
     def close(self) -> None:
-        """Cancels the survey that is running, if any."""
         if self._making is not None:
             self._making.cancel()
 
@@ -92,8 +74,7 @@ class LiveSurvey:
             await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))
 
     def _make(self) -> Iterator[float]:
-        """Makes a survey (counts all entries and maps the arena) in steps. Yields after each step
-        the step's duration in seconds."""
+        """Yields the duration of each step in seconds."""
         sum_s, census, arena = 0.0, None, None
         began_s = time.perf_counter()
         for census in inspect.census(self._core):  # noqa: B007 Only the last one is complete.
@@ -109,7 +90,6 @@ class LiveSurvey:
 
 
 def _raise(task: "asyncio.Task[None]") -> None:
-    """Raises the exception of a survey's background task, so that the event loop's exception
-    handler receives it."""
+    """Passes the exception to the event loop's handler."""
     if not task.cancelled():
         task.result()

@@ -1,11 +1,8 @@
-"""Loads and stores of a node. Each is checked, recorded in the core (which then pins its blocks, or
-reserves slots for them), copied, and ended in the core (which then makes stored blocks ready). A
-call names blocks in runs; a run is a chain of consecutive blocks of one group. A call may also name
-a mark: a point in the queue of the engine's device that the transfer must not precede (`order`).
+"""Loads and stores of a node. Each is checked, recorded in the core, copied, and ended in the core.
 
-Always true: the blocks of a store are dropped if the engine revokes the store before its end. A
-session's transfers are bounded in number and bytes, so that other sessions find room. All methods
-run on the event loop, unless their docstring says otherwise; the copy engine's threads move bytes.
+Always true: a store's blocks are dropped if the engine revokes it before its end. A session's
+transfers are bounded in number and bytes. On the event loop; the copy engine's threads move
+bytes.
 """
 
 import asyncio
@@ -42,10 +39,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.live_session import LiveSession, SessionMemory
 from hotkv_server.node.order import MarkGate
 
-# Timings: histograms of the durations of calls and transfers, and of the sizes of transfers, for
-# metrics.
-#
-# Always true: they use a fixed amount of memory. On the event loop only.
+# Timings use a fixed amount of memory. On the event loop only.
 
 
 Answer = TypeVar("Answer")
@@ -53,17 +47,12 @@ LOAD, STORE = "load", "store"
 
 
 class Timings:
-    """Histograms of the durations and sizes of calls and transfers, in seconds and bytes.
+    """Histograms for metrics, in seconds and bytes.
 
-    lookup_s, lease_s: time from a lookup, or from a call for a lease, to the answer. The time of a
-        lease includes reads from tiers.
-    ends: counts all transfers by direction (LOAD, STORE) and outcome.
-    load_s, store_s: times from the start to the end of transfers that succeeded. They include all
-        waits, for example for marks (points in the queue of the engine's device) and threads. A
-        store starts when the core has made room for it.
-    load_bytes, store_bytes: sizes of the same transfers.
-    wait_s: how long copies waited for a copy thread or for the server's device queue, after the
-        engine's device had passed their mark.
+    lookup_s, lease_s: time to the answer; for leases with reads from tiers.
+    ends: by direction (LOAD, STORE) and outcome.
+    load_s, store_s: of transfers that succeeded, with all waits; of stores without making room.
+    wait_s: for a copy thread or device queue, after the mark was passed.
     """
 
     def __init__(self) -> None:
@@ -77,9 +66,7 @@ class Timings:
         return f"Timings({self.lookup_s.count} lookups, {self.ends.total()} transfers)"
 
     def answered(self, times: Histogram, began_s: float, answer: Answer) -> Answer:
-        """Adds the time from `began_s` until the answer is ready to the histogram `times`. If
-        `answer` is a task, the answer is ready when the task ends, otherwise now. Returns
-        `answer`."""
+        """Adds the time from `began_s` to now, or to the end of `answer` if that is a task."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(lambda done: times.add(time.monotonic() - began_s))
         else:
@@ -95,12 +82,8 @@ class Timings:
         *,
         to_engine: bool,
     ) -> None:
-        """Counts a transfer that has ended.
-
-        began_s: when the transfer was started, in seconds of the monotonic clock; for a store, when
-            the core had made room for it.
-        to_engine: True for a load, False for a store.
-        waited_s: how long the copy waited for a thread or a device; None if no copy began.
+        """began_s: of the monotonic clock; for a store, when the core had made room.
+        waited_s: for a thread or a device; None if no copy began.
         """
         self.ends[LOAD if to_engine else STORE, outcome] += 1
         if waited_s is not None:
@@ -115,31 +98,26 @@ log.addFilter(Throttle())
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
-"""Longest wait until an engine's device passes a mark, a point in its queue of work. All work that
-an engine queues takes far less time."""
+"""All work that an engine queues takes far less time."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
-"""Most transfers (loads and stores) that a session may have in flight. Their bytes are limited too:
-a session may not begin another transfer while its transfers in flight together have as many bytes
-as the arena (or as MIN_INFLIGHT_BYTES, if that is more)."""
+"""Nor may a session begin a transfer while those in flight have as many bytes as the arena, or
+as MIN_INFLIGHT_BYTES if that is more."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
-"""Estimated memory that a transfer uses until it ends, in addition to its message: TRANSFER_BYTES,
-plus RUN_BYTES for each run (consecutive blocks of a group), plus BLOCK_BYTES for each block."""
+"""Estimated memory of a transfer beside its message: for itself, each run and each block."""
 
 
 class Deadline:
-    """Cancels a transfer that takes too long. After that, the attribute `message` says why; before,
-    it is empty.
+    """Cancels a transfer that takes too long; then `message` says why.
 
-    Always true: the timeout does not include waiting for the engine's device. The timeout begins
-    when the device has passed the transfer's mark (a point in the device's queue), or at once if
-    the transfer has no mark. If the device has not passed the mark within MARK_TIMEOUT_S, the
-    transfer is cancelled too. On the event loop, except `mark_passed`.
+    Always true: the timeout begins when the device has passed the transfer's mark, if it has
+    one. A mark not passed within MARK_TIMEOUT_S cancels too. On the event loop, but for
+    `mark_passed`.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Makes the deadline of a transfer. `timeout_s`: 0 for DEFAULT_TIMEOUT_S."""
+        """`timeout_s`: 0 for DEFAULT_TIMEOUT_S."""
         self.message = ""
         self._timeout_s = timeout_s or DEFAULT_TIMEOUT_S
         self._loop = asyncio.get_running_loop()
@@ -147,9 +125,6 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, job: CopyJob, *, has_mark: bool) -> None:
-        """Begins to watch the transfer's copy job. `has_mark`: True if the job first waits until
-        the engine's device passes a mark (a point in its queue). The timeout then begins with
-        `mark_passed`."""
         self._job = job
         if has_mark:
             self._timer = self._loop.call_later(
@@ -159,12 +134,10 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Starts the timeout, because the engine's device has passed the transfer's mark (the point
-        in its queue for which the copy waited). May be called from any thread."""
+        """Any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
-        """Stops the timer of the transfer's deadline, because the copy job has ended."""
         self._job = None
         if self._timer is not None:
             self._timer.cancel()
@@ -184,24 +157,19 @@ class Deadline:
 
 
 BlockIds = Sequence[NDArray[np.int64]]
-"""Ids of the blocks in the engine's memory, int64, an array for each run (consecutive blocks of a
-group)."""
+"""Ids in the engine's memory, an array for each run."""
 CoreEnd = tuple[list[NDArray[np.uint8]], Callable[[], None]]
-"""The result of ending a transfer in the core (the cache's records): what became of the blocks
-(`BlockResult` values, an array for each run of consecutive blocks), and a function that notifies
-the capabilities."""
+"""`BlockResult` values, an array for each run, and a function that notifies the capabilities."""
 Finish = Callable[[Outcome, int], CoreEnd]
-"""Function that ends a transfer in the core (the cache's records), given the outcome and the number
-of bytes copied."""
+"""Ends a transfer in the core, given the bytes copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd(TransferResult):
-    """The answer to a transfer: its result, and when bytes were copied. Times are of the monotonic
-    clock, in seconds.
+    """Times are of the monotonic clock.
 
-    copy_began_s: when the copy of the first byte began; None if no byte was copied.
-    copy_ended_s: when the node learned that the copy has ended.
+    copy_began_s: None if no byte was copied.
+    copy_ended_s: when the node learned of it.
     runs: the blocks of a store, in the order of `results`.
     """
 
@@ -212,13 +180,7 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """The objects that all transfers of a node share.
-
-    kept_bytes: bounds the memory that transfers use until they end.
-    run_effects: function that carries out the effects of the core's decisions, for example sends
-        notices of evictions.
-    timings: histograms to which each transfer is added when it ends.
-    """
+    """`kept_bytes`: bounds the memory that transfers use until they end."""
 
     core: CacheCore
     arena: Region
@@ -232,15 +194,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class TransferCall:
-    """The checked arguments of a call for a transfer.
-
-    memory: the session's registered memory.
-    block_ids: ids of the blocks in this memory, an array for each run (consecutive blocks of a
-        group).
-    deadline: cancels the transfer when it takes too long.
-    gate: delays the copy until the engine's device has passed the transfer's mark (a point in the
-        device's queue); None if the transfer has no mark, so that the copy may begin at once.
-    kept_bytes: estimated memory that the transfer uses until it ends.
+    """gate: delays the copy; None without a mark.
+    kept_bytes: estimated memory until the end.
     """
 
     session: LiveSession
@@ -255,18 +210,13 @@ class TransferCall:
 class Transfer:
     """One load or store, from its copy plan to its answer.
 
-    means: the objects that all transfers of the node use.
-    call: the checked arguments of the call.
-    finish: ends the transfer in the core (the cache's records). Called exactly once, also if the
-        copy plan can't be made.
+    finish: called exactly once, also if the copy plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
-    to_engine: True for a load, False for a store.
     runs: the blocks of a store; empty for a load.
 
-    Always true: the answer comes after the last access to the engine's memory and to the slots
-    (places in the arena). If blocks of a load must still be compared with their checksums
-    (checksums), the comparison comes before the copy. A load fails if one of its blocks is
-    condemned (dropped because it does not match) before the load ends.
+    Always true: the answer comes after the last access to the engine's memory and the slots.
+    Unverified blocks are compared before a load's copy. A load fails if a block is condemned
+    before its end.
     """
 
     def __init__(
@@ -297,15 +247,13 @@ class Transfer:
         return f"Transfer({word} {self._call.transfer_id!r}, {self._job!r})"
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
-        """Starts the copy of a transfer whose begin the core (the cache's records) has recorded.
-        `slots`: the slots (places in the arena) that the core then returned. The result, a future,
-        is done after the last access to the engine's memory and to the slots."""
+        """For a transfer that the core has recorded."""
         means, call = self._means, self._call
         self._slots = slots
         try:
             plans = self._plans()
         except BaseException:
-            # The core has recorded the begin of the transfer, so also record its end there.
+            # The core has recorded the begin, so record the end too.
             self._finish(Outcome.FAILED, 0)[1]()
             raise
         self._job = job = CopyJob(plans, self._copied, call.gate, self._owner)
@@ -329,8 +277,7 @@ class Transfer:
     def _plans(self) -> list[Plan]:
         call, core = self._call, self._means.core
         record = core.catalog.record(call.session.record.key_space_id)
-        # Make one plan for all runs of a group, because each plan takes time of the event loop and
-        # of a thread.
+        # One plan for all runs of a group: each takes time of the event loop and of a thread.
         groups: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
         for run, ids in zip(self._slots, call.block_ids, strict=True):
             groups.setdefault(run.group_index, []).append((ids[run.positions], run.offsets))
@@ -348,20 +295,15 @@ class Transfer:
         ]
 
     def _judge(self, changed: list[str], cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Returns which blocks match their checksums. Raises HotKVError if one of the `changed`
-        files of the engine's memory has a hole. On a thread of the executor."""
+        """Which blocks match their checksums. Raises HotKVError for a hole in a `changed` file.
+        On a thread."""
         self._call.memory.check_holes(changed)
         return self._means.verifier.judge(cases) if cases else []
 
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Handles the end of `_judge`. Submits the copy if all blocks match and the engine's memory
-        has no holes, otherwise fails the transfer.
-
-        cases: the blocks that were compared.
-        judging: the finished comparison, whose result says which blocks match.
-        """
+        """Submits the copy if all blocks match."""
         assert self._job is not None, "blocks are judged after the start"
         try:
             disagreeing = self._means.verifier.settle(cases, judging.result())
@@ -377,7 +319,7 @@ class Transfer:
             self._ended(Outcome.FAILED, CONDEMNED_MESSAGE)
 
     def _copied(self, outcome: Outcome, message: str) -> None:
-        """Handles the end of the transfer's copy job. Called on a copy thread."""
+        """Called on a copy thread."""
         try:
             if self._after_copy is not None and outcome is Outcome.DONE:
                 self._after_copy()
@@ -386,9 +328,6 @@ class Transfer:
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
 
     def _ended(self, outcome: Outcome, message: str) -> None:
-        """Records the end of the transfer in the core, no longer counts the transfer for its
-        session and its owner (tenant or engine), and sets the result of the future that `start`
-        returned."""
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
         call.deadline.end()
@@ -415,16 +354,13 @@ class Transfer:
                     self._runs,
                 )
             )
-        # Notify the capabilities (optional parts of the server) after the result is set: if a
-        # capability raises, the client still gets its answer.
+        # After the result is set: if a capability raises, the client still gets its answer.
         tell()
         self._means.run_effects()
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
-        """Returns the final outcome and message of the transfer, given the outcome and message of
-        its copy job. The outcome becomes FAILED in three cases: the cache's state is inconsistent
-        (`Health.breach`), the file of the engine's memory was truncated, or a block of a load was
-        condemned (did not match its checksum) during the copy."""
+        """FAILED if an invariant is broken (`Health.breach`), the engine's file was truncated,
+        or a block of the load was condemned during the copy; else as the copy job says."""
         call = self._call
         if self._means.health.breach:
             return Outcome.FAILED, "the server ends: its books can't be trusted"
@@ -438,18 +374,6 @@ class Transfer:
 
 
 class Transfers:
-    """Starts and cancels the loads and stores of a node.
-
-    growth: lets stores wait while the arena still gets memory.
-    arena: address range of the arena.
-    verifier: compares blocks with their checksums before a load.
-    kept_bytes: bounds the memory that transfers use until they end.
-    loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
-    run_effects: function that carries out the effects of the core's decisions, for example sends
-        notices of evictions.
-    timings: histograms to which each transfer is added when it ends.
-    """
-
     def __init__(
         self,
         core: CacheCore,
@@ -487,11 +411,10 @@ class Transfers:
         )
 
     def close(self) -> None:
-        """Stops the threads that compute sums of stored bytes."""
         self._sums.close()
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:
-        """Cancels a transfer. Returns False if the session has no such transfer in flight."""
+        """False if the session has no such transfer in flight."""
         job = session.jobs.get(transfer_id)
         if job is None:
             return False
@@ -509,17 +432,12 @@ class Transfers:
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a load under a read lease. The result, a future, is done after the last write to
-        the engine's memory.
+        """The result is done after the last write to the engine's memory.
 
-        transfer_id: id that the client chooses for the load, unique in the session.
-        runs: the blocks, by their positions in the lease.
-        block_ids: for each block of `runs`, the id of the block in the engine's memory to which it
-            is copied.
-        timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        after: writes begin only after the engine's device has passed this mark (a point in the
-            device's queue of work).
-        message_bytes: size of the request's message, which counts as memory of the transfer.
+        runs: positions in the read lease.
+        timeout_s: 0 for DEFAULT_TIMEOUT_S.
+        after: writes begin only after this mark.
+        message_bytes: count as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -551,22 +469,16 @@ class Transfers:
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Makes room for the blocks of a store, then starts it. The result, a future, is done when
-        the blocks are ready or refused, after the last read of the engine's memory. The blocks are
-        aborted if a flush (deletion of all blocks of their key space) begins after this call.
+        """Makes room, then starts the store. The result is done when the blocks are ready or
+        refused, after the last read of the engine's memory. A flush that begins after this call
+        aborts the blocks.
 
-        transfer_id: id that the client chooses for the store, unique in the session.
-        lease_id: id of the write lease. The first store with this id opens the lease; stores of
-            other ranks with the same id join it.
-        block_ids: for each block of `runs`, its block id in the engine's memory.
-        timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        options: how long to retain the blocks, and the residency (reserved room of a running
-            request) that pins them.
-        fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
-        contents: token ids of each run (consecutive blocks of a group), for events; may be empty.
-        after: reads begin only after the engine's device has passed this mark (a point in the
-            device's queue of work).
-        message_bytes: size of the request's message, which counts as memory of the transfer.
+        lease_id: the first store with it opens the write lease; stores of other ranks join.
+        timeout_s: 0 for DEFAULT_TIMEOUT_S.
+        fence_index: word of the fence page that can revoke the store; 0: none.
+        contents: token ids of each run, for events; may be empty.
+        after: reads begin only after this mark.
+        message_bytes: count as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -600,8 +512,8 @@ class Transfers:
             begun.append((yield from beginning))
 
         def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
-            # A flush aborts only the leases that exist when it begins. If this store has acquired
-            # its lease later, drop its blocks here.
+            # A flush aborts only leases that exist when it begins. Drop the blocks here if this
+            # store's lease is younger.
             is_old = self._core.catalog.record(key_space_id).num_flushes != num_flushes
             kept = outcome is Outcome.DONE and not is_old and not session.is_revoked(fence_index)
             results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
@@ -620,13 +532,11 @@ class Transfers:
         try:
             await in_slices(begin(), after_slice)
             if has_waited or num_slices > 1:
-                # Other tasks ran while room was made: check again that the session may begin the
-                # store, and that its memory is usable.
+                # Other tasks ran while room was made, so check again.
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
         except BaseException:
-            # A capability (optional part of the server) may raise after the last slice. The core
-            # has then recorded the begin of the store, so record its end too.
+            # A capability may raise after the last slice, when the core has recorded the begin.
             if begun:
                 finish(Outcome.FAILED, 0)[1]()
             raise
@@ -644,17 +554,7 @@ class Transfers:
         after: DeviceMark | None,
         message_bytes: int,
     ) -> TransferCall:
-        """Checks the arguments of a load or store, and the session's bounds. Returns the arguments,
-        with the transfer's deadline and the gate that makes the copy wait for its mark. Does not
-        reserve slots (places in the arena). Raises HotKVError if the session may not start the
-        transfer.
-
-        groups: group index of each run (consecutive blocks of a group).
-        timeout_s: the transfer is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        after: the mark (a point in its queue) that the engine's device must pass first; None if
-            there is no mark.
-        message_bytes: size of the request's message, which counts as memory of the transfer.
-        """
+        """Reserves nothing."""
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)
@@ -663,11 +563,6 @@ class Transfers:
         return TransferCall(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        """Raises OVERLOADED if the session has too many transfers or bytes in flight, or if the
-        transfers of its owner (tenant or engine) would use too much memory.
-
-        kept_bytes: memory that the new transfer would use until it ends.
-        """
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
@@ -687,15 +582,8 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Computes sums over the bytes that a store has written. The core makes the checksums
-        (checksums) of the stored blocks from them. Does nothing if checksums are turned off.
-        Runs on the copy thread that has written the last bytes.
-
-        shard_index: number of the shard (a rank's part of a block) that the store has written.
-        slots: the slots (places in the arena) that the store has written, a `SlotRun` for each run
-            (consecutive blocks of a group).
-        sums: gets an array for each run.
-        """
+        """Sums of what a store has written, for its checksums; an array for each run. On the
+        copy thread that wrote the last bytes."""
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
             shard_bytes = record.shape(run.group_index).shard_bytes
@@ -721,8 +609,6 @@ def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
 
 
 def _plan_bytes(block_ids: BlockIds) -> int:
-    """Returns the estimated memory, in bytes, that a transfer of these blocks uses in addition to
-    its message."""
     return (
         TRANSFER_BYTES
         + RUN_BYTES * len(block_ids)
@@ -733,9 +619,6 @@ def _plan_bytes(block_ids: BlockIds) -> int:
 def _usable_memory(
     session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
 ) -> SessionMemory:
-    """Returns the session's registered memory. Raises HotKVError if the session is closing or has
-    no memory, or if a transfer of these block ids and groups can't use the memory
-    (`SessionMemory.check_use`)."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:

@@ -1,15 +1,9 @@
-"""Decides for which tenant a peer (the other end of a connection) may act. The proof of a peer's
-identity is the user or group of its process, a token, or a client certificate. Also keeps the
-single-use tickets with which users on the Unix socket prove their identity.
+"""Decides for which tenant a peer may act, and keeps the single-use tickets with which users on the
+Unix socket prove their identity.
 
-Always true:
-
-- if the settings list tenants, a peer acts for a tenant only with a proof that the tenant lists. If
-  the settings list no tenants, every peer may name any tenant;
-- a peer that may not act for a tenant gets the same refusal, whether or not the tenant exists;
-- the server keeps only the SHA-256 of secrets, and compares them in constant time.
-
-Pure: no I/O and no clock.
+Always true: with tenants, a peer acts for one only with a proof that the tenant lists; without,
+every peer may name any. A refusal does not say whether the tenant exists. Only the SHA-256 of
+secrets is kept, and compared in constant time. Pure: no I/O and no clock.
 """
 
 import hashlib
@@ -29,13 +23,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other end of a connection, with the proofs of its identity; by default without proofs.
+    """The other end of a connection, with the proofs of its identity.
 
-    `where`: the peer's address, for messages.
-    `uid`: user id of the peer's process; -1 if unknown.
-    `gids`: all groups of the peer's process.
-    `token_digest`: SHA-256 of the bearer token that the peer sent; empty without a token.
-    `certificate_names`: names in the client certificate that the TLS handshake has verified.
+    where: for messages.
+    uid, gids: of its process; -1 if unknown.
+    token_digest: SHA-256 of its bearer token; empty without one.
+    certificate_names: as the TLS handshake has verified.
     """
 
     where: str = "nobody"
@@ -46,7 +39,6 @@ class Peer:
 
     @property
     def has_proof(self) -> bool:
-        """True if the peer has shown a proof of its identity of any kind."""
         return self.uid >= 0 or bool(self.token_digest) or bool(self.certificate_names)
 
     def __str__(self) -> str:
@@ -59,24 +51,19 @@ class Peer:
 
 
 def _shown(name: str) -> str:
-    """Returns a name in a certificate as text for messages. Quotes a name with unusual characters,
-    so that it can't be mistaken for other text."""
+    """Quotes unusual characters, so that a certificate's name can't pass for other text."""
     return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 
 def digest_of(token: str) -> bytes:
-    """Returns the SHA-256 of a token; empty bytes for an empty token."""
     return hashlib.sha256(token.encode()).digest() if token else b""
 
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """The proofs of identity that a tenant, or the list of admins, accepts. A peer (the other end
-    of a connection) needs only one of these proofs.
+    """One is enough, for a tenant or for an admin.
 
-    `uids`, `gids`: users, and groups, of the peer's process.
-    `token_digests`: SHA-256 of tokens, 32 bytes each.
-    `certificate_names`: names in a client certificate.
+    token_digests: SHA-256, 32 bytes each.
     """
 
     uids: frozenset[int] = frozenset()
@@ -85,7 +72,6 @@ class Proofs:
     certificate_names: frozenset[str] = frozenset()
 
     def match(self, peer: Peer) -> bool:
-        """Returns True if the peer has at least one of these proofs."""
         is_known_user = peer.uid >= 0 and (
             peer.uid in self.uids or not self.gids.isdisjoint(peer.gids)
         )
@@ -102,12 +88,8 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant from the settings, which may share the server with other tenants but not their
-    blocks.
-
-    `proofs`: a peer with one of these proofs of identity may act for the tenant.
-    `sees_table`: True if the tenant's sessions may map the block table.
-    `max_sessions`: most sessions of the tenant; 0: no limit for this tenant.
+    """sees_table: its sessions may map the block table.
+    max_sessions: 0: no limit for this tenant.
     """
 
     name: str
@@ -118,14 +100,11 @@ class Tenant:
 
 @dataclass(slots=True)
 class AccessControl:
-    """Decides for which tenants peers (the other ends of connections) may act. If there are no
-    tenants, every peer has access.
+    """Without tenants, every peer has access.
 
-    `tenants`: the tenants by name.
-    `admins`: proofs of identity that admins need over TCP.
+    admins: proofs that admins need over TCP.
 
-    Both may be replaced while the server runs. A server with tenants must keep at least one tenant;
-    a server without tenants must not get any.
+    Both may be replaced while the server runs; `tenants` neither becomes nor stops being empty.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -133,14 +112,11 @@ class AccessControl:
 
     @property
     def is_open(self) -> bool:
-        """True if a peer needs no proof to act for a tenant, because there are no tenants."""
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """Returns the tenant with this name if the peer (the other end of a connection) may act for
-        it; None if access is open (`is_open`). Raises HotKVError with the reason UNAUTHENTICATED if
-        the peer has no proof, or NOT_ALLOWED if the tenant does not exist or accepts none of the
-        peer's proofs."""
+        """None if access is open. Raises UNAUTHENTICATED without a proof, NOT_ALLOWED if there
+        is no such tenant or it accepts none of the proofs."""
         if self.is_open:
             return None
         if not peer.has_proof:
@@ -161,8 +137,7 @@ class AccessControl:
         return tenant
 
     def admit_admin(self, peer: Peer) -> None:
-        """Checks that the peer (the other end of a connection) is an admin. Raises HotKVError with
-        the reason UNAUTHENTICATED if the peer has no proof, or NOT_ALLOWED if it is no admin."""
+        """Raises UNAUTHENTICATED without a proof, NOT_ALLOWED if the peer is no admin."""
         if not peer.has_proof:
             raise HotKVError(
                 Reason.UNAUTHENTICATED,
@@ -176,37 +151,26 @@ class AccessControl:
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """Returns True if the peer may use the descriptor socket (over which engines and the server
-        pass file descriptors, and engines fetch tickets), because a tenant accepts one of the
-        peer's proofs."""
+        """True if the peer may use the descriptor socket."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())
 
 
 # ------------------------------------------------------------------------------------------ Tickets
-# A ticket proves, over gRPC on the Unix socket, which user a session belongs to. A process of the
-# user fetches it from the descriptor socket: the server's other Unix socket, for file descriptors,
-# on which the kernel tells the server the process's user.
 #
-# Always true: a ticket can be redeemed once, within TTL_S seconds, and proves the identity of the
-# peer that fetched it. The number of outstanding tickets (not redeemed and not expired) is bounded,
-# per user and in total, so a single user can't use up all of them.
+# A ticket proves, over gRPC on the Unix socket, which user a session belongs to. The user fetches
+# it from the descriptor socket, where the kernel names the user.
+#
+# Always true: a ticket can be redeemed once, within TTL_S. Outstanding tickets are bounded, also
+# per user, so that none can use up all.
 
 TTL_S = 10.0
-"""Time for which a ticket is valid."""
 TICKET_BYTES = 16
 MAX_TICKETS = 8192
-"""Most outstanding tickets of all users together."""
 MAX_TICKETS_OF_USER = 512
-"""Most outstanding tickets of a user."""
 
 
 class Tickets:
-    """Issues tickets, and redeems each ticket once. A ticket proves to which user a session on the
-    Unix socket belongs: a process of this user has fetched the ticket from the descriptor socket. A
-    ticket is outstanding until it is redeemed or expires.
-
-    `fresh`: returns the random bytes for a new ticket.
-    """
+    """`fresh`: random bytes for a new ticket."""
 
     def __init__(
         self, fresh: Callable[[], bytes] = lambda: secrets.token_bytes(TICKET_BYTES)
@@ -222,12 +186,7 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """Returns a new ticket for the peer. Raises HotKVError with the reason OVERLOADED if too
-        many tickets are outstanding: MAX_TICKETS_OF_USER of the peer's user, or MAX_TICKETS of all
-        users.
-
-        `now_s`: the time in seconds; `redeem` must get the time of the same clock.
-        """
+        """Raises OVERLOADED. `now_s`: of the same clock as in `redeem`."""
         self._expire(now_s)
         if (
             self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER
@@ -244,9 +203,8 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: bytes, now_s: float) -> Peer | None:
-        """Redeems a ticket, which is then no longer valid, and returns the peer for which the
-        ticket was issued. Returns None if the ticket is unknown, was redeemed before, or was issued
-        more than TTL_S ago."""
+        """The peer to which it was issued; None if it is unknown, was redeemed before, or has
+        expired."""
         self._expire(now_s)
         if ticket not in self._issued:
             return None
@@ -266,8 +224,6 @@ class Tickets:
         return peer
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the counts of outstanding tickets (not redeemed and not expired)
-        are wrong, or if a limit on their number is exceeded."""
         counts: dict[int, int] = {}
         for peer, _ in self._issued.values():
             counts[peer.uid] = counts.get(peer.uid, 0) + 1

@@ -1,16 +1,11 @@
-"""Decides whether a request may see the status page and its API, and whether the page shows names
-(of tenants, models, engines) or only sums.
+"""Decides whether a request may see the status page and its API, with names or only sums.
 
-Always true:
+Always true: a request needs a token if other machines can reach the HTTP server, or if one is set.
+With tenants, names need an admin's token. Without a token, the Host header must name this machine:
+a page of another site could resolve its own name to this address, and read the answer in the user's
+browser (DNS rebinding).
 
-- if the HTTP server can be reached from other machines, or the settings name a file with a token,
-  a request needs a token;
-- if there are tenants, names are shown only with an admin's token;
-- if no token is needed, the Host header of the request must name this machine. Otherwise a web page
-  of another site could resolve its own host name to this address, and read the answer in the user's
-  browser (DNS rebinding).
-
-Pure, except that the token's file is read at each request that needs it.
+Pure, but for the token's file, which is read at each request that needs it.
 """
 
 import enum
@@ -28,16 +23,14 @@ BEARER = "bearer "
 
 
 class Sight(enum.Enum):
-    """The details of the status page that a request may see: SUMS only sums, NAMES also the names
-    of tenants, models and engines."""
+    """What a request may see: NAMES are those of tenants, models and engines."""
 
     SUMS = enum.auto()
     NAMES = enum.auto()
 
 
 class PageRefusal(Exception):
-    """Raised to refuse a request for the status page. The message says how to get access.
-    `needs_token`: True if a request with a valid token would be accepted."""
+    """The message says how to get access. `needs_token`: a token would be enough."""
 
     def __init__(self, message: str, *, needs_token: bool) -> None:
         super().__init__(message)
@@ -45,9 +38,7 @@ class PageRefusal(Exception):
 
 
 def read_token(path: Path) -> str:
-    """Returns the token in the file at `path`. Raises OSError if the file can't be read,
-    UnsafeError if users outside the file's group have any access to it, or ValueError if the file
-    contains no token."""
+    """Raises OSError, UnsafeError (`check_secret`), ValueError if there is no token."""
     check_secret(path)
     token = path.read_text().strip()
     is_line = token.isascii() and token.isprintable()
@@ -61,16 +52,11 @@ def read_token(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """Decides whether a request may see the status page, and how much of it (`Sight`).
-
-    `is_local`: True if the HTTP server can be reached only from this machine.
-    `read`: returns the token that gives access, and raises like `read_token`; None if the settings
-        name no token.
-    `control`: knows whether there are tenants, and has the admins, whose tokens give access too.
-        Tenants and admins may change while the server runs.
-    `own_name`: the host name on which the HTTP server listens, from the settings. If no token is
-        needed, a request's Host header must have this name, localhost, a name that ends in
-        .localhost, or an IP address.
+    """is_local: only this machine can reach the HTTP server.
+    read: the token that gives access; raises like `read_token`. None without one.
+    control: has the admins, whose tokens give access too; may change while the server runs.
+    own_name: on which the server listens. Without a token, a Host header must have it,
+        localhost, a name that ends in .localhost, or an IP address.
     """
 
     is_local: bool = True
@@ -80,15 +66,12 @@ class PageAccess:
 
     @property
     def asks_for_token(self) -> bool:
-        """True if every request for the status page needs a token."""
         return not self.is_local or self.read is not None
 
     def judge(self, host: str, authorization: str) -> Sight:
-        """Returns which details of the status page a request may see (`Sight`). Raises PageRefusal,
-        or any error of `read_token`.
+        """Raises PageRefusal, or any error of `read_token`.
 
-        `host`, `authorization`: the headers Host and Authorization of the request; empty if
-            missing.
+        host, authorization: headers; empty if missing.
         """
         peer = Peer(token_digest=digest_of(_bearer(authorization)))
         is_admin = self.control.admins.match(peer)
@@ -128,7 +111,6 @@ class PageAccess:
 
 
 def is_address(name: str) -> bool:
-    """Returns True if `name` is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -137,13 +119,11 @@ def is_address(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Returns the host name or address in a Host header, without port and brackets."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.rstrip(".")
 
 
 def _bearer(authorization: str) -> str:
-    """Returns the bearer token in an Authorization header; empty if there is none."""
     kind, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
     return token.strip() if kind.lower() == BEARER else ""

@@ -1,7 +1,5 @@
-"""Checks paths before a server starts, and file descriptors that engines send.
-
-A failed check raises an error whose message says what to do.
-"""
+"""Checks paths before a server starts, and descriptors that engines send. Messages say what to
+do."""
 
 import ctypes
 import enum
@@ -14,21 +12,19 @@ from typing import Final
 from hotkv_proto.errors import HotKVError, Reason
 
 # -------------------------------------------------------------------------------------------- Paths
-# What the server reads from a path, it believes: blocks, records of flushes, keys. So other users
-# must not be able to replace or change what lies there. If a check fails, it has changed nothing. A
-# missing directory is made. `startup.places` lists which setting needs which check.
+#
+# The server believes what it reads from a path: blocks, records of flushes, keys. So other users
+# must not be able to replace it. A failed check has changed nothing. A missing directory is
+# made. `startup.places` lists which setting needs which check.
 
 OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
 
 class UnsafeError(Exception):
-    """A path is not safe, so the server must not use it. The message says what to do."""
+    """The server must not use a path."""
 
 
 class PathKind(enum.Enum):
-    """What the server believes of a path, and so what the path must be. `check_path` describes each
-    kind by the function that checks it."""
-
     SHARED_DIR = enum.auto()
     OWN_DIR = enum.auto()
     PRIVATE_DIR = enum.auto()
@@ -39,8 +35,8 @@ class PathKind(enum.Enum):
 
 
 def check_path(path: Path, kind: PathKind) -> None:
-    """Raises UnsafeError unless the path is safe. Raises OSError if a directory can't be made, or
-    if a secret or public file is missing."""
+    """Raises UnsafeError, and OSError if a directory can't be made, or a secret or public file
+    is missing."""
     match kind:
         case PathKind.SHARED_DIR:
             check_shared_dir(path)
@@ -57,9 +53,8 @@ def check_path(path: Path, kind: PathKind) -> None:
 
 
 def check_shared_dir(path: Path) -> None:
-    """Checks a directory that other users may read, such as that of the sockets; makes it if it is
-    missing. Raises UnsafeError unless this user or root owns the directory, and other users can't
-    write to it."""
+    """A directory that others may read must be this user's or root's, and not writable for
+    others."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
@@ -74,12 +69,11 @@ def check_shared_dir(path: Path) -> None:
 
 
 def check_own_dir(path: Path, *, is_private: bool) -> None:
-    """Checks a directory with cached bytes or their records, and the files in it; makes it if it is
-    missing. Raises UnsafeError unless this user owns the directory, other users have no access to
-    it, its group can't write to it, and each file in it passes `check_files`.
+    """A directory with cached bytes or their records must be this user's, closed to others, not
+    writable for its group, with files that pass `check_files`.
 
-    `is_private`: True if the group must not be able to read the directory either. This is needed
-        with tenants, because tenants in the group could read each other's blocks.
+    is_private: the group must not read it either, as tenants in it could read each other's
+        blocks.
     """
     _make(path, 0o700)
     status = _directory(path)
@@ -105,16 +99,14 @@ def check_own_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """Checks the paths at which the server will make its sockets. Raises UnsafeError if one of them
-    has a file of another kind, or a socket of another user. Accepts missing files, and sockets of
-    this user or root, which an earlier server has left."""
+    """Accepts only a socket of this user or root, which an earlier server has left."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Checks files that the server reads and writes. Raises UnsafeError unless each of them is
-    missing, or a regular file of this user or root that no other user can write."""
+    """Accepts a missing file, or a regular one of this user or root that no other user can
+    write."""
     for path in paths:
         status = _check_place(path, stat.S_ISREG, "regular file")
         if status is not None and status.st_mode & OTHERS_WRITE:
@@ -125,9 +117,7 @@ def check_files(paths: Iterable[Path]) -> None:
 
 
 def check_secret(path: Path) -> None:
-    """Checks a file with a private key or another secret. Raises UnsafeError if users outside the
-    file's group have any access to it, or in the cases of `check_public`. Raises OSError if the
-    file is missing."""
+    """Must be closed to users outside the file's group, and pass `check_public`."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
         raise UnsafeError(
@@ -138,9 +128,8 @@ def check_secret(path: Path) -> None:
 
 
 def check_public(path: Path) -> None:
-    """Checks a file that operators provide, such as a certificate. Raises UnsafeError if every user
-    can write the file or its directory, or if it, or a link to it, belongs to a user other than
-    this one and root. Raises OSError if the file is missing."""
+    """A file of operators, such as a certificate, or a link to it, must be this user's or
+    root's, and pass `check_writers`."""
     link, status = path.lstat(), path.stat()
     if owners := {link.st_uid, status.st_uid} - {os.geteuid(), 0}:
         what = "is a symbolic link of" if stat.S_ISLNK(link.st_mode) else "belongs to"
@@ -152,8 +141,7 @@ def check_public(path: Path) -> None:
 
 
 def check_writers(path: Path) -> None:
-    """Raises UnsafeError if every user of this machine can write a file, or replace it in its
-    directory. Raises OSError if the file is missing."""
+    """Raises UnsafeError if every user can write a file, or replace it in its directory."""
     folder = path.resolve().parent
     for one, may_be_sticky in ((path, False), (folder, True)):
         status = one.stat()
@@ -185,8 +173,7 @@ def _directory(path: Path) -> os.stat_result:
 
 
 def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> os.stat_result | None:
-    """Returns the status of the file at `path`; None if there is none. Raises UnsafeError if it is
-    of another kind, or of a user other than this one and root."""
+    """None if there is no file. Raises UnsafeError for another kind or user."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -209,26 +196,20 @@ def _mode(status: os.stat_result) -> str:
 
 
 # ---------------------------------------------------------------------- Descriptors that peers send
-# A descriptor that a peer sends is checked before it is mapped: it must be memory whose pages are
-# always available. A file on disk, on the network or in user space (FUSE) could hang a copy thread;
-# a pipe, a socket or a device is no memory at all.
+#
+# A descriptor must be memory whose pages are always available. A file on disk, on the network or
+# in user space (FUSE) could hang a copy thread.
 
 MEMORY_FILE_SYSTEMS: Final = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
-"""File systems in memory, by their magic numbers in statfs(2)."""
+"""By their magic numbers in statfs(2)."""
 STATFS_BYTES = 256
-"""Size of the buffer for struct statfs, which is smaller on all architectures. The first member of
-the struct is the magic number."""
+"""More than struct statfs has on any architecture. Its first member is the magic number."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_memory(fd: int, name: str) -> None:
-    """Checks that a file descriptor is a regular file in memory: a memfd, or a file in /dev/shm or
-    hugetlbfs. Otherwise raises HotKVError with the reason INVALID_LAYOUT.
-
-    `fd`: the descriptor, which a vLLM engine has sent so that the server maps its memory.
-    `name`: how the error message names the engine's memory.
-    """
+    """A memfd, or a file in /dev/shm or hugetlbfs; else raises INVALID_LAYOUT."""
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         raise HotKVError(

@@ -1,8 +1,8 @@
 """Settings of the server. They come from a TOML file, from `HOTKV_` environment variables and from
 flags; variables override the file, and flags override variables.
 
-Each setting has a unit and a default here; `deploy/hotkv.toml` shows all settings. An error names
-the field, its value and the allowed values. The sections have separate modules.
+Each setting has a unit and a default here; `deploy/hotkv.toml` shows all. An error names the
+field, its value and the allowed values.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ else:
 
 MIB = 1 << 20
 MAX_CONFIG_BYTES = 16 * MIB
-"""Largest settings file that is read: it may list the tokens of tens of thousands of tenants."""
+"""A file may list the tokens of tens of thousands of tenants."""
 
 
 class Settings(BaseSettings):
@@ -60,7 +60,7 @@ class Settings(BaseSettings):
         env_prefix="HOTKV_", env_nested_delimiter="__", extra="forbid", cli_kebab_case=True
     )
     from_file: ClassVar[Mapping[str, Any]] = {}
-    """The content of the TOML file; set by `load_settings`."""
+    """Content of the TOML file; set by `load_settings`."""
 
     runtime_dir: Path = Field(
         Path("/run/hotkv"),
@@ -176,7 +176,6 @@ class Settings(BaseSettings):
 
     @property
     def arena_dir(self) -> Path:
-        """Returns the directory of the arena and the block table."""
         if self.arena.dir is not None:
             return self.arena.dir
         tag = hashlib.sha256(str(self.runtime_dir.absolute()).encode()).hexdigest()[:8]
@@ -196,11 +195,10 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:
-    """Reads the settings from all sources. Raises ValueError with a line for each mistake.
+    """Raises ValueError with a line for each mistake.
 
-    config: the TOML file; None: no file.
-    flags: the flags of the command line.
-    program: name of the program in the help text of the flags.
+    config: the TOML file, if any.
+    program: its name in the flags' help.
     """
     if wrong := sources.wrong_variables(Settings, os.environ):
         raise ValueError("\n".join(wrong))
@@ -235,8 +233,7 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
 
 
 def _read(config: Path) -> dict[str, Any]:
-    """Reads the settings file once. Raises ValueError, with the file's name, if the file is missing
-    or too large, is not TOML, or can be written by every user."""
+    """Raises ValueError, which names the file."""
     try:
         check_writers(config)
         with config.open("rb") as file:
@@ -253,8 +250,8 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _line(error: ErrorDetails) -> str:
-    """Returns a sentence about a mistake in the settings. Does not quote values that may be secret:
-    values of unknown settings, of a store's settings, of tokens, and URLs with a user."""
+    """A sentence about a mistake. Does not quote what may be secret: values of unknown settings,
+    of a store's settings, of tokens, and URLs with a user."""
     location, value = error["loc"], error.get("input")
     name = ".".join(str(part) for part in location) or "settings"
     if error["type"] == "extra_forbidden":
@@ -271,6 +268,5 @@ def _line(error: ErrorDetails) -> str:
 
 
 def print_error(message: str) -> None:
-    """Prints each line of a message to standard error, with the name of the program."""
     for line in message.splitlines():
         print(f"hotkv-server: {line}", file=sys.stderr)

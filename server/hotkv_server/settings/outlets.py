@@ -115,7 +115,7 @@ class EventSettings(BaseModel, extra="forbid"):
             raise ValueError("must begin with tcp:// or ipc://")
         rest = value.partition("://")[2]
         port = rest.rpartition(":")[2] if value.startswith("tcp://") else "0"
-        # ZMQ would accept a larger port number without an error.
+        # ZMQ would accept a larger port number.
         if value and not (rest and port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
             raise ValueError(
                 f"must be as tcp://*:5557, with a port up to {MAX_PORT}, or ipc://PATH"
@@ -209,8 +209,7 @@ class TracingSettings(BaseModel, extra="forbid"):
     def _keeps_headers_secret(self) -> "TracingSettings":
         url = urlsplit(self.endpoint)
         if url.username is not None:
-            # This error is not raised by a validator of the field, because that error would show
-            # the value.
+            # Not a validator of the field, whose error would show the value.
             raise ValueError(
                 "endpoint must have no user and password, since logs name it: put `authorization: "
                 "Basic …` into headers_file"

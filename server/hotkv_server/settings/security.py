@@ -10,7 +10,7 @@ from pydantic import BaseModel, ByteSize, Field, field_validator, model_validato
 EIB = 1 << 60
 Uid = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
 TokenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""SHA-256 of a token, in hexadecimal: `printf %s "$token" | sha256sum`."""
+"""In hexadecimal: `printf %s "$token" | sha256sum`."""
 
 
 class TenantSettings(BaseModel, extra="forbid"):
@@ -154,7 +154,7 @@ class SecuritySettings(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _agrees(self) -> "SecuritySettings":
-        # A Counter, because there may be tens of thousands of tenants.
+        # There may be tens of thousands of tenants.
         counts = Counter(tenant.name for tenant in self.tenants)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:

@@ -1,9 +1,9 @@
 """The sources of settings: names of flags and variables, suggestions for wrong names, and the list
 of all settings.
 
-Always true: an unknown flag is refused. An unknown variable with the prefix `HOTKV_` is refused
-only if it is similar to a setting, or names a section (`HOTKV_ARENA__…`). Other such variables may
-belong to other programs: Kubernetes sets some of them for a service called hotkv.
+Always true: an unknown flag is refused. An unknown variable with `HOTKV_` is refused only if it
+is similar to a setting, or names a section (`HOTKV_ARENA__…`). Others may belong to other
+programs: Kubernetes sets some for a service called hotkv.
 """
 
 import difflib
@@ -18,25 +18,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 CLOSE_RATIO = 0.85
-"""Least similarity (as of difflib, 0 to 1) between a wrong name and a suggestion. HOTKV_VENV does
-not count as similar to HOTKV_EVENTS."""
+"""Least similarity (as of difflib) to a suggestion. HOTKV_VENV is not similar to HOTKV_EVENTS."""
 PREFIX = "HOTKV_"
 OTHERS = frozenset({"HOTKV_TARGET"})
-"""Variables with the prefix `HOTKV_` that are not settings of the server: the command `hotkv` reads
-them."""
+"""The command `hotkv` reads these."""
 MAX_NAME_BYTES = 255
-"""Longest name of a file or directory."""
+"""Of a file or directory."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "(\w+)"')
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields all settings with their dotted names, such as `arena.bytes`. A section that may be
-    None is included with all of its settings.
+    """All settings by dotted name, such as `arena.bytes`; with those of sections that may be None.
 
-    prefix: the dotted name of the section of `model`, with a dot at the end; empty for all
-        settings.
+    prefix: dotted name of the section of `model`, with a dot at the end.
     """
     for name, info in model.model_fields.items():
         dotted = f"{prefix}{info.alias or name}"
@@ -48,11 +44,11 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
-    """Returns the values of a section without its empty paths, also in the sections below. So an
-    empty path counts as not set; otherwise it would be the working directory. Keeps an empty
-    `client_ca`, which is then refused: without it a server would ask clients for no certificate.
+    """Drops empty paths, which would be the working directory, so that they count as not set. Keeps
+    an empty `client_ca`, which is then refused: without it a server would ask clients for no
+    certificate.
 
-    values: the values by name, before pydantic checks them.
+    values: by name, before pydantic checks them.
     """
     if not isinstance(values, Mapping):
         return values
@@ -68,7 +64,7 @@ def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
 
 
 def _required(info: FieldInfo) -> Any:
-    """Returns the type of a setting; of a setting that may be None, its other type."""
+    """The type of a setting, without None."""
     inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
     if others or NoneType not in get_args(info.annotation):
         return info.annotation
@@ -76,33 +72,30 @@ def _required(info: FieldInfo) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a setting: `--arena.slab-bytes` for `arena.slab_bytes`."""
+    """`--arena.slab-bytes` for `arena.slab_bytes`."""
     return f"--{name.replace('_', '-')}"
 
 
 def variable_of(name: str) -> str:
-    """Returns the environment variable of a setting: `HOTKV_ARENA__SLAB_BYTES` for
-    `arena.slab_bytes`."""
+    """`HOTKV_ARENA__SLAB_BYTES` for `arena.slab_bytes`."""
     return PREFIX + name.replace(".", "__").upper()
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Returns the text `; did you mean X?` if a known name is similar to the word; otherwise an
-    empty text."""
+    """`; did you mean X?` if a known name is similar; else empty."""
     bare = {_bare(one): one for one in known}
     found = difflib.get_close_matches(_bare(word), bare, 1, CLOSE_RATIO)
     return f"; did you mean {bare[found[0]]}?" if found else ""
 
 
 def _bare(name: str) -> str:
-    """Returns the letters and digits of a name in lower case, without the prefix `HOTKV_`."""
+    """Letters and digits in lower case, without `HOTKV_`."""
     return re.sub(r"[^a-z0-9]", "", name.removeprefix(PREFIX).lower())
 
 
 def wrong_flags(model: type[BaseModel], message: str) -> str:
-    """Rewrites two kinds of messages: argparse's message about unknown flags gets suggestions, and
-    pydantic's message about a variable or flag that is not JSON becomes readable. Returns other
-    messages unchanged."""
+    """Adds suggestions to argparse's message about unknown flags, and makes pydantic's about bad
+    JSON readable. Other messages stay."""
     _, found, flags = message.partition("unrecognized arguments: ")
     match = NOT_JSON.match(message)
     if match and match[2] == "CliSettingsSource":
@@ -123,8 +116,8 @@ def wrong_flags(model: type[BaseModel], message: str) -> str:
 
 
 def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> list[str]:
-    """Returns a sentence for each unknown variable that is similar to a setting. Unknown variables
-    within a section are refused by the section's model."""
+    """A sentence for each unknown variable that is similar to a setting. Sections refuse their
+    own."""
     sections = {variable_of(info.alias or name) for name, info in model.model_fields.items()}
     known = {variable_of(name) for name, _ in leaves(model)} | sections
     wrong = []
@@ -139,10 +132,10 @@ def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> l
 
 
 def wrong_texts(value: object, name: str = "") -> Iterator[str]:
-    """Yields a sentence for each text or path that the system would refuse.
+    """A sentence for each text or path that the system would refuse.
 
-    value: settings, as `model_dump` returns them, or a part of them.
-    name: the dotted name of the part; empty for all settings.
+    value: settings as `model_dump` returns them, or a part.
+    name: of the part, dotted.
     """
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -163,7 +156,6 @@ def wrong_texts(value: object, name: str = "") -> Iterator[str]:
 
 
 def listing(model: type[BaseModel]) -> str:
-    """Formats the list of all settings for people: flag, meaning, default and variable."""
     lines = ["Settings: flags, HOTKV_ variables, or a TOML file (--config); the first counts.", ""]
     for name, info in leaves(model):
         lines += [
@@ -175,7 +167,7 @@ def listing(model: type[BaseModel]) -> str:
 
 
 def shown_default(info: FieldInfo) -> str:
-    """Returns the default of a setting in the form in which people write it."""
+    """As people write it."""
     value: Any = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "none, it must be set"

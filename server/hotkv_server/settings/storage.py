@@ -8,8 +8,7 @@ from pydantic import BaseModel, ByteSize, Field, field_validator, model_validato
 
 MIB, TIB = 1 << 20, 1 << 40
 SLABS = 512
-"""Least number of slabs in an arena if `slab_bytes` is not set. An arena that is too small for this
-number of slabs of SMALLEST_SLAB has fewer slabs."""
+"""Least slabs of an arena if `slab_bytes` is not set; fewer if it is too small for so many."""
 SMALLEST_SLAB, LARGEST_SLAB = 4 * MIB, 16 * MIB
 
 
@@ -94,8 +93,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
     @property
     def slab_size(self) -> int:
-        """Returns the size of a slab in bytes: `slab_bytes`, or a size that depends on the arena's
-        size."""
+        """In bytes: `slab_bytes`, or by the arena's size."""
         if self.slab_bytes:
             return self.slab_bytes
         slab_bytes = SMALLEST_SLAB
@@ -105,7 +103,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
     @property
     def capacity(self) -> int:
-        """Returns the largest number of entries of the index."""
+        """Most entries of the index."""
         return self.max_blocks or max(1 << 16, self.bytes // (16 << 10))
 
 
@@ -136,8 +134,7 @@ class IntegritySettings(BaseModel, extra="forbid"):
 
     @property
     def stride(self) -> int:
-        """Returns the distance from a line (64 bytes) that a checksum covers to the next such
-        line, in lines: 1 if it covers all bytes. Returns 0 for no checksums."""
+        """Distance of the lines (64 bytes) that a checksum covers, in lines; 0 for no checksums."""
         return {"sampled": 64, "full": 1, "off": 0}[self.check]
 
 
@@ -227,5 +224,4 @@ class CopySettings(BaseModel, extra="forbid"):
 
     @property
     def num_threads(self) -> int:
-        """Returns the number of copy threads."""
         return self.threads or min(8, max(1, len(os.sched_getaffinity(0)) // 2))

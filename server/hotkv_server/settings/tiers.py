@@ -1,7 +1,7 @@
 """Settings of the tiers below host memory.
 
-Always true: the settings contain no secrets. Passwords and access keys are read from files when
-they are needed. Errors don't quote the given values.
+Always true: they contain no secrets; passwords and access keys are read from files when they are
+needed. Errors don't quote the given values.
 """
 
 import re
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 # -------------------------------------------------------------------------------------- Compression
 
 STAGING_BYTES = 64 << 20
-"""Staging memory of a tier that compresses blocks, in bytes."""
+"""Of a tier that compresses blocks."""
 Compress: TypeAlias = Annotated[
     Literal["off", "auto"],
     Field(
@@ -27,13 +27,10 @@ Compress: TypeAlias = Annotated[
 
 
 # ------------------------------------------------------------------------------------------- Valkey
-# Settings of a Valkey server: its address, the credentials, and the time limits. The password is
-# read each time the server connects.
 
 UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107
-"""Longest path of a Unix socket: the size of sun_path in struct sockaddr_un, without the final
-zero."""
+"""Size of sun_path in struct sockaddr_un, without the final zero."""
 
 
 class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
@@ -92,7 +89,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     @field_validator("address")
     @classmethod
     def _can_be_reached(cls, value: str) -> str:
-        # The address of a Unix socket is not split, because the path may contain commas.
+        # The path of a Unix socket may contain commas.
         for one in [value] if value.startswith(UNIX) else value.split(","):
             cls._check_address(one.strip())
         return value
@@ -134,18 +131,16 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def unix_path(self) -> str:
-        """Returns the path of the Valkey server's Unix socket; empty for a server over TCP."""
+        """Empty for a server over TCP."""
         return self.address[len(UNIX) :] if self.address.startswith(UNIX) else ""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Returns the host and the port of a Valkey server over TCP. For a cluster, returns the
-        host and the port of the first server in `address`."""
+        """Of the first server in `address`."""
         return self.hosts_and_ports[0]
 
     @property
     def hosts_and_ports(self) -> list[tuple[str, int]]:
-        """Returns the host and the port of each server over TCP."""
         found = []
         for address in self.address.split(","):
             host, _, port = address.strip().rpartition(":")
@@ -154,7 +149,6 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
 
 # ----------------------------------------------------------------------------------------------- S3
-# Settings of an S3 bucket: its address, the credentials, and the time limits.
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")
@@ -274,18 +268,16 @@ class S3Settings(BaseModel):
 
     @property
     def url(self) -> str:
-        """Returns the URL of the store."""
         return self.endpoint or f"https://s3.{self.region}.amazonaws.com"
 
     @property
     def is_tls(self) -> bool:
-        """Returns whether the connection is encrypted. With http:// everybody on the network path
-        can read the blocks."""
+        """With http:// everybody on the network path can read the blocks."""
         return self.url.startswith("https:")
 
     @property
     def place(self) -> str:
-        """Returns the place of the objects, for people: URL, bucket and prefix."""
+        """For people."""
         return f"{self.url}/{self.bucket}/{self.prefix}"
 
 
@@ -325,12 +317,10 @@ class MooncakeSettings(BaseModel, extra="forbid"):
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 MAX_DISK_BYTES = 16 * TIB
-"""Largest disk tier. Records of the block table have 32 bits for the offset of a block's place, in
-units of 4096 bytes."""
+"""Records of the block table have 32 bits for an offset, in units of 4096 bytes."""
 MIN_SLAB_BYTES, MAX_SLAB_BYTES = 4 * MIB, 256 * MIB
 MIN_SLABS = 512
-"""Least number of slabs of a disk tier. A tier that is too small for this number of slabs of
-MIN_SLAB_BYTES has fewer slabs."""
+"""Least slabs of a disk tier; fewer if it is too small for so many."""
 
 
 class DiskSettings(BaseModel, extra="forbid"):
@@ -386,18 +376,18 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @classmethod
     def shared_names(cls) -> list[str]:
-        """Returns the names of all tiers that nodes can share: the fields with the default None."""
+        """The fields with the default None."""
         return [name for name, info in cls.model_fields.items() if info.default is None]
 
     @property
     def write_bytes_per_day(self) -> int | None:
-        """Returns the disk's budget of writes in bytes per day; None: no limit."""
+        """None: no limit."""
         gb_per_day = self.disk.write_gb_per_day
         return None if gb_per_day is None else int(gb_per_day * 1e9)
 
     @property
     def slab_bytes(self) -> int:
-        """Returns the size of a slab on a new disk tier."""
+        """Of a new disk tier."""
         slab_bytes = MIN_SLAB_BYTES
         while slab_bytes < MAX_SLAB_BYTES and 2 * slab_bytes * MIN_SLABS <= self.disk.bytes:
             slab_bytes *= 2
@@ -405,6 +395,5 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def capacity(self) -> int:
-        """Returns the largest number of blocks that the disk tier can hold: one per 16 KiB of its
-        size, and at least 4096."""
+        """Most blocks of the disk tier: one per 16 KiB of its size, at least 4096."""
         return max(1 << 12, self.disk.bytes // (16 << 10))

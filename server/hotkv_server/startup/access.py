@@ -1,5 +1,4 @@
-"""Builds the access-control objects from the settings: which processes and users may connect, for
-which tenants they may act, where the server listens, and the TLS files."""
+"""Access control, listeners' addresses and TLS files, made from the settings."""
 
 import functools
 import os
@@ -17,14 +16,11 @@ from hotkv_server.wire.guard.tls import TlsFiles
 from hotkv_server.wire.server import Endpoints
 
 TOKEN_WAIT_S = 1.0
-"""Longest time, in seconds, that a request for the status page waits until its token's file has
-been read. Meanwhile the thread that serves HTTP answers no other request, such as a health
+"""For the token's file. Meanwhile the HTTP thread answers no other request, such as a health
 probe."""
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
-    """Returns each tenant's share of the arena (the guaranteed bytes, and the most bytes), by the
-    tenant's name."""
     return {
         tenant.name: TenantShare(tenant.guaranteed_bytes, tenant.burst_bytes)
         for tenant in security.tenants
@@ -32,29 +28,20 @@ def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
 
 
 def linking_users(security: SecuritySettings) -> frozenset[int]:
-    """Returns the ids of the users that may use the descriptor socket (over which clients receive
-    file descriptors) even if no tenant lists them."""
+    """May use the descriptor socket even if no tenant lists them."""
     return frozenset({os.getuid(), 0, *security.allowed_uids})
 
 
 def proofs(
     uids: Iterable[int], gids: Iterable[int], digests: Iterable[str], names: Iterable[str]
 ) -> Proofs:
-    """Makes the proofs of a tenant or of admins. A proof is a property by which a peer shows that
-    it belongs to the tenant or the admins.
-
-    uids, gids: ids of users and groups.
-    digests: SHA-256 of tokens, hexadecimal.
-    names: names in client certificates.
-    """
+    """`digests`: SHA-256 of tokens, hexadecimal."""
     return Proofs(
         frozenset(uids), frozenset(gids), frozenset(map(bytes.fromhex, digests)), frozenset(names)
     )
 
 
 def make_access_control(security: SecuritySettings) -> AccessControl:
-    """Builds the access control from the settings: which peers (processes at the other end of a
-    connection) may act for which tenant, and which peers may act as admins over TCP."""
     tenants = {
         t.name: Tenant(
             t.name,
@@ -70,8 +57,7 @@ def make_access_control(security: SecuritySettings) -> AccessControl:
 
 
 def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
-    """Makes the access control of the status page. Raises StartError if the page's token can't be
-    read."""
+    """Raises StartError if the page's token can't be read."""
     path = settings.http.token_file
     if path is None:
         return PageAccess(control=access)
@@ -84,14 +70,12 @@ def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
 
 
 def tls_files(tls: TlsSettings) -> TlsFiles | None:
-    """Returns the TLS files; None without TLS."""
     if tls.certificate is None or tls.key is None:
         return None
     return TlsFiles(tls.certificate, tls.key, tls.client_ca)
 
 
 def make_endpoints(settings: Settings) -> Endpoints:
-    """Returns the addresses, modes and files of gRPC's listeners."""
     security = settings.security
     return Endpoints(
         settings.grpc_socket,

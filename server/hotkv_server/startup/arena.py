@@ -19,16 +19,13 @@ from hotkv_server.startup import StartError
 log = logging.getLogger(__name__)
 
 ARENA_MODE = 0o600
-"""Mode of the files of arena and block table. Only the server's user may open them; clients receive
-descriptors instead."""
+"""Clients receive descriptors instead."""
 
 
 def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
-    """Opens the arena and the block table. Warns if others' arenas leave too little memory. Raises
-    StartError if another server uses the arena, or if its files can't be opened, for example for
-    lack of memory.
+    """Raises StartError if another server uses the arena, or its files can't be opened.
 
-    reset: True drops the blocks that an earlier server left.
+    reset: drops the blocks that an earlier server left.
     """
     arena = settings.arena
     _tell_of_locked_memory(arena.bytes)
@@ -78,8 +75,8 @@ def _tell_of_locked_memory(arena_bytes: int) -> None:
 
 
 def warn_of_others(settings: Settings) -> None:
-    """Warns if the arenas of other servers leave too little memory for this server. Names the
-    arenas whose server has ended."""
+    """Warns if other servers' arenas leave too little memory, and names those whose server has
+    ended."""
     directory = settings.arena_dir.absolute()
     folder = (
         left_behind.SHARED_MEMORY
@@ -110,12 +107,8 @@ def warn_of_others(settings: Settings) -> None:
 
 
 def placer(wanted: str) -> Callable[[int, int], None] | None:
-    """Returns a function that places memory on the NUMA nodes of the setting `arena.numa`. The
-    function gets an address and a number of bytes. Returns None if the setting chooses no nodes.
-    Raises StartError if a chosen node has no memory.
-
-    wanted: the value of the setting.
-    """
+    """Places memory, by address and number of bytes, on the nodes of `arena.numa`; None if it
+    chooses none. Raises StartError if a chosen node has no memory."""
     try:
         nodes = numa.choose(wanted)
     except ValueError as error:

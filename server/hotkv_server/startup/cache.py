@@ -1,5 +1,4 @@
-"""Makes the core (the cache's records and decisions) from the settings, and fills it with the
-blocks that an earlier server left."""
+"""Makes the core from the settings, and restores the blocks of an earlier server."""
 
 from hotkv_proto import native
 from hotkv_server.cache.core import CacheCore
@@ -16,14 +15,12 @@ from hotkv_server.startup.access import tenant_shares
 from hotkv_server.startup.capabilities import OpenedBelow
 
 UNWRITTEN_SHARE = 0.25
-"""Largest share of the arena that the stores of an engine, or of a tenant, may reserve before they
-have written it. An engine stores what a step computes, which it writes within seconds: a small part
-of an arena that is worth having."""
+"""Most that an owner's stores may reserve before they have written it. An engine writes what a
+step computes within seconds: a small part of an arena that is worth having."""
 
 
 def load_kernels(settings: Settings) -> None:
-    """Loads the kernels of copies and checksums. Without this call, the first store would wait for
-    seconds."""
+    """Otherwise the first store would wait for seconds."""
     native.require("hotkv_proto.table_reading")
     if settings.integrity.stride:
         native.require("hotkv_server.integrity.sum_kernels")
@@ -32,11 +29,8 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Makes the core (the cache's records), with the blocks of an earlier server, and the verifier,
-    which later compares blocks with their checksums. This call itself compares
-    blocks for at most
-    `integrity.start_check_s`. Blocks the calling thread. Raises StartError if the arena's files
-    can't be read or written."""
+    """Compares restored blocks with their checksums for at most `integrity.start_check_s`.
+    Blocks. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,

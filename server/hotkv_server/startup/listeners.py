@@ -1,9 +1,5 @@
-"""Opens all listeners: gRPC, the descriptor socket (over which clients receive file descriptors),
-HTTP.
-
-Always true: if a listener can't bind its address, the server does not start; the error names the
-setting to change.
-"""
+"""Opens all listeners: gRPC, the descriptor socket, HTTP. If one can't bind its address, the
+server does not start; the error names the setting to change."""
 
 import contextlib
 from dataclasses import dataclass
@@ -26,7 +22,7 @@ from hotkv_server.wire.server import Endpoints, RpcServer
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """All listeners. `http` is None if HTTP is switched off."""
+    """`http`: None if it is switched off."""
 
     rpc: RpcServer
     descriptors: DescriptorServer
@@ -35,12 +31,11 @@ class Listeners:
 
     @staticmethod
     async def open(settings: Settings, node: Node) -> "Listeners":
-        """Binds all listeners and starts gRPC. Raises StartError if an address can't be bound, or
-        if the access settings can't be used."""
+        """Binds all and starts gRPC. Raises StartError."""
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)
-        # A socket's path stays when the socket is closed, so it is removed here if the start fails.
+        # A socket's path stays when it is closed, so a failed start removes it.
         paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
         with contextlib.ExitStack() as undo:
             for path in paths:

@@ -1,4 +1,4 @@
-"""Lists the paths that the server believes, checks that no other user could have replaced what lies
+"""The paths that the server believes: checks that no other user could have replaced what lies
 there, and locks the runtime directory.
 
 Always true: a second server with the same runtime directory refuses to start. Every setting that
@@ -41,18 +41,16 @@ BELIEVED: Mapping[str, PathKind | None] = MappingProxyType(
         "tiers.s3.ca_file": PathKind.PUBLIC,
     }
 )
-"""What each path of the settings must be. None: the server only writes there, and `preflight`
-checks whether it can."""
+"""What each path of the settings must be. None: only written, as `preflight` checks."""
 READ = (PathKind.SECRET, PathKind.PUBLIC)
 OF_TIERS = "tiers."
-"""The tiers check their own paths: the disk's may hang, and a server also starts while a store
-can't be asked, so the files of stores are checked whenever they are read."""
+"""The tiers check their own paths: the disk's may hang, and stores' files are checked whenever
+they are read, because a server also starts while a store can't be asked."""
 
 
 def lock_runtime_dir(directory: Path) -> int:
-    """Locks the directory and returns the descriptor of the lock file. Raises StartError if the
-    directory can't be locked. If another server has locked it, the error names that server's
-    process id."""
+    """Returns the descriptor of the lock file. Raises StartError, which names the process that
+    has the lock."""
     try:
         check_shared_dir(directory)
         check_files([directory / LOCK_FILE])
@@ -66,7 +64,7 @@ def lock_runtime_dir(directory: Path) -> int:
 
 
 def check_places(settings: Settings) -> None:
-    """Raises StartError if another user could have replaced what lies at a path of the settings."""
+    """Raises StartError."""
     for name, path, kind in _places(settings):
         try:
             check_path(path, kind)
@@ -79,8 +77,7 @@ def check_places(settings: Settings) -> None:
 
 
 def _places(settings: Settings) -> Iterator[tuple[str, Path, PathKind]]:
-    """Yields each path that the server believes, except those of tiers, with the name of its
-    setting."""
+    """With the names of their settings; without paths of tiers."""
     of_admin = "runtime_dir" if settings.security.admin_socket is None else "security.admin_socket"
     yield of_admin, settings.admin_socket.parent, PathKind.SHARED_DIR
     for socket in (settings.grpc_socket, settings.descriptor_socket):
@@ -98,7 +95,7 @@ def _places(settings: Settings) -> Iterator[tuple[str, Path, PathKind]]:
 
 
 def value_of(settings: Settings, name: str) -> object:
-    """Returns the value of a setting, by its dotted name; None if its section is missing."""
+    """By dotted name; None if its section is missing."""
     found: object = settings
     for part in name.split("."):
         found = getattr(found, part, None)

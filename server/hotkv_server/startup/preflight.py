@@ -1,7 +1,7 @@
-"""Finds problems that would keep a server from starting, before the server has made any files.
+"""Finds what would keep a server from starting, before it has made any files.
 
-Always true: the checks leave no files behind and don't disturb a running server. A start makes the
-same checks first. Its later steps may still fail if the machine has changed since then.
+Always true: the checks leave no files behind and don't disturb a running server. A start makes
+the same checks first. Its later steps may still fail if the machine has changed since.
 """
 
 import contextlib
@@ -36,14 +36,13 @@ from hotkv_server.startup.process import check_limits
 from hotkv_server.wire.server import MAX_SOCKET_PATH_BYTES
 
 OWN_BYTES = 128 << 20
-"""Memory of a server besides arena and block table, in bytes: 110 MiB were measured."""
+"""Besides arena and block table: 110 MiB were measured."""
 
 
 def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
-    """Checks whether a server with these settings could start. Returns a sentence for each problem;
-    empty if no problem was found. Takes seconds if `copy.cuda` is on.
+    """A sentence for each problem. Takes seconds if `copy.cuda` is on.
 
-    is_running: True if a server with this runtime directory is running and so uses its addresses.
+    is_running: a server with this runtime directory runs, and uses its addresses.
     """
     binding = (check_admin_socket, check_http, check_tcp)
     checks: list[Callable[[Settings], None]] = [
@@ -66,14 +65,12 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
 
 def check_settings(settings: Settings) -> list[str]:
-    """Makes only the quick checks of `check_start`: names of sockets, access settings with the TLS
-    files, and the audit file. These checks take milliseconds. They also pass while a server with
-    the same settings runs. Returns the problems."""
+    """The quick checks of `check_start`, in milliseconds. They also pass while a server with the
+    same settings runs."""
     return _problems((check_sockets, check_access, check_audit), settings)
 
 
 def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) -> list[str]:
-    """Makes the checks. Returns the messages of the StartErrors that the checks raise."""
     problems = []
     for check in checks:
         try:
@@ -85,9 +82,8 @@ def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) 
 
 
 def check_and_clean(settings: Settings) -> tuple[list[str], str]:
-    """Calls `check_start` without starting a server, and removes the directories that the checks
-    made. Returns the problems, and a text that names the server that runs in the runtime directory;
-    empty if no server runs there."""
+    """As `check_start`, without a start. Also names the server that runs in the runtime
+    directory; empty if none does."""
     running = ""
     made = _missing(settings.runtime_dir, *_folders(settings))
     lock = settings.runtime_dir / LOCK_FILE
@@ -107,10 +103,9 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
 
 
 def become_owner(settings: Settings) -> None:
-    """If this process runs as root, makes it run as the server's user, so that its checks have the
-    same rights as the server. The server's user is the owner of the arena's directory. If there is
-    no such directory, or root owns it, the owner of the directory of the sockets is used. Call this
-    only in a process that does nothing but checks."""
+    """Makes a process of root run as the server's user, for checks with the server's rights: the
+    owner of the arena's directory, or else of the sockets'. Only in a process that does nothing
+    but checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
         if os.geteuid() == 0 and os.path.isdir(directory) and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):
@@ -126,7 +121,7 @@ def _folders(settings: Settings) -> list[Path]:
 
 
 def _missing(*directories: Path) -> set[Path]:
-    """Returns the missing directories among `directories` and their parents."""
+    """With their missing parents."""
     return {
         folder
         for path in directories
@@ -142,8 +137,6 @@ def _remove_empty(directories: Iterable[Path]) -> None:
 
 
 def check_sockets(settings: Settings) -> None:
-    """Raises StartError if the path of a socket is too long for the kernel, or if the admin socket
-    is a socket of the engines."""
     if settings.admin_socket in (settings.grpc_socket, settings.descriptor_socket):
         raise StartError(
             f"security.admin_socket: engines use {settings.admin_socket}; choose another"
@@ -158,18 +151,15 @@ def check_sockets(settings: Settings) -> None:
 
 
 def check_arena_room(settings: Settings) -> None:
-    """Raises StartError if the arena does not fit into its file system, the machine's memory or the
-    control group."""
     arena, directory = settings.arena, settings.arena_dir
     table_bytes = table_file_bytes(TableGeometry.for_capacity(arena.capacity, 1, arena.bytes))
     if arena.prefault and has_arena(directory, arena.bytes):
-        # The server will reuse the earlier server's arena, whose pages are already allocated or
-        # will be allocated only while memory is free (`memory.filling`). So only a new block table
-        # needs room.
+        # The earlier server's arena is reused: its pages are allocated, or will be only while
+        # memory is free (`memory.filling`). Only a new block table needs room.
         missing_bytes = table_bytes
     else:
-        # `NodeMemory.open` requires room for two block tables, because a restart briefly has an old
-        # and a new one.
+        # `NodeMemory.open` needs room for two block tables: a restart briefly has an old and a
+        # new one.
         held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
         missing_bytes = arena.bytes + 2 * table_bytes - held
     folder = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
@@ -195,12 +185,10 @@ def check_arena_room(settings: Settings) -> None:
 
 
 def check_nodes(settings: Settings) -> None:
-    """Raises StartError if `arena.numa` names a NUMA node that does not exist."""
     placer(settings.arena.numa)
 
 
 def check_access(settings: Settings) -> None:
-    """Raises StartError if the settings of tenants, socket modes or certificates can't be used."""
     try:
         make_access_control(settings.security)
         endpoints = make_endpoints(settings)
@@ -214,13 +202,11 @@ def check_access(settings: Settings) -> None:
 
 
 def check_pages(settings: Settings) -> None:
-    """Raises StartError if the token that guards the status page can't be read."""
     if settings.http.port >= 0:
         make_page_access(settings, make_access_control(settings.security))
 
 
 def check_audit(settings: Settings) -> None:
-    """Raises StartError if the audit log can't be written."""
     path = settings.security.audit_file
     if path is None:
         return
@@ -236,8 +222,7 @@ def check_audit(settings: Settings) -> None:
     except OSError:
         can_be = False
     else:
-        # The file must belong to this user (unless this is root), because a start sets its mode to
-        # 0600.
+        # A start sets the mode to 0600, so the file must be this user's, unless that is root.
         is_own = os.geteuid() in (0, status.st_uid)
         can_be = stat.S_ISREG(status.st_mode) and is_own and os.access(path, os.W_OK)
     if not can_be:
@@ -248,7 +233,6 @@ def check_audit(settings: Settings) -> None:
 
 
 def check_devices(settings: Settings) -> None:
-    """Raises StartError if the settings require a GPU and there is no GPU."""
     if settings.copy_.cuda == "on":
         found = device_start.look(settings.copy_)
         if found.runtime is None:
@@ -256,8 +240,8 @@ def check_devices(settings: Settings) -> None:
 
 
 def check_admin_socket(settings: Settings) -> None:
-    """Raises StartError if another server listens on the admin socket. Unlike `runtime_dir`, the
-    directory of this socket has no lock that would keep a second server out."""
+    """Unlike `runtime_dir`, the directory of this socket has no lock that keeps a second server
+    out."""
     path = settings.admin_socket
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as one:
         try:
@@ -269,13 +253,11 @@ def check_admin_socket(settings: Settings) -> None:
 
 
 def check_http(settings: Settings) -> None:
-    """Raises StartError if HTTP can't bind its address."""
     if settings.http.port >= 0:
         _bind("http.port", settings.http.host, settings.http.port)
 
 
 def check_tcp(settings: Settings) -> None:
-    """Raises StartError if gRPC can't bind its TCP address."""
     host, _, port = settings.tcp_address.rpartition(":")
     if not settings.tcp_address:
         return

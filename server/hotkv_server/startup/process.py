@@ -1,5 +1,5 @@
-"""Prepares the process: umask, limit of descriptors, malloc, signal handlers, and release of memory
-that only the start needed."""
+"""Prepares the process: umask, limits, malloc, signals, and release of memory that only the
+start needed."""
 
 import ctypes
 import gc
@@ -17,26 +17,25 @@ from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 
 PRIVATE_UMASK = 0o077
-"""Umask of the server. The server's files are private, unless the server sets another mode."""
+"""Files are private, unless the server sets another mode."""
 UNUSED_LIBRARIES = ("libllvmlite", "openblas")
-"""Parts of the file names of libraries that a running server does not use: the compiler of numba's
-kernels, and numpy's linear algebra."""
+"""In file names of libraries that a running server does not use: numba's compiler, and numpy's
+linear algebra."""
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 0.0005
-"""Longest time for which the event loop holds the GIL while a copy thread waits for the GIL, in
-seconds."""
+"""Longest time that the event loop holds the GIL while a copy thread waits for it."""
 
 
 MIN_DESCRIPTORS = 128
-"""Fewest file descriptors with which engines can connect: the server itself needs up to 42, an
-engine's session 4, and clients' memory may not use the last quarter (`wire.descriptors`)."""
+"""The server itself needs up to 42, an engine's session 4, and clients' memory may not use the
+last quarter (`wire.descriptors`)."""
 OWN_ADDRESS_BYTES = 2560 << 20
-"""Address space that the server needs besides the arena: 2 GiB were measured."""
+"""Besides the arena: 2 GiB were measured."""
 
 
 def check_limits(settings: Settings) -> None:
-    """Raises StartError if the limits of this process are too low for a server."""
+    """Raises StartError."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < MIN_DESCRIPTORS:
         raise StartError(
@@ -53,17 +52,14 @@ def check_limits(settings: Settings) -> None:
 
 
 def hear_sigterm() -> None:
-    """Installs a handler by which SIGTERM ends the process, if this is the first process of a
-    container (pid 1). The reason: for such a process, the kernel ignores SIGTERM if there is no
-    handler. Later the server installs another handler, which first lets running work end (drain).
-    """
+    """The kernel ignores SIGTERM for pid 1 of a container if it has no handler. Later the server
+    installs one that drains."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def prepare() -> None:
-    """Prepares the process before all other steps: private files, handling of SIGBUS, malloc's
-    threshold, the limit of descriptors."""
+    """Before all other steps."""
     os.umask(PRIVATE_UMASK)
     mapping.install_guard()
     return_large_blocks()
@@ -71,8 +67,7 @@ def prepare() -> None:
 
 
 def settle() -> None:
-    """Prepares the process right before it is ready: shortens the time for which a thread holds the
-    GIL, and frees garbage and memory pages that only the start needed."""
+    """Right before the server is ready."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
@@ -80,34 +75,29 @@ def settle() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of descriptors, which is often 1024, to the hard limit, because
-    sessions hold descriptors."""
+    """The soft limit is often 1024, and sessions hold descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def return_large_blocks() -> None:
-    """Makes malloc return large pieces of memory to the kernel when they are freed. By default
-    malloc would keep freed pieces as large as the largest messages."""
+    """By default malloc would keep freed pieces as large as the largest messages."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def trim_memory() -> None:
-    """Returns unused heap memory to the kernel. Also returns the file pages of libraries that a
-    running server does not use."""
+    """Returns unused heap, and file pages of UNUSED_LIBRARIES, to the kernel."""
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # Read maps and not smaps: for smaps the kernel counts the pages, which takes seconds if the
-    # arena has small pages.
+    # Not smaps: the kernel counts its pages, which takes seconds if the arena has small ones.
     for start, end in unused_library_pages(Path("/proc/self/maps").read_text(errors="replace")):
         if not has_own_pages(start, end):
             libc.madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
 def unused_library_pages(maps: str) -> list[tuple[int, int]]:
-    """Returns the address ranges of read-only mappings of UNUSED_LIBRARIES. If their pages are
-    dropped, the kernel reads them again at the next use."""
+    """Read-only mappings, which the kernel reads again at the next use."""
     ranges = []
     for line in maps.splitlines():
         addresses, mode, *_, name = line.split(maxsplit=5)
@@ -118,9 +108,8 @@ def unused_library_pages(maps: str) -> list[tuple[int, int]]:
 
 
 def has_own_pages(start: int, end: int) -> bool:
-    """Returns True if some pages of the range differ from the mapped file (relocated data). Such
-    pages must not be dropped, because the kernel could not read them again from the file. Also
-    returns True if the kernel does not say."""
+    """True if pages differ from the mapped file (relocated data), so that the kernel could not
+    read them again. Also if the kernel does not say."""
     at, count = start // mmap.PAGESIZE * 8, (end - start) // mmap.PAGESIZE * 8
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

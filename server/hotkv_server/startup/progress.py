@@ -1,5 +1,5 @@
-"""Logs the progress of a start: lines for each step that takes longer than a moment. A line names
-what the server does at that moment: while a kernel is compiled, the kernel, whatever the step."""
+"""Logs the progress of a start: lines for each step that takes longer than a moment. While a
+kernel is compiled, they name the kernel."""
 
 import functools
 import logging
@@ -16,7 +16,7 @@ LOOK_S = 0.25
 
 
 def next_line_s(took_s: float) -> float:
-    """Returns how long a step that has taken `took_s` must take until its next line."""
+    """How long a step that has taken `took_s` must take until its next line."""
     last_s = LINES_S[-1]
     return next((one for one in LINES_S if one > took_s), (took_s // last_s + 1) * last_s)
 
@@ -26,36 +26,34 @@ def _nothing() -> str:
 
 
 class Progress:
-    """Logs the progress of a start, between `begin` and `end`. It has its own thread, because the
-    start blocks the thread that it runs on."""
+    """Logs between `begin` and `end`, on its own thread, because a start blocks the thread that
+    it runs on."""
 
     def __init__(self) -> None:
         self._what, self._shown, self._began_s = "", _nothing, 0.0
         self._said_s = 0.0
         self._compiling: list[str] = []
-        """The kernel that is being compiled; behind it the kernels that it calls, if they are
-        compiled for it."""
+        """The kernel that is being compiled; behind it those that it calls, if they are compiled
+        for it."""
         self._num_compiled = 0
         self._unwatch: Callable[[], object] = _nothing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-progress", daemon=True)
 
     def begin(self, what: str) -> None:
-        """Starts the thread, and sets the first step, as `at` does."""
         self.at(what)
         self._thread.start()
 
     def at(self, what: str, shown: Callable[[], str] = _nothing) -> None:
         """Sets the step that begins now.
 
-        what: name of the step in the log.
-        shown: returns a text about the step's progress. The logging thread calls it.
+        shown: a text about its progress. The logging thread calls it.
         """
         self._what, self._shown = what, shown
         self._began_s, self._said_s = time.monotonic(), 0.0
 
     def end(self) -> None:
-        """Ends the lines. A second call does nothing."""
+        """A second call does nothing."""
         self._over.set()
         self._unwatch()
         self._unwatch = _nothing
@@ -63,7 +61,7 @@ class Progress:
             self._thread.join()
 
     def watch_compiler(self) -> None:
-        """Notices from now on if numba compiles a kernel. Takes a second, to import numba."""
+        """Takes a second, to import numba."""
         from numba.core import event
 
         progress = self
@@ -86,7 +84,6 @@ class Progress:
             self._look()
 
     def _look(self) -> None:
-        """Logs a line if one is due."""
         took_s = time.monotonic() - self._began_s
         if took_s >= next_line_s(self._said_s):
             self._said_s = took_s

@@ -1,9 +1,9 @@
 """Reads the settings again while the server runs, at SIGHUP.
 
-Always true: unusable settings change nothing. Settings that need a restart are logged and keep
-their values. A session ends if it may no longer act for its tenant, or no longer map the block
-table. All checks come before the first change. The event loop never waits for the files that a
-reload reads (settings, certificates, audit log), whose disk may hang: a `Clerk` thread reads them.
+Always true: unusable settings change nothing; all checks come before the first change. Settings
+that need a restart are logged and keep their values. A session ends if it may no longer act for
+its tenant, or no longer map the block table. The event loop never waits for files, whose disk
+may hang: a `Clerk` thread reads them.
 """
 
 import asyncio
@@ -49,16 +49,12 @@ LIVE = (
 )
 """Settings that can change without a restart."""
 EXPECTED = (ValueError, OSError, UnsafeError, StartError, HotKVError)
-"""Errors that mean that the settings can't be used. Any other exception is a defect, and is logged
-with its traceback."""
+"""The settings can't be used. Any other exception is a defect, logged with its traceback."""
 _ABSENT = object()
 
 
 class Reloader:
-    """Reloads the settings while the server runs, at SIGHUP.
-
-    load: reads the settings again, on a thread. Raises ValueError if the settings are wrong.
-    """
+    """`load`: reads the settings again, on a thread. Raises ValueError if they are wrong."""
 
     def __init__(
         self, load: Callable[[], Settings], settings: Settings, node: Node, listeners: Listeners
@@ -71,19 +67,16 @@ class Reloader:
         self._reloading: asyncio.Task[None] | None = None
         self._is_asked = False
         self.drain_timeout_s = settings.drain_timeout_s
-        """Longest time, in seconds, for which the server waits for running transfers after SIGTERM
-        or SIGINT (a drain)."""
+        """After SIGTERM or SIGINT."""
 
     def __repr__(self) -> str:
         return f"Reloader({len(self._running)} settings)"
 
     def is_alive(self) -> bool:
-        """Returns False if the thread that reads the settings has died."""
         return self._clerk.is_alive()
 
     def begin(self) -> None:
-        """Begins a reload of the settings. If a reload is running, begins another after its end.
-        Does not block. Call it on the event loop."""
+        """If a reload is running, another follows. Does not block. On the event loop."""
         self._is_asked = True
         if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.create_task(self._run(), name="reload")
@@ -97,8 +90,6 @@ class Reloader:
             systemd.notify("READY=1")
 
     async def _reload(self) -> None:
-        """Reads the settings and applies the changes. If the settings can't be used, logs the
-        reason."""
         try:
             self._use(await asyncio.wrap_future(self._clerk.do(self._read)))
         except Exception as error:
@@ -108,16 +99,15 @@ class Reloader:
                 log.error("settings not reloaded, the old ones stay: %s", line)
 
     def _read(self) -> Settings:
-        """Reads the settings, and checks them and the files that they name. Blocks the calling
-        thread. Raises ValueError or StartError if the server could not start with the settings."""
+        """Blocks. Raises ValueError or StartError if the server could not start with the
+        settings."""
         settings = self._load()
         if problems := check_settings(settings):
             raise StartError("\n".join(problems))
         return settings
 
     def _use(self, settings: Settings) -> None:
-        """Applies the settings that `_read` has returned. Raises HotKVError, before the first
-        change, if they can't be applied."""
+        """Raises HotKVError, before the first change."""
         wanted, running = flat(settings), self._running
         changed = differing(running, wanted)
         live = [
@@ -135,12 +125,8 @@ class Reloader:
             log.warning("these settings need a restart: %s", ", ".join(waiting))
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """Returns True if a setting of LIVE (settings that a reload may change) can change from the
-        running value to the value in `settings` without a restart.
-
-        A restart is needed to add the first tenant or remove the last tenant, to switch TLS on or
-        off, and to change whether TLS asks clients for certificates.
-        """
+        """False for the first and the last tenant, TLS on or off, and whether TLS asks clients
+        for certificates."""
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
         if name.startswith("security.tls."):
@@ -153,10 +139,9 @@ class Reloader:
         return self._listeners.rpc
 
     def _apply(self, settings: Settings, live: list[str], new: AccessControl) -> None:
-        """Applies settings that have passed all checks. Never raises.
+        """Never raises: all checks have passed.
 
-        live: names of the changed settings that need no restart.
-        new: the access control that the settings define.
+        live: changed settings that need no restart.
         """
         security, node = settings.security, self._node
         logs.set_level(settings.log_level)
@@ -182,8 +167,6 @@ class Reloader:
             node.tiers.set_write_budget(settings.tiers.write_bytes_per_day)
 
     def _end_sessions(self) -> None:
-        """Ends the sessions whose peers may no longer act for their tenants, or no longer map the
-        block table."""
         for session in list(self._node.sessions):
             if session.peer is None:
                 continue
@@ -200,15 +183,13 @@ class Reloader:
 
 
 def differing(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Returns the names of settings that differ. A setting that exists on one side only, such as a
-    setting of an added or removed tier, counts as different."""
+    """A setting on one side only, such as of an added or removed tier, counts as different."""
     names = {**running, **wanted}
     return [name for name in names if running.get(name, _ABSENT) != wanted.get(name, _ABSENT)]
 
 
 def flat(settings: Settings) -> dict[str, Any]:
-    """Returns the settings by dotted name, such as `security.tls.key`. A list counts as a single
-    value."""
+    """By dotted name, such as `security.tls.key`. A list is one value."""
 
     def walk(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,7 +1,5 @@
-"""Traced versions of four calls in `wire.calls`: lookup, lease, load, store.
-
-Always true: a traced call gives the same answers and errors as an untraced call.
-"""
+"""Traced versions of lookup, lease, load and store in `wire.calls`, with the same answers and
+errors."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -27,8 +25,6 @@ Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseRespo
 
 
 class TracedCalls:
-    """Makes the calls of the module `wire.calls`. If a call is traced, makes it in a span."""
-
     def __init__(self, tracing: Tracing, calls: Calls) -> None:
         self._tracing = tracing
         self._calls = calls
@@ -60,13 +56,9 @@ class TracedCalls:
         session: LiveSession | None,
         call: "Callable[[], Answer | asyncio.Task[Answer]]",
     ) -> "Answer | asyncio.Task[Answer]":
-        """Makes a call. If the call is traced, makes it in a span that ends with the answer.
+        """The call's span ends with the answer, which may be a task.
 
-        name: name of the span.
-        traceparent: the caller's span as a W3C header; empty without a span.
-        session: the client's connection; its number and its key space's id become attributes of the
-            span; None: no attributes.
-        call: makes the call. Returns its answer, or a task if the answer takes longer.
+        traceparent: the caller's span as a W3C header; empty without one.
         """
         span = self._tracing.begin(name, traceparent)
         if span is None:
@@ -122,8 +114,7 @@ def _num_blocks(runs: Iterable[cache_pb2.LoadRun] | Iterable[cache_pb2.BlockRun]
 
 
 def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
-    # Count the blocks of the answer and not of the request, because reading the request's hashes
-    # would copy them.
+    # Of the answer: reading the request's hashes would copy them.
     flags = b"".join(one.flags for one in groups)
     span.attributes["hotkv.blocks"] = len(flags)
     span.attributes["hotkv.found_blocks"] = flags.count(1)
@@ -131,10 +122,6 @@ def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
 
 
 def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
-    """Ends the span of a lookup or lease call that was answered by a task.
-
-    done: the task, which has ended or was cancelled.
-    """
     if done.cancelled():
         span.end("CANCELLED")
     elif (error := done.exception()) is not None:
@@ -144,8 +131,7 @@ def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
 
 
 def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
-    """Ends the span of a load or store. Adds child spans for the wait before the copy, and for the
-    copy."""
+    """Adds child spans for the wait before the copy, and for the copy."""
     if done.cancelled():
         span.end("CANCELLED")
         return

@@ -1,5 +1,4 @@
-"""Registers tracing as a capability (optional part) of the node. OpenTelemetry is imported only if
-the settings ask for traces."""
+"""Tracing as a capability. OpenTelemetry is imported only if the settings ask for traces."""
 
 import importlib
 import logging
@@ -19,12 +18,12 @@ from hotkv_server.wire.edge import Calls
 log = logging.getLogger("hotkv_server.tracing")
 
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
-"""The package that exports traces over gRPC, needed if OpenTelemetry's environment variables name
-the protocol grpc. No extra of hotkv installs it."""
+"""Needed if OpenTelemetry's environment variables name the protocol grpc. No extra of hotkv has
+it."""
 
 
 def check(settings: Settings) -> None:
-    """Raises StartError if the settings ask for traces and this server can't export them."""
+    """Raises StartError if this server can't export the traces that the settings ask for."""
     tracing = settings.tracing
     if not tracing.endpoint:
         return
@@ -38,15 +37,12 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
-    """Makes the capability (optional part) `tracing` for this node. Raises StartError if the
-    settings ask for traces and the server can't export them."""
+    """Raises StartError."""
     return TracingCapability(_open(settings.tracing))
 
 
 def _open(settings: TracingSettings) -> Tracing | None:
-    """Opens the export of traces to the collector that the settings name. Returns None if they name
-    no collector. Raises StartError if a package is missing, or if the collector's settings can't be
-    used."""
+    """None if the settings name no collector. Raises StartError."""
     if not settings.endpoint:
         return None
     try:
@@ -78,9 +74,8 @@ def _not_installed(error: ImportError) -> StartError:
 
 
 def _headers(settings: TracingSettings) -> dict[str, str]:
-    """Reads the HTTP headers for the collector from the settings' file. Returns them by name.
-    Raises StartError if the file can't be read, if other users can read it, or if a line is no
-    `name: value`."""
+    """By name. Raises StartError if others can read the file, or it has other lines than
+    headers."""
     path, headers = settings.headers_file, dict[str, str]()
     if path is None:
         return headers
@@ -100,12 +95,7 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
 
 
 class TracingCapability(Capability):
-    """Connects tracing to the node, which then records spans of its calls for an OpenTelemetry
-    collector.
-
-    tracing: None if the settings name no collector. Then calls are not traced and all metrics are
-        0.
-    """
+    """`tracing`: None without a collector; then all metrics are 0."""
 
     def __init__(self, tracing: Tracing | None) -> None:
         self.tracing = tracing

@@ -1,1 +1,1 @@
-"""Lists the hashes of a node's most useful blocks, so that another node can fetch these blocks."""
+"""A node lists its most useful blocks, so that another can fetch them."""

@@ -1,5 +1,4 @@
-"""Registers warm start (a node fetches the blocks that another node uses most) as a capability
-(optional part) of the node."""
+"""Warm start as a capability: a node fetches the blocks that another uses most."""
 
 from collections.abc import Iterable
 
@@ -12,14 +11,10 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "WarmStartCapability":
-    """Makes the capability (optional part) `warm_start` for this node."""
     return WarmStartCapability(node)
 
 
 class WarmStartCapability(Capability):
-    """Connects warm start to the node. Warm start copies the most useful blocks of a node to
-    another node."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
 

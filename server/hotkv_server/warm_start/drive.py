@@ -1,6 +1,5 @@
-"""Copies the most useful blocks of a node to another node. One node lists the hashes of its hottest
-blocks; the other node promotes these blocks from its tiers, usually from a tier that both nodes
-share. On the event loop only."""
+"""One node lists the hashes of its hottest blocks; another promotes them from its tiers, usually
+from a shared store. On the event loop only."""
 
 import asyncio
 import time
@@ -18,17 +17,16 @@ from hotkv_server.node.event_loop import slices
 from hotkv_server.warm_start import book as hottest
 
 PART_BLOCKS = 2_000
-"""Most blocks in a part of the answer of `export`."""
+"""Of the answer of `export`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The outcome of a `prefetch`: how many of the named blocks had each result.
+    """The outcome of a `prefetch`, in blocks.
 
-    num_present: blocks that were already in host memory.
-    num_fetched: blocks that were promoted to host memory.
-    num_lower: blocks that are still only in a tier.
-    num_absent: blocks that were not found.
+    num_present: already in host memory.
+    num_fetched: promoted.
+    num_lower: still only in a tier.
     """
 
     num_present: int
@@ -38,11 +36,7 @@ class Fetched:
 
 
 class WarmStart:
-    """Lists the most useful blocks of this node for another node, and fetches blocks that another
-    node has listed.
-
-    below: the tiers below host memory; None without tiers.
-    """
+    """`below`: None without tiers."""
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None) -> None:
         self._core = core
@@ -52,9 +46,8 @@ class WarmStart:
         return f"WarmStart({self._core!r})"
 
     async def export(self, key_space_id: int, byte_count: int) -> AsyncIterator[list[HashList]]:
-        """Yields the hashes of the hottest blocks (the blocks that would be evicted last) in parts.
-        The blocks of all parts together take at most `byte_count` bytes; 0: all blocks. Raises
-        UNKNOWN_KEY_SPACE."""
+        """Hashes of the hottest blocks, in parts, of at most `byte_count` bytes together; 0:
+        all. Raises UNKNOWN_KEY_SPACE."""
         self._core.key_space(key_space_id)
         parts: list[hottest.Warmth] = []
         async for some, _ in slices(hottest.warmth(self._core, key_space_id)):
@@ -64,14 +57,8 @@ class WarmStart:
             yield hottest.names(self._core, chosen.at(slice(start, start + PART_BLOCKS)))
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
-        """Promotes the named blocks from tiers to host memory, as far as there is room and time. A
-        block that is named twice counts once. Returns the number of blocks by outcome. Raises
-        HotKVError if the server drains (takes no new work), or if the key space (a model in a
-        configuration) is unknown.
-
-        groups: the blocks, by group.
-        wait_s: longest time to wait for the promotions.
-        """
+        """Promotes blocks, each counted once, as far as there is room, for at most `wait_s`.
+        Raises DRAINING and UNKNOWN_KEY_SPACE."""
         self._core.sessions.check_takes_new("fetches nothing")
         groups = _joined(groups)
         num_blocks = sum(len(one.hashes) for one in groups)
@@ -81,8 +68,7 @@ class WarmStart:
         await self._below.prefetch(key_space_id, groups, time.monotonic() + wait_s)
         self._core.key_space(key_space_id)
         if _count(self._core.lookup(key_space_id, groups)) < num_blocks:
-            # Ask the shared tiers again, because the prefetch may have had no time to ask for all
-            # blocks.
+            # Ask again: the prefetch may have had no time to ask for all blocks.
             await self._below.lookups.find(key_space_id, groups)
             self._core.key_space(key_space_id)
         masks = self._core.lookup(key_space_id, groups)
@@ -98,16 +84,14 @@ class WarmStart:
 
 
 def unrelated(group_index: int, hashes: Words) -> HashList:
-    """Returns a `HashList` of blocks that may belong to different prompts, in the order in which
-    they are wanted. Their depths (numbers of blocks before each block in its prompt) rise by 2, so
-    that no block counts as the predecessor of another block."""
+    """Blocks of perhaps different prompts, in the order in which they are wanted. Their depths
+    rise by 2, so that none counts as another's parent."""
     return HashList(group_index, hashes, 2 * np.arange(len(hashes)))
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """Joins lists of blocks to one list per group. If a hash occurs several times, only its first
-    occurrence is kept. In a list without depths (numbers of blocks before each block in its
-    prompt), the depth of a hash is its position."""
+    """One list per group, with the first occurrence of each hash. A hash without depth has its
+    position."""
     of_group: dict[int, list[HashList]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one)

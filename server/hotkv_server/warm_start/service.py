@@ -1,6 +1,5 @@
-"""Serves the gRPC service WarmStartService. Its call ExportBlocks lists the blocks that the node
-would keep longest. Its call PrefetchBlocks promotes to host memory the blocks that a client
-names."""
+"""WarmStartService: ExportBlocks lists the blocks that the node would keep longest,
+PrefetchBlocks promotes blocks that a client names."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,8 +21,6 @@ DEFAULT_WAIT_S, MAX_WAIT_S = 10.0, 60.0
 
 
 class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
-    """Answers the calls of warm.proto."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         self._warm = WarmStart(node.core, node.tiers)
@@ -73,11 +70,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
-        """Returns the blocks that a request names, by group. Raises HotKVError if a group or hash
-        is invalid, or if the request names no block or too many blocks.
-
-        number: id of the key space.
-        """
+        """Raises HotKVError if a group or hash is invalid, or no block or too many are named."""
         space = self._node.core.key_space(number)
         named = read_groups(request.groups, space.hash_bytes, lambda index: _checked(space, index))
         lists = [unrelated(*one) for one in named]

@@ -1,5 +1,4 @@
-"""AdminService: the calls of operators. They report figures, explain which blocks of a prompt are
-cached, evict blocks, flush key spaces (delete all their blocks), and drain the server."""
+"""AdminService: the calls of operators."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -27,11 +26,8 @@ from hotkv_server.node.reports import WatchedReport
 from hotkv_server.wire.edge import of_groups, prompt_hashes
 from hotkv_server.wire.errors import answer, stream
 
-# The call Explain reports for each block of a prompt where the block lies, whether it would hit,
-# and if not, why.
-#
-# The cache is queried on the event loop, which is quick. The prompt's hashes and the texts of the
-# answer are computed on a thread.
+# Explain: where each block of a prompt lies, whether it would hit, and if not, why. The cache is
+# asked on the event loop; hashes and texts are made on a thread.
 
 
 NEVER_STORED, EVICTED, REMOVED, NO_ROOM = (
@@ -50,26 +46,20 @@ GONE = {
     Cause.EXPIRY: (NEVER_STORED, "its store did not end before its lease expired"),
     Cause.NO_ROOM: (NO_ROOM, "its store found only pinned, reserved or hotter blocks to evict"),
 }
-"""Verdicts and texts that explain why a block is not cached, by the cause of its removal."""
+"""Why a block is not cached, by the cause of its removal."""
 PERHAPS_NOT_KEPT = (
     "new, removed long ago, or not kept: engines store some blocks of this group only"
 )
-"""The text for a missing block that has no recorded cause, in a KV cache group in which a hit does
-not need all earlier blocks (sliding windows, states at intervals). Of such a group engines store
-only blocks that a later hit may need."""
+"""For groups in which a hit does not need all earlier blocks (sliding windows, states at
+intervals): engines store only blocks that a later hit may need."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
-"""Most blocks that one answer explains, over all key spaces."""
+"""Of one answer, over all key spaces."""
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """Explains which blocks of a prompt are cached and which are not, and why. Explains the prompt
-    in the key space (a model in a configuration) that the request names. If the request names
-    no key space, explains it in all key spaces whose hashes can be computed from the prompt.
-
-    If the request names a session (a user's conversation) instead of a prompt, explains the latest
-    prompts of that session.
-    """
+    """In the key space of the request, or in all whose hashes can be computed from the prompt.
+    If the request names a user's conversation, explains its latest prompts."""
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room, breaks = MAX_BLOCKS, Breaks()
@@ -78,7 +68,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
         try:
             space = node.core.key_space(number)
             hashes = await asyncio.to_thread(prompt_hashes, space, packed, token_ids)
-            # The key space may have been forgotten since.
+            # May have been forgotten meanwhile.
             node.core.key_space(number)
         except HotKVError:
             if request.key_space_id:
@@ -118,7 +108,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             found,
             locations,
             num_tokens,
-            # The most tokens of a hit: an engine always computes a prompt's last token itself.
+            # An engine always computes a prompt's last token itself.
             min(num_tokens, len(token_ids) // 4 - 1) if token_ids else num_tokens,
         )
         if await asyncio.to_thread(response.ByteSize) > MAX_MESSAGE_BYTES:
@@ -131,8 +121,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
 
 
 Prompt = tuple[str, int, bytes, bytes]
-"""A prompt to explain: the tenant of the user's session (an empty text if the request itself has
-the prompt), key space id, packed hashes, packed token ids."""
+"""Tenant of the conversation (empty without one), key space id, packed hashes, packed token ids."""
 
 
 def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
@@ -143,7 +132,6 @@ def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
 
 
 def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
-    """Returns the latest prompts of the user's session (conversation) that the request names."""
     if request.hashes or request.token_ids:
         raise invalid("session_id: give it without a prompt")
     return [
@@ -163,15 +151,12 @@ def _explain(
     num_tokens: int,
     most_tokens: int,
 ) -> None:
-    """Explains which blocks of a prompt are cached in one key space: writes a verdict for each
-    block, and a summary, into `explanation`. Writes into the caller's message instead of returning
-    a message, because copying so large a message would hold the GIL for long.
+    """Writes a verdict for each block, and a summary, into `explanation`: returning so large a
+    message would copy it, which holds the GIL for long.
 
-    space, number: the key space and its number.
-    found: for each group, the states of the prompt's blocks in host memory.
-    locations: for each tier, masks of the blocks that lie in the tier.
-    num_tokens: number of the prompt's tokens that lie in whole blocks.
-    most_tokens: most tokens that a hit can have.
+    found: states in host memory, for each group.
+    num_tokens: in whole blocks of the prompt.
+    most_tokens: of a hit.
     """
     masks, tiers = [], [_tiers(group, index, locations) for index, group in enumerate(found)]
     for index, group in enumerate(found):
@@ -221,10 +206,9 @@ def _explain(
 def _tiers(
     group: inspect.PromptBlocks, index: int, locations: Sequence[TierHolding]
 ) -> NDArray[np.int64]:
-    """Returns an array [n] for the blocks of a group: the first tier below host memory that has the
-    block, as an index into `locations`. The value is -1 for a block that is in host memory or in no
-    tier. Tiers that are up come before tiers that are down, because lookups skip tiers that are
-    down. `index`: the number of the group."""
+    """[n], for the blocks of a group: the first tier that has it, as an index into `locations`;
+    -1 if it is in host memory or in none. Tiers that are down come last, because lookups skip
+    them."""
     first = np.full(len(group.words), -1, np.int64)
     for number, one in sorted(enumerate(locations), key=lambda each: (each[1].is_up, -each[0])):
         first[one.masks[index]] = number
@@ -235,13 +219,9 @@ def _tiers(
 def _loads(
     space: KeySpace, locations: Sequence[TierHolding], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields a `TierLoad` message for each tier that must load blocks for a hit of `hit` tokens.
-    The message contains the number of these blocks, their bytes, and the seconds that it takes to
-    promote them to host memory.
+    """What each tier must load for the hit, and in how many seconds.
 
-    locations: the tiers, each with masks of the blocks that lie in it.
-    tiers: for each group, an array [n] from `_tiers`: for each block, the index in `locations` of
-        the tier that has it; -1 for none.
+    tiers: from `_tiers`, for each group.
     """
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(locations):
@@ -264,14 +244,10 @@ def _loads(
 def _limit(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, most_tokens: int
 ) -> tuple[int, int]:
-    """Returns the group and the depth (number of blocks before it) of the block that prevents a
-    longer hit. This is the first missing block that the next longer hit would need: a hit that is
-    longer by `alignment_tokens`, the step in which hits grow. The group is -1 if the prompt is too
-    short for such a hit.
+    """Group and depth of the first missing block that the next longer hit would need
+    (`alignment_tokens`). Group -1: the prompt is too short for one.
 
-    masks: for each group, True for each of the prompt's blocks that could be loaded.
-    hit: length of the hit, in tokens.
-    most_tokens: most tokens that a hit can have.
+    masks: for each group, True for blocks that could be loaded.
     """
     longer = hit + alignment_tokens(space.groups)
     if longer > most_tokens:
@@ -292,8 +268,7 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
         return f"{hit} of {num_tokens} tokens hit; a longer hit would need a longer prompt"
     if missing is None:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
-    # The verdict BELOW means that a tier has the block. Such a block limits the hit only if the
-    # tier is down, and `detail` says this already.
+    # A block in a tier limits the hit only if the tier is down, as `detail` says.
     why = missing.detail
     if missing.verdict != admin_pb2.BLOCK_VERDICT_BELOW:
         why = f"{fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)}: {why}"
@@ -303,14 +278,10 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
     )
 
 
-# WatchRequests: streams the requests that engines report.
-
-
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams the reports that engines send about their requests. If `request` names a key space
-    (a model in a configuration), streams only reports about this key space."""
+    """Streams engines' reports; those of one key space if the request names it."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):
@@ -326,7 +297,6 @@ def watch_requests(
 
 
 def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
-    """Converts an engine's report of a request to the message for clients that watch reports."""
     return admin_pb2.WatchedRequest(
         key_space_id=value.key_space_id,
         hashes=packed_words(value.report.hashes, value.hash_bytes),
@@ -341,13 +311,10 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
-"""Most bytes of an answer of the call Tell (which returns a report on a topic), so that the answer
-fits into a message."""
+"""Of an answer of Tell, so that it fits into a message."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Implements the service AdminService of admin.proto: the calls of operators."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         self._topics = all_topics(node)
@@ -395,9 +362,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _named(
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
-        """Returns the hash words of the blocks that the request names; None if the request asks for
-        all blocks. Raises INVALID_FIELD if the request both names blocks and asks for all blocks,
-        or does neither."""
+        """Hash words of the named blocks; None for all. Raises INVALID_FIELD if both or neither
+        is given."""
         if request.all == bool(request.hashes):
             raise invalid("hashes and all: give exactly one of them")
         if request.all:

@@ -1,6 +1,5 @@
-"""CacheService: lookups, leases and transfers as unary calls, outside a session's stream. A call
-names its session by the session's secret id. A lookup needs no session, unless tenants are
-configured."""
+"""CacheService: lookups, leases and transfers as unary calls, which name their session by its
+secret id. Without tenants, a lookup needs no session."""
 
 import asyncio
 from typing import Any
@@ -14,8 +13,6 @@ from hotkv_server.wire.errors import answer
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
-    """Implements the service CacheService of cache.proto."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         self._traceable = calls_of(node)

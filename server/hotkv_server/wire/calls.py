@@ -1,6 +1,5 @@
-"""The calls that clients can make both on the session stream (`SessionService.Connect`) and as
-unary calls (`CacheService`). Each function takes the node, the session and the request's message.
-It returns the answer, or a task or future that returns the answer later."""
+"""The calls that clients can make on a session's stream and as unary calls. Each function
+returns the answer, or a task or future of it."""
 
 import asyncio
 import time
@@ -24,8 +23,8 @@ from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.wire.errors import rights_log
 
 SLOWEST, FASTEST = 1.0, 1e9
-"""Limits of an engine's prefill speed, in tokens per second. A speed outside the limits counts as
-unknown, so that times that are computed from it are finite."""
+"""Limits of an engine's prefill speed in tokens per second; outside it counts as unknown, so
+that times computed from it are finite."""
 
 
 def _lease_id(text: str) -> str:
@@ -42,8 +41,7 @@ def _hash_lists(session: LiveSession, messages: Sequence[cache_pb2.GroupHashes])
 
 
 def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> list[Run]:
-    """Converts the runs (consecutive blocks of a group) in a message to `Run` values. Raises
-    HotKVError if a run is not valid."""
+    """Raises HotKVError if a run is not valid."""
     named = cache.read_runs(messages, session.key_space.hash_bytes, session.group_index)
     return [Run(*one) for one in named]
 
@@ -51,18 +49,17 @@ def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> 
 def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
-    """Looks up which blocks are ready or can be promoted from a tier. Returns a task if the answer
-    must wait for a tier. On a server with tenants, only a session can look up blocks, and only in
-    its own key space (a model in a configuration).
+    """Blocks that are ready or can be promoted. A task if the answer must wait for a tier. With
+    tenants, only a session may look up, and only in its own key space.
 
-    session: None if the request names no session; the request must then name a key space.
+    session: None if the request names none; it must then name a key space.
     """
     began_s = time.monotonic()
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise invalid("key_space_id is 0 and session_id is empty; give one of them")
-    # In its own key space, a session may declare sketches (compact forms of keys), and then
-    # has its own numbers for groups. In any other key space, clients use the server's numbers.
+    # Only in its own key space has a session its own numbers for groups, because it declares
+    # sketches.
     is_own = session is not None and number == session.record.key_space_id
     if node.has_tenants and not is_own:
         raise _hidden(session, number)
@@ -99,8 +96,6 @@ def _lookup(
 async def _lookup_later(
     node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
 ) -> cache_pb2.LookupResponse:
-    """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
-    time. Then looks the blocks up."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
     await node.tiers.lookups.ask(session, key_space_id, groups)
@@ -108,11 +103,7 @@ async def _lookup_later(
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
-    """Returns the error with which a server with tenants refuses a lookup outside the session's own
-    key space. The error does not reveal whether the key space exists.
-
-    session: None if the lookup names no session.
-    """
+    """Does not reveal whether the key space exists."""
     if session is None:
         return HotKVError(
             Reason.UNAUTHENTICATED,
@@ -125,9 +116,8 @@ def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
 
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
-    """Returns the error to send to the client after a call that names a lease has raised `error`.
-    On a server with tenants, a client must not learn whether another engine has a lease. So
-    FOREIGN_LEASE (another engine has the lease) then becomes UNKNOWN_LEASE."""
+    """With tenants, a client must not learn whether another engine has a lease: FOREIGN_LEASE
+    becomes UNKNOWN_LEASE."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)
@@ -140,11 +130,8 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
 def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Acquires a read lease: pins the blocks that are ready. If the client has received the arena's
-    descriptor, it can also ask for the blocks' offsets in the arena.
-
-    Returns a task if blocks must first be promoted from a tier, or compared with their checksums.
-    """
+    """Pins the blocks that are ready; may give their offsets to a client that has the arena's
+    descriptor. A task if blocks must first be promoted, or compared with their checksums."""
     began_s = time.monotonic()
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
@@ -172,10 +159,8 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Promotes the blocks that lie in tiers to host memory, and waits for the promotions for a
-    bounded time. Then acquires the lease, which pins the blocks that are ready. The lease pins no
-    block if the shared tiers do not confirm in time that the key space was not flushed on another
-    node."""
+    """Promotes first. Pins no block if shared stores do not confirm in time that no other node
+    has flushed the key space."""
     tiers = node.tiers
     assert tiers is not None
     held = await tiers.promote(session, groups)
@@ -196,8 +181,7 @@ def _acquire(
     *,
     may_pin: bool = True,
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Acquires the read lease, which pins the blocks that are ready now. It pins no block if
-    `may_pin` is False."""
+    """`may_pin`: if False, pins no block."""
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     number, now_s = session.record.number, time.monotonic()
     grant = node.core.acquire(number, lease_id, groups, ttl_s, now_s, may_pin=may_pin)
@@ -220,8 +204,7 @@ async def _in_place_later(
 async def reserve(
     node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
 ) -> cache_pb2.ReserveBlocksResponse:
-    """Reserves slots (places in the arena) for blocks under a lease. The client's stores under the
-    same lease write the blocks into these slots."""
+    """The client's stores under the same lease write into these slots."""
     runs = block_runs(session, request.runs)
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     retention = cache.read_retention("retention", request.retention)
@@ -236,7 +219,6 @@ async def reserve(
 def release(
     node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest
 ) -> cache_pb2.ReleaseLeaseResponse:
-    """Releases a lease. The answer says whether the engine had a lease with this id."""
     try:
         released = node.core.release(session.record.number, _lease_id(request.lease_id))
     except HotKVError as error:
@@ -249,8 +231,7 @@ def release(
 def load(
     node: Node, session: LiveSession, request: cache_pb2.LoadRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Starts a load: a copy of leased blocks into the engine's memory. The result, a future, is
-    done when the load has ended."""
+    """The result is done when the load has ended."""
     named, block_ids = cache.read_load_runs(request.runs, session.group_index)
     positions = [LoadPositions(*one) for one in named]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
@@ -273,8 +254,7 @@ def load(
 async def store(
     node: Node, session: LiveSession, request: cache_pb2.StoreRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Makes room for the blocks of a store, then starts it. Returns a future that is done when the
-    store has ended."""
+    """Makes room, then starts the store. The future is done when it has ended."""
     runs = block_runs(session, request.runs)
     block_ids = [fields.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
@@ -297,9 +277,8 @@ async def store(
 
 
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
-    """Records the reports in an engine's message. They are about four things: blocks that the
-    engine used from its own device cache; requests that it scheduled; requests that have ended; and
-    loads that have ended. If a report is not valid, raises TOO_LARGE or INVALID_FIELD and records
+    """Records an engine's reports: blocks used from its device cache; requests scheduled and
+    ended; loads ended. If one is not valid, raises TOO_LARGE or INVALID_FIELD and records
     nothing."""
     num_hashes = (
         sum(len(one.hashes) for one in request.requests)
@@ -327,9 +306,7 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
-    """Flushes the session's key space: deletes all blocks of its model and configuration, in host
-    memory and in all tiers. The answer has the number of deleted blocks, and the names of the tiers
-    that have not answered."""
+    """The session's key space, on this node and in all tiers."""
     flushed = await node.flush(session.record.key_space_id)
     return session_pb2.Flushed(block_count=flushed, pending_tiers=flushed.pending_tiers)
 
@@ -337,7 +314,6 @@ async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
 def cancel(
     node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest
 ) -> cache_pb2.CancelTransferResponse:
-    """Cancels a transfer. The answer says whether the session had such a transfer in flight."""
     return cache_pb2.CancelTransferResponse(
         found=node.transfers.cancel(session, request.transfer_id)
     )

@@ -1,18 +1,15 @@
-"""The descriptor socket: issues tickets, receives the file descriptors of engine memory, and sends
-descriptors of the arena and the block table, by SCM_RIGHTS. The sent descriptors are read-only,
-except that users in `arena_writers` get a writable descriptor of the arena. docs/wire.md has the
-protocol.
+"""The descriptor socket: issues tickets, receives descriptors of engine memory, and sends read-only
+descriptors of arena and block table, by SCM_RIGHTS. Users in `arena_writers` get a writable
+descriptor of the arena. docs/wire.md has the protocol.
 
-SO_PEERCRED gives the peer's user id, which must be allowed by the settings or belong to a tenant.
-On each connection, a peer sends one of two requests. The first asks for a ticket, by which the peer
-proves its user when it opens a session. The second links a session: it names the session and has
-the descriptors of the session's memory. The connection of a link stays open.
+A connection has one request. One asks for a ticket, by which the peer proves its user (SO_PEERCRED)
+when it opens a session. The other links a session: it has the descriptors of the session's memory,
+and its connection stays open.
 
 Always true: the server closes a link only after its last access to the session's memory, and the
-kernel closes the link when this process dies. So when the link ends, the client knows that it may
-reuse its memory. A connection without a valid request is a fault of its peer: a peer with too many
-is not served for some time, and if all peers together have too many, the socket pauses. So faults
-delay neither the event loop nor peers without faults, except that these may wait for the socket.
+kernel closes it when this process dies, so a client whose link ends may reuse its memory. A
+connection without a valid request is a fault of its peer. Peers with too many faults are not
+served for some time; if all together have too many, the socket pauses.
 """
 
 import asyncio
@@ -51,12 +48,11 @@ REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
 FAULT_PAUSE_S = 0.02
 SHARE_OF_PEER = 0.4
-"""Share of `faults_per_s` that a single process may have."""
+"""Of `faults_per_s`, for one process."""
 ALL = "all peers"
 SPARE_DESCRIPTORS = 256
-"""Number of file descriptors that the process reserves for connections, so that the files of
-clients' memory can't use up all descriptors. At most a quarter of the process's limit is
-reserved."""
+"""Reserved for connections, so that the files of clients' memory can't use up all descriptors.
+At most a quarter of the process's limit."""
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
@@ -68,15 +64,10 @@ class DescriptorServer:
     """Serves the descriptor socket at `path` until it is closed.
 
     mode: permissions of the socket's file.
-    access: decides which peers may link sessions, and for which tenants.
-    tickets: issues the tickets, and later redeems them.
-    faults_per_s: most faults a second that are served.
-    allowed_uids: user ids that may link sessions even if no tenant lists them.
-    arena_writers: user ids that get a writable descriptor of the arena, if their sessions may map
-        the arena.
+    allowed_uids: may link sessions even if no tenant lists them.
+    arena_writers: get a writable descriptor of the arena, if their sessions may map it.
 
-    `allowed_uids` and `arena_writers` may be replaced while the server runs; a change affects only
-    later links.
+    The two may be replaced; a change affects only later links.
     """
 
     def __init__(
@@ -101,7 +92,7 @@ class DescriptorServer:
         self._listener.bind(str(path))
         os.chmod(path, mode)
         self._listener.listen(MAX_PENDING)
-        # The connections without a request so far, each with its user id, the oldest first.
+        # Connections without a request so far, by task: user ids, the oldest first.
         self._pending: dict[asyncio.Task[None], int] = {}
         self._pending_of_user: Counter[int] = Counter()
         self._faults = FaultBound(SHARE_OF_PEER * faults_per_s)
@@ -113,7 +104,6 @@ class DescriptorServer:
         self._listen()
 
     def set_fault_rate(self, faults_per_s: float) -> None:
-        """Sets how many faults a second are served from now on."""
         self._faults.set_rate(SHARE_OF_PEER * faults_per_s)
         self._all_faults.set_rate(faults_per_s)
 
@@ -121,7 +111,7 @@ class DescriptorServer:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stops listening. Links of live sessions stay open."""
+        """Links of live sessions stay open."""
         if self._paused is not None:
             self._paused.cancel()
         self._loop.remove_reader(self._listener.fileno())
@@ -136,8 +126,7 @@ class DescriptorServer:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # The process has no free descriptor: an immediate retry would fail again, in an endless
-            # loop.
+            # No free descriptor: an immediate retry would fail again, in an endless loop.
             log.error(
                 "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
             )
@@ -203,9 +192,8 @@ class DescriptorServer:
             self._loop.remove_reader(connection.fileno())
 
     def _answer(self, connection: socket.socket, peer: Peer) -> tuple[bool, bool]:
-        """Answers the request that a peer has sent over a connection. Returns whether the
-        connection has become the link of a session, which must stay open, and whether it is a fault
-        of the peer."""
+        """Returns whether the connection is now a session's link, to stay open, and whether it
+        is a fault of the peer."""
         fds: list[int] = []
         kept: set[int] = set()
         try:
@@ -276,12 +264,9 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Passes the descriptors of a link request to the session: the files of its engine's
-        memory. If this method raises, the session owns none of the descriptors.
+        """Passes a link request's descriptors to the session, which owns none if this raises.
 
-        fds: the received descriptors.
-        kept: gets the descriptors that the caller must not close, because the session owns them or
-            has closed them.
+        kept: gets those that the caller must not close: the session owns or has closed them.
         """
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise invalid(
@@ -312,8 +297,6 @@ class DescriptorServer:
             raise invalid("the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
-        """Sends the client the descriptors of the arena and of the block table, if its session may
-        map them. The arena's descriptor is writable if the user of `peer` is in `arena_writers`."""
         writes_arena = session.maps_arena and peer.uid in self.arena_writers
         arena, table = self._node.memory.open_for_engine(writes_arena)
         try:

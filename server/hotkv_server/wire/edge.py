@@ -1,6 +1,5 @@
-"""Helpers for the gRPC services. `Edge` has the objects of a listener (socket or port). `calls_of`
-returns the functions that serve calls; optional parts of the server may have wrapped them, for
-example to trace them. `prompt_hashes` reads the prompt that a call names."""
+"""What gRPC services share: the objects of their listener (`Edge`), the functions that serve
+calls (`calls_of`), and the prompt that a call names (`prompt_hashes`)."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,21 +23,18 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
-"""Most streams of the call SelectBlocks on a listener. These streams also count among all calls of
-the listener (`wire.server.MAX_CALLS`)."""
+"""Of SelectBlocks on a listener; they also count among all its calls (`wire.server.MAX_CALLS`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The objects of one listener (socket or port), which its services use.
+    """The objects of one listener, a socket or port.
 
-    access: decides for which tenant a peer may open sessions.
-    identify: function that returns the peer of a call, with the identity that the peer has proven.
-        Its arguments are the call's message, which may have a ticket, and the call's context.
-        Raises HotKVError if the proof (for example the ticket) is not valid.
+    identify: the peer of a call, from its message, which may have a ticket, and its context. Raises
+        HotKVError if the peer's proof is not valid.
     pace: delays answers to malformed messages.
     guests: bounds the calls that may last without a session.
-    has_descriptor_socket: True if clients of this listener can use the descriptor socket.
+    has_descriptor_socket: True if this listener's clients can use it.
     """
 
     node: Node
@@ -50,14 +46,12 @@ class Edge:
 
 
 def full_name(module: Any, service: str) -> str:
-    """Returns the full name of a gRPC service, with its package. `module`: the generated module
-    that defines the service."""
+    """With the package. `module`: the generated module that defines the service."""
     return str(module.DESCRIPTOR.services_by_name[service].full_name)
 
 
 class Calls(Protocol):
-    """The calls that a capability (optional part of the server) may wrap, for example to trace
-    them. The module `calls` implements them."""
+    """The calls of the module `calls` that a capability may wrap, for example to trace them."""
 
     def lookup(
         self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
@@ -74,26 +68,22 @@ class Calls(Protocol):
 
 
 def calls_of(node: Node) -> Calls:
-    """Returns the functions that serve the calls in `Calls`: the functions of the module `calls`,
-    wrapped by the capabilities (optional parts) of this node (`Capability.traced`)."""
+    """The functions of `calls`, wrapped by the node's capabilities (`Capability.traced`)."""
     served: Calls = calls
     for one in node.capabilities:
         served = one.traced(served)
     return served
 
 
-# A call names a prompt by its hashes or by its tokens.
-
-
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
-    """Returns the block hashes of a prompt, words [n, 8]: a row for each full hash block (of
-    `hash_block_tokens` tokens).
+    """A prompt's hashes, words [n, 8]: a row for each full hash block of `hash_block_tokens`
+    tokens.
 
-    hashes: packed hashes of the prompt; if empty, the hashes are computed from the tokens.
-    token_ids: the prompt's tokens, packed int32; not used if `hashes` is given.
+    hashes: packed; if empty, they are computed from the tokens.
+    token_ids: packed int32.
 
-    Takes long for long prompts, so it is called on a thread. Raises INVALID_HASH if `hashes` is not
-    valid, INVALID_FIELD if the key space's hashes can't be computed from tokens.
+    Takes long for long prompts. Raises INVALID_HASH, and INVALID_FIELD if the key space's hashes
+    can't be computed from tokens.
     """
     if hashes:
         return read_hashes("hashes", hashes, space.hash_bytes)
@@ -108,11 +98,10 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
 
 def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:
-    """Returns the blocks of a prompt: a list of block hashes for each group. A group's blocks may
-    have more tokens than a hash block (`hash_block_tokens`, the tokens that a hash covers). Such a
-    block has the hash of the last hash block in it.
+    """A list of block hashes for each group. A block of several hash blocks has the hash of its
+    last.
 
-    hashes: the prompt's hashes, one for each hash block.
+    hashes: one for each hash block of the prompt.
     """
     steps = [group.block_tokens // space.hash_block_tokens for group in space.groups]
     return [

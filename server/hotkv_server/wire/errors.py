@@ -1,10 +1,6 @@
-"""Runs calls, and turns their errors into gRPC errors: `answer` runs a unary call, `stream` runs a
-call that streams the items of a feed, such as events (`node.broadcast`). `CODES` maps the reasons
-of refusals to gRPC codes.
-
-Each refusal is counted by reason. Refusals for lack of rights are logged too, but only a limited
-number per second: otherwise a client that is refused a thousand times a second could fill the disk.
-"""
+"""Runs calls, and turns their errors into gRPC errors. Each refusal is counted by reason;
+refusals for lack of rights are logged too, at a bounded rate, so that a refused client can't
+fill the disk."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -46,8 +42,7 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.RESIDENCY_TOO_LARGE: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.UNKNOWN_RESIDENCY: grpc.StatusCode.NOT_FOUND,
 }
-"""gRPC code of each reason for which the server refuses a call. A test proves that every `Reason`
-is listed."""
+"""A test proves that every `Reason` is listed."""
 
 ABOUT_RIGHTS = frozenset(
     {
@@ -59,8 +54,7 @@ ABOUT_RIGHTS = frozenset(
         Reason.UNKNOWN_HANDLE,
     }
 )
-"""Reasons of refusals that a peer (client process) gets if it tries to use something without the
-right to do so. Each such refusal is logged with the peer's identity."""
+"""Refusals for lack of rights. Each is logged with the peer's identity."""
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -69,9 +63,8 @@ rights_log.addFilter(Throttle())
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """A filter for gRPC's log. Returns False for a record which only says that a client
-    disconnected before its answer was written; such records are dropped. Returns True for all other
-    records."""
+    """A filter for gRPC's log: drops records which only say that a client left before its
+    answer."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None
@@ -83,11 +76,8 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
 
 
 def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
-    """Converts an exception of a call to the error that the client gets: a HotKVError stays as it
-    is, any other exception (a defect of the server) becomes INTERNAL. Counts the error.
-
-    Logs defects, and refusals for lack of rights. `who`: the caller, for the log.
-    """
+    """A HotKVError stays as it is; any other exception is a defect of the server and becomes
+    INTERNAL. Counts the error. Logs defects and ABOUT_RIGHTS. `who`: the caller, for the log."""
     if isinstance(error, HotKVError):
         refusal = error
     else:
@@ -103,8 +93,8 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
 
 
 async def abort(context: Any, error: HotKVError) -> NoReturn:
-    """Ends a gRPC call with an error: sends the error's gRPC code, its message, and its reason in a
-    form that programs can read."""
+    """Ends a gRPC call with the error's code, its message, and its reason in a form for
+    programs."""
     code = CODES[error.reason]
     status = error_status(error, code.value[0])
     trailers = ((STATUS_KEY, status.SerializeToString()),)
@@ -113,18 +103,15 @@ async def abort(context: Any, error: HotKVError) -> NoReturn:
 
 
 async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Serves a unary gRPC call: runs the function `call` and returns its answer. If the function
-    raises, ends the gRPC call with the code of the error (`CODES`)."""
+    """Serves a unary call; ends it with the code of what `call` raises."""
     try:
         return await call()
     except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
-# Streams items of the node, such as events, from a feed (a queue) to a client.
-#
-# The first answer is empty: it tells the client that reading has begun. A client that reads too
-# slowly misses items and learns how many it missed.
+# The first answer of a stream is empty: it tells the client that reading has begun. A client
+# that reads too slowly misses items and learns how many.
 
 
 Item = TypeVar("Item", bound=Measured)
@@ -133,8 +120,7 @@ Response = TypeVar("Response", bound=Message)
 
 MAX_RESPONSE_ITEMS = 256
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 16 * MAX_RESPONSE_ITEMS
-"""Most bytes of the items in one answer of a stream. This is less than MAX_MESSAGE_BYTES, because
-the message adds a few bytes to each item."""
+"""Of the items in one answer, to each of which the message adds a few bytes."""
 
 
 async def stream(
@@ -146,16 +132,12 @@ async def stream(
     response: Callable[[list[Part], int], Response],
     first: Callable[[], AsyncIterator[Item]] | None = None,
 ) -> AsyncIterator[Response]:
-    """Streams the items of a feed (a queue of events) as answers to a call, until the client ends
-    the call. Ends the call with UNKNOWN_KEY_SPACE if `key_space_id` is neither 0 nor a known key
-    space.
+    """Streams the items of a feed until the client ends the call. An unknown key space that is not
+    0 ends it with UNKNOWN_KEY_SPACE.
 
-    feeds: the feeds of this kind of item; the call opens one of them.
-    message: function that returns the wire message of an item; None if the client did not ask for
-        the item.
-    response: function that makes an answer from messages and the number of lost items.
-    first: function that yields items to send before the feed's items. The feed is opened before
-        `first` is called, so no item is missed between the two.
+    message: None for an item for which the client did not ask.
+    response: makes an answer from messages and the number of lost items.
+    first: items to send before the feed's, which is opened earlier, so that none is missed.
     """
     try:
         if key_space_id:

@@ -1,9 +1,8 @@
-"""Health checking by gRPC's standard service (grpc.health.v1). If a client watches the health and
-does not read the answers, neither the server nor other watchers wait for that client.
+"""gRPC's health service (grpc.health.v1). A client that watches and does not read delays neither
+the server nor other watchers.
 
-The servicer of the package grpcio-health-checking is not used. It holds a lock while it writes to a
-watching client, and needs the same lock to record a change. So a client that stops reading would
-stop the server from reporting its health, and from notifying systemd's watchdog.
+The servicer of grpcio-health-checking would: it holds a lock while it writes to a watching
+client, and needs it to record a change, so that systemd's watchdog would get no signal.
 """
 
 import asyncio
@@ -15,8 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answers gRPC health checks from the state of each service, by name; the empty name stands for
-    the whole server. On the event loop only."""
+    """States by service name; the empty name is the whole server. On the event loop only."""
 
     def __init__(self) -> None:
         self._states: dict[str, health_pb2.HealthCheckResponse.ServingStatus.ValueType] = {}
@@ -26,8 +24,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return f"HealthService({self._states})"
 
     def set(self, serving: Mapping[str, bool]) -> None:
-        """Sets the states of all services, and notifies the watchers if a state changed. `serving`:
-        for each service, by name, True if it answers calls."""
         kinds = health_pb2.HealthCheckResponse
         states = {
             name: kinds.SERVING if is_serving else kinds.NOT_SERVING
@@ -51,9 +47,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Sends the client the present state of a service, then each new state. If the state
-        changes several times before the client has read the last answer, sends only the newest
-        state."""
+        """A slow reader gets only the newest state."""
         told = None
         while True:
             changed, state = (

@@ -1,14 +1,12 @@
-"""Builds the gRPC servers, one for each listener, and adds the services to each. The services of
-each listener:
+"""Builds the gRPC servers, one for each listener, and adds the services:
 
-- `grpc.sock`: sessions, cache, and the services of capabilities (optional parts of the server) for
-  users; health, reflection.
+- `grpc.sock`: sessions, cache, and the capabilities' services for users; health, reflection.
 - `admin.sock`: admin, and the capabilities' services for operators; health, reflection, channelz.
-- TCP, if the settings ask for it: the users' services, and health. If the settings ask for them,
-  also reflection, and the operators' services for peers that prove to be admins.
+- TCP, if set: the users' services, and health. If set, also reflection, and the operators' services
+  for peers that prove to be admins.
 
-Always true: connections, calls and message sizes are bounded on each listener. So the memory that
-the server holds for incomplete messages of clients is at most MAX_INCOMPLETE_BYTES.
+Always true: connections, calls and message sizes are bounded on each listener, and so is the
+memory for incomplete messages (MAX_INCOMPLETE_BYTES).
 """
 
 import asyncio
@@ -54,27 +52,22 @@ MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 GUESTS_TURN_S = 1.0
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
-"""Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
-that may last long has its own, lower bound: sessions, streams of SelectBlocks, and guests (calls
-without a session, such as a watch of the health). So long calls can't use up all places, and calls
-that are answered at once always find a place."""
+"""Concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of long call
+has its own, lower bound, so that calls that are answered at once always find a place."""
 WINDOW_BYTES = 64 << 10
-"""Bytes of a call's message that gRPC receives before the server reads from the call."""
+"""Of a call's message that gRPC receives before the server reads from the call."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
-"""Most bytes of incomplete messages in the server's memory. A message begins with a prefix that
-declares its size. For each call from which the server reads, gRPC buffers the arrived bytes of the
-message until it is complete. A prefix that declares more than MAX_MESSAGE_BYTES ends the call.
-Streams of SelectBlocks count twice, because two of the listeners serve them."""
+"""gRPC buffers a message until it is complete, for each call from which the server reads. A
+prefix that declares more than MAX_MESSAGE_BYTES ends the call. Two listeners serve SelectBlocks."""
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket that the kernel accepts (sun_path)."""
+"""The kernel's limit (sun_path)."""
 IDLE_CONNECTION_S = 600
-"""A connection on which no call has run for this time, in seconds, is closed. Clients connect again
-when they need to."""
+"""A connection without a call for this time is closed. Clients connect again."""
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -83,8 +76,8 @@ OPTIONS = [
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000),
     ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
-    # If more calls wait for the server's event loop, gRPC answers CANCELLED. The default, 1,000,
-    # would cancel calls of a burst that the listener can serve.
+    # gRPC answers CANCELLED if more calls wait for the event loop. The default, 1,000, would
+    # cancel calls of a burst that the listener can serve.
     ("grpc.server.max_pending_requests", MAX_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
     ("grpc.so_reuseport", 0),
@@ -94,26 +87,23 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Service name by which a health check asks whether the process is alive. While the state of this
-name is NOT_SERVING, a restart of the server would help. The states of all other names say whether
-the server answers calls."""
+"""Health name that asks whether the process is alive: if not, a restart would help. All other
+names say whether the server answers calls."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
 TICKET_KEY = "hotkv-ticket-bin"
-"""Metadata key with which an admin call on a Unix socket sends a ticket, which the caller has
-fetched from the descriptor socket. The ticket proves the caller's user to the audit log."""
+"""Metadata key of a ticket with which an admin call on a Unix socket proves its user to the
+audit log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The addresses on which the server listens, and the settings of the listeners.
-
-    tcp_address: address and port for TCP; an empty text: the server does not listen on TCP.
-    tls: the files for TLS; None: TCP without TLS.
-    malformed_per_s: how many malformed messages are answered per second; further answers wait.
-    audit: which admin calls are recorded: off, changes or all.
-    audit_file: file in which admin calls are recorded; None: they are recorded in the server's log.
+    """tcp_address: empty: no TCP.
+    tls: None: TCP without TLS.
+    malformed_per_s: malformed messages answered per second; further answers wait.
+    audit: `off`, `changes` or `all`.
+    audit_file: None: the server's log.
     """
 
     socket: Path
@@ -133,9 +123,7 @@ class RpcServer:
     """The gRPC servers of a node, which serve from `start` on. The constructor raises OSError,
     UnsafeError or ValueError if they can't listen.
 
-    access: decides for which tenants a peer may act, and which peers are admins.
-    tickets: redeems the tickets by which peers on Unix sockets prove their users.
-    endpoints: the addresses, and the settings of the listeners.
+    tickets: prove the users of peers on Unix sockets.
     """
 
     def __init__(
@@ -156,7 +144,7 @@ class RpcServer:
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
         }
-        # Start the servers in this order, so that operators can connect before users can.
+        # In this order: operators can connect before users can.
         self._servers = [self._admins(), self._users()]
         self.tcp_port = 0
         if endpoints.tcp_address:
@@ -182,12 +170,6 @@ class RpcServer:
         has_descriptor_socket: bool = False,
         is_admin: bool = False,
     ) -> list[Service]:
-        """Returns the gRPC services of a listener: the services for operators if `is_admin` is
-        True, otherwise the services for users.
-
-        identify: function that returns the peer of a call (`Edge`).
-        has_descriptor_socket: True if clients of the listener can use the descriptor socket.
-        """
         node = self._node
         edge = Edge(node, self._access, identify, self.pace, self._guests, has_descriptor_socket)
         found = [
@@ -212,7 +194,6 @@ class RpcServer:
         return [service for service in found if service.is_admin == is_admin]
 
     def _add(self, services: Iterable[Service], server: grpc.aio.Server) -> list[str]:
-        """Adds services to a gRPC server and returns the services' names."""
         names = []
         for service in services:
             service.add(service.servicer, server)
@@ -267,9 +248,8 @@ class RpcServer:
         return server
 
     def _peer_of_ticket(self, opening: Any, context: Any) -> Peer:
-        """Returns the peer that fetched the ticket in the message `opening`. If the message has no
-        ticket, returns a peer that has proven no identity. Raises UNAUTHENTICATED if the ticket is
-        not valid, unless access is open to all."""
+        """A peer without identity if there is no ticket. Raises UNAUTHENTICATED if it is not
+        valid, unless access is open to all."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
         peer = self._tickets.redeem(opening.ticket, time.monotonic())
@@ -281,15 +261,12 @@ class RpcServer:
         return peer or Peer("unix socket, a ticket of no use")
 
     def _admin_of_ticket(self, context: Any) -> Peer:
-        """Returns the peer of an admin call on a Unix socket, for the audit log. Every process that
-        may open the admin socket is an admin. If the call has a ticket, the ticket shows which user
-        runs the process."""
+        """For the audit log: every process that may open the admin socket is an admin."""
         ticket = dict(context.invocation_metadata() or ()).get(TICKET_KEY, b"")
         peer = self._tickets.redeem(ticket, time.monotonic()) if ticket else None
         return peer or Peer("unix socket, no ticket")
 
     async def start(self) -> None:
-        """Begins to serve on all listeners, and sets the health states to SERVING."""
         for server in self._servers:
             await server.start()
         for path, mode in self._modes.items():
@@ -302,10 +279,8 @@ class RpcServer:
             self._guests.end_late(time.monotonic())
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
-        """Sets the states that gRPC health checks return.
-
-        is_ready: the state of the server and of each service.
-        is_alive: the state under the name LIVENESS.
+        """is_ready: of the server and each service.
+        is_alive: under the name LIVENESS.
         """
         self._health.set(
             {
@@ -316,8 +291,7 @@ class RpcServer:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Stops accepting calls. Waits for calls in flight, and ends the calls that are still
-        running after `grace_s` seconds."""
+        """Refuses calls, and ends those that still run after `grace_s`."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._ending is not None:
             self._ending.cancel()

@@ -1,5 +1,4 @@
-"""SessionService: opens a session for each stream of the call Connect, and serves the session's
-calls on the stream."""
+"""SessionService: opens a session for each stream of Connect, and serves its calls."""
 
 import asyncio
 import contextlib
@@ -53,24 +52,17 @@ log = logging.getLogger(__name__)
 log.addFilter(Throttle())
 
 
-# `SessionCalls` chooses the function that serves a message of a session's stream, and decides when
-# the answer is sent.
-#
-# Always true: a call with a request id is answered once. These calls are answered later, while
-# further requests of the session are served:
-# - transfers: when they end;
-# - lookups and leases that must wait for a tier: when the wait ends;
-# - leases and residencies whose blocks must be compared with their checksums: after the
-#   comparison;
-# - calls that a capability (optional part of the server) answers with a task: when the task ends.
-# Other calls are answered before the next request of the session is served.
+# Always true: a call with a request id is answered once, before the next request is served. Only
+# these are answered later: transfers; lookups and leases that wait for a tier; leases and
+# residencies whose blocks must be compared with their checksums; calls that a capability answers
+# with a task.
 
 
 class SessionCalls:
-    """Serves the calls that arrive on the stream of one session.
+    """Serves the calls on one session's stream.
 
     pace: delays answers to malformed messages.
-    send: function that sends the answers that are ready only after `handle` has returned.
+    send: sends answers that are ready only after `handle` has returned.
     """
 
     def __init__(
@@ -85,8 +77,7 @@ class SessionCalls:
         self._pace = pace
         self._send = send
         self._traceable = calls_of(node)
-        # For each name of a field of a message: the function that serves messages with this field
-        # (`SessionCall`).
+        # By the name of a message's field.
         self._functions: dict[str, SessionCall] = {
             "lookup": partial(self._traceable.lookup, node),
             "acquire_lease": partial(self._traceable.acquire, node),
@@ -99,8 +90,6 @@ class SessionCalls:
             self._functions |= one.session_calls()
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
-        """Converts the error of a call to the message that the client gets. Counts and logs the
-        refusal (`as_refusal`)."""
         return session_pb2.ConnectResponse(
             error=error_detail(as_refusal(self._node, error, self._session.name))
         )
@@ -108,14 +97,13 @@ class SessionCalls:
     async def handle(
         self, request: session_pb2.ConnectRequest
     ) -> session_pb2.ConnectResponse | None:
-        """Serves a request of the session's stream and returns the answer. A call that has no
-        result gets an empty answer (`Pong`). Returns None if the answer is sent later. Raises the
+        """A call without a result gets a `Pong`. None if the answer is sent later. Raises the
         call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "load":
                 load = self._traceable.load(node, session, request.load)
-                # Keep no reference to the request in the callback: its message may be large.
+                # Without a reference to the request: its message may be large.
                 load.add_done_callback(partial(self._answer_load, request.request_id))
                 return None
             case "store":
@@ -152,12 +140,9 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """Makes the stream's message from the answer of a call. Returns None if the answer is sent
-        later.
+        """Makes the stream's message from what a `SessionCall` returned; None if it is sent later.
 
-        body: name of the message's field, and of the answer's field.
-        answer: an answer, a task or awaitable that returns it, an awaitable that returns a task, or
-            None. Functions of optional parts of the server (`SessionCall`) return these too.
+        body: the message's field, and the answer's.
         """
         if inspect.isawaitable(answer) and not isinstance(answer, asyncio.Task):
             answer = await answer
@@ -167,19 +152,15 @@ class SessionCalls:
         if isinstance(answer, session_pb2.ConnectResponse):
             return answer
         if answer is None:
-            # The call has no result, so its answer is empty.
             return session_pb2.ConnectResponse(pong=session_pb2.Pong())
         return session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
-        """Waits until `Pace` allows another answer to a malformed message. Returns `error`."""
         await self._pace.turn()
         return error
 
     def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
-        """Sends the result of the finished task `done` to the client, as the field `body` of an
-        answer. If the task raised, sends the error. Sends nothing if the task was cancelled, or was
-        refused because its session has ended meanwhile."""
+        """Sends nothing if the task was cancelled, or refused because its session has ended."""
         if done.cancelled():
             return
         if self._session.closing and isinstance(done.exception(), HotKVError):
@@ -191,8 +172,7 @@ class SessionCalls:
         self._answer(request_id, response)
 
     def _answer(self, request_id: int, response: session_pb2.ConnectResponse) -> None:
-        """Sends an answer that was not ready when `handle` returned. Does nothing if `request_id`
-        is 0: the client then wants no answer."""
+        """With request id 0 the client wants no answer."""
         if request_id:
             response.request_id = request_id
             self._send(response)
@@ -208,8 +188,8 @@ class SessionCalls:
         if not done.cancelled():
             end, session = done.result(), self._session
             if session.hears_evictions and not session.closing:
-                # The client gets notices of earlier evictions before this answer. So the answer
-                # must not report a block as stored that was removed meanwhile.
+                # Notices of earlier evictions precede this answer, which must not report as
+                # stored what was removed meanwhile.
                 still = self._node.core.still_ready(
                     session.record.key_space_id, end.runs, end.results
                 )
@@ -218,40 +198,31 @@ class SessionCalls:
             self._answer(request_id, session_pb2.ConnectResponse(store=answer))
 
 
-# The stream of an open session carries requests in one direction, answers and notices (for example
-# of evictions) in the other.
-#
-# Always true: requests are read one at a time. No further request is read while the client has left
-# many answers unread (`SessionOutbox.has_much`). The first message says that the session is open.
-# An answer is never sent before a notice that came earlier.
+# Always true: requests are read one at a time, and none while the client has left many answers
+# unread (`SessionOutbox.has_much`). The first message says that the session is open. An answer
+# is never sent before a notice that came earlier.
 
 
 LAST_WORDS_S = 2.0
 NOTICE_PAUSE_S = 0.02
-"""Shortest pause between two messages with notices (for example of evictions), in seconds. If an
-answer is sent during the pause, waiting notices are sent before it."""
+"""Shortest pause between two messages with notices. Answers do not wait: waiting notices are
+sent before them."""
 
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
-"""While a client has left this many messages or bytes unread, the server reads no further requests
-from it."""
+"""While a client has left this much unread, no further request is read from it."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
-"""A session is ended if its client reads nothing for SLOW_READER_S seconds, while it has left more
-than KEPT_BYTES or at least UNREAD_ANSWERS messages unread."""
+"""A session ends if its client reads nothing for SLOW_READER_S while it has left more than
+KEPT_BYTES or at least UNREAD_ANSWERS messages unread."""
 OUTBOX_BYTES = 32 << 20
 
 
 class SessionOutbox:
-    """The queue of messages to the client of a session.
+    """The queue of messages to a session's client, bounded in messages and bytes. The session ends
+    if it is full, or the client reads too slowly (KEPT_BYTES).
 
-    write: function that sends a message, and waits while the client reads too slowly.
-    on_end: function that ends the session, given the reason.
-    takes_batches: True if the client accepts several messages in one message (a batch). The
-        session's first message is always sent alone.
-
-    Always true: the queue is bounded, in messages and in bytes. The session ends if the queue is
-    full. The session also ends if much is unread (see KEPT_BYTES) and the client reads nothing for
-    SLOW_READER_S.
+    write: sends a message, and waits while the client reads too slowly.
+    takes_batches: several messages may be sent as one; the first is always sent alone.
     """
 
     def __init__(
@@ -263,8 +234,7 @@ class SessionOutbox:
     ) -> None:
         self._write = write
         self._on_end = on_end
-        # Messages that were not written yet, each with its size in bytes. The first of them are
-        # being written.
+        # Each with its size in bytes. The first of them are being written.
         self._messages: deque[tuple[session_pb2.ConnectResponse, int]] = deque()
         self._came: asyncio.Future[None] | None = None
         self._takes_batches = takes_batches
@@ -278,7 +248,7 @@ class SessionOutbox:
         return f"SessionOutbox({len(self._messages)} messages, {self._unread_bytes} bytes)"
 
     def put(self, message: session_pb2.ConnectResponse) -> None:
-        """Queues a message; does nothing after `close`. Ends the session if the queue is full."""
+        """Does nothing after `close`. Ends the session if the queue is full."""
         if self._is_closed:
             return
         if len(self._messages) >= OUTBOX_MESSAGES:
@@ -295,14 +265,13 @@ class SessionOutbox:
             self._look_later()
 
     async def room(self) -> None:
-        """Waits until the client has read enough messages that the server may read another request
-        (`has_much`)."""
+        """Waits while the client has much unread."""
         while self.has_much():
             self._was_read.clear()
             await self._was_read.wait()
 
     async def send_all(self) -> None:
-        """Writes the queued messages to the client in order, until this coroutine is cancelled."""
+        """Runs until cancelled."""
         while True:
             if not self._messages:
                 self._came = asyncio.get_running_loop().create_future()
@@ -313,7 +282,7 @@ class SessionOutbox:
             else:
                 some = [message for message, _ in itertools.islice(self._messages, count)]
                 batch = session_pb2.ResponseBatch(responses=some)
-                # Free the messages now: the next may come much later.
+                # Free them now: the next may come much later.
                 del some
                 await self._write(session_pb2.ConnectResponse(batch=batch))
                 del batch
@@ -323,15 +292,14 @@ class SessionOutbox:
             self._was_read.set()
 
     def _num_together(self) -> int:
-        """Returns how many messages from the start of the queue to send as one batch; 1 if the
-        client takes no batches."""
+        """How many messages to send as one batch."""
         if not self._takes_batches or not self._num_written or len(self._messages) == 1:
             return 1
         sums = itertools.accumulate(num_bytes for _, num_bytes in self._messages)
         return max(1, sum(1 for _ in itertools.takewhile(lambda n: n <= MAX_BATCH_BYTES, sums)))
 
     async def drained(self, timeout_s: float) -> None:
-        """Waits until all queued messages are written, but at most `timeout_s` seconds."""
+        """Waits until all is written, at most `timeout_s`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._emptied(), timeout_s)
 
@@ -341,21 +309,18 @@ class SessionOutbox:
             await self._was_read.wait()
 
     def close(self) -> None:
-        """Makes the queue ignore messages that are put into it from now on; `send_all` still sends
-        the queued messages. Cancels the timer that watches whether the client reads."""
+        """Ignores later messages; `send_all` still sends the queued ones."""
         self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()
 
     def drop(self) -> None:
-        """Drops the messages that are still queued. Call this method after `close`, when `send_all`
-        has ended."""
+        """To be called after `close`, when `send_all` has ended."""
         self._messages.clear()
         self._unread_bytes = 0
 
     def has_much(self) -> bool:
-        """Returns True if the client has left so many messages or bytes unread that the server
-        reads no further requests from it."""
+        """True if no further request is read from the client."""
         return len(self._messages) >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
 
     def _look_later(self) -> None:
@@ -364,9 +329,8 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Checks whether a client with many unread messages still reads. `_look_later` planned this
-        check SLOW_READER_S ago. If the client has read no message since then, ends the session. If
-        the client has read messages, but much is still unread, plans another check."""
+        """Ends the session if its client, with much unread, has read no message for
+        SLOW_READER_S."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:
@@ -376,11 +340,7 @@ class SessionOutbox:
 
 
 class SessionStream:
-    """Runs the stream of an open session: reads its requests, and writes answers and notices.
-
-    context: gRPC's context of the stream, which writes the messages.
-    pace: delays answers to malformed messages.
-    """
+    """`context`: gRPC's, which writes the messages."""
 
     def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
         self._session = session
@@ -396,13 +356,11 @@ class SessionStream:
         requests: AsyncIterator[session_pb2.ConnectRequest],
         opened: session_pb2.ConnectResponse,
     ) -> HotKVError | None:
-        """Serves the session until the client or the server ends it. If the server ended it,
-        returns the reason; otherwise returns None.
+        """Serves the session until client or server ends it. Returns the reason if the server did.
 
         opened: the first message to send.
         """
-        # Send `opened` first, even if notices (for example of evictions) have come while the
-        # session opened.
+        # First, even if notices have come while the session opened.
         self._outbox.put(opened)
         reader = asyncio.create_task(self._read(requests))
         endings = {
@@ -414,16 +372,14 @@ class SessionStream:
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
-                # The client has ended its requests: still send the queued answers, if it reads
-                # them.
+                # The client has ended its requests, but may read the queued answers.
                 await self._outbox.drained(LAST_WORDS_S)
         finally:
             self._outbox.close()
             for task in (*endings, notices):
                 task.cancel()
             await asyncio.gather(*endings, notices, return_exceptions=True)
-            # Free the messages and notices now: the client may never read the end of the stream,
-            # and until then the call stays open.
+            # Free these now: the call stays open until the client reads the end of the stream.
             self._outbox.drop()
             while not self._session.notices.empty():
                 self._session.notices.get_nowait()
@@ -431,8 +387,7 @@ class SessionStream:
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         while True:
-            # Wait until the client has read enough answers. Wait before the next request is read,
-            # because it may be large.
+            # Before the next request is read, as it may be large.
             await self._outbox.room()
             request = await anext(requests, None)
             if request is None:
@@ -441,7 +396,7 @@ class SessionStream:
                 await self._serve_all(request.batch.requests)
             else:
                 await self._serve(request)
-            # Free the message now: the next may come much later.
+            # Free it now: the next may come much later.
             del request
 
     async def _serve_all(self, requests: Iterable[session_pb2.ConnectRequest]) -> None:
@@ -472,23 +427,19 @@ class SessionStream:
         self._ended.set()
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
-        """Queues an answer for the client. Before that, queues all waiting notices."""
+        """Queues waiting notices first."""
         if not self._session.notices.empty():
             self._send_notices([])
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Queues notices for the client as they come. Each eviction of a block is reported to all
-        sessions of its key space (a model in a configuration) that want eviction notices, so a
-        session may get many notices. Notices that come within NOTICE_PAUSE_S are combined into one
-        message."""
+        """Combines the notices of NOTICE_PAUSE_S into one message, as a session may get many."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)
 
     def _send_notices(self, notices: list[Notice]) -> None:
-        """Queues messages for the client with these notices and all waiting notices. Combines
-        evictions into few messages."""
+        """Sends all waiting notices too, evictions in few messages."""
         while not self._session.notices.empty():
             notices.append(self._session.notices.get_nowait())
         groups, num_blocks = list[cache_pb2.GroupHashes](), 0
@@ -511,17 +462,13 @@ class SessionStream:
         self._outbox.put(session_pb2.ConnectResponse(eviction_notice=notice))
 
 
-# `SessionService` opens a session for each stream of Connect.
-#
-# Always true: however the stream ends, its session is closed. A session acts for one tenant. If
-# tenants are configured, the session's peer has proven its right to act for the tenant. The
-# engine's id and name then begin with the tenant's name, so that engines of other tenants can't
-# name its leases.
+# Always true: however the stream ends, its session is closed. A session acts for one tenant, if
+# tenants are configured, and its peer has proven the right to. The engine's id and name then
+# begin with the tenant's name, so that other tenants' engines can't name its leases.
 
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 MAX_MODEL_NAMES = 16
-"""Most names of its model that an engine may report when it opens a session."""
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -550,18 +497,16 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
-        # Read the owner (tenant or engine) now, because after the session its key space may be
-        # forgotten.
+        # Now: after the session its key space may be forgotten.
         owner = self._node.sessions.owner(session)
         stream = SessionStream(self._node, session, context, self._edge.pace)
         why: HotKVError | None = None
         try:
             why = await stream.run(request_iterator, self._opened(first, session))
         finally:
-            # Shield this from cancellation, so that a broken stream can't interrupt the closing of
-            # the session.
+            # Shielded: a broken stream can't interrupt the closing.
             await asyncio.shield(self._node.sessions.close(session))
-        # However the session has ended, gRPC ends the call only when its client has read the end.
+        # gRPC ends the call only when its client has read the end.
         self._unread_ends.take(owner, 1)
         context.add_done_callback(lambda _: self._unread_ends.give(owner, 1))
         if why is not None:
@@ -602,8 +547,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if tenant is not None:
             session.peer, session.maps_arena = peer, False
             try:
-                # Check the right again, because the settings may have changed during the wait. From
-                # here on, such a change ends the session.
+                # Again: the settings may have changed during the wait. From here on, a change
+                # ends the session.
                 tenant = self._edge.access.admit(peer, key_space.tenant)
             except HotKVError:
                 await self._node.sessions.close(session)
@@ -653,8 +598,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
 
 def _version(opening: session_pb2.OpenSession) -> int:
-    """Returns the protocol version that client and server will use. Raises VERSION_MISMATCH if they
-    have no version in common."""
+    """Raises VERSION_MISMATCH."""
     oldest = opening.protocol_version
     newest = opening.newest_protocol_version or oldest
     version = agreed_version(oldest, newest)
@@ -669,10 +613,9 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Returns the salts of a session: numbers that its client mixes into each hash that it looks up
-    in the block table, so that equal hashes of two groups stay distinct. There is a salt (a signed
-    number) for each group of the key space (a model in a configuration), then one for each kind of
-    sketch (compact forms of blocks' keys) that the client declares."""
+    """What the client mixes into each hash that it looks up in the block table, so that equal
+    hashes of two groups stay distinct: for each group, then for each kind of sketch that it
+    declares."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
         *map(space.sketch_salt, read_sketches(opening.sketches)),
@@ -681,9 +624,8 @@ def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
 
 
 async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
-    """Reads the first message of a session's stream, which must be `open_session`. Does not check
-    rights. Raises INVALID_FIELD if the first message is another message, or does not arrive within
-    FIRST_MESSAGE_TIMEOUT_S."""
+    """The first message must be `open_session`, within FIRST_MESSAGE_TIMEOUT_S; else raises
+    INVALID_FIELD."""
     try:
         first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)
     except (StopAsyncIteration, asyncio.TimeoutError):

@@ -1,1 +1,1 @@
-"""Makes the answers to HTTP requests: probes, metrics, and the status page with its API."""
+"""Answers to HTTP requests: probes, metrics, and the status page with its API."""

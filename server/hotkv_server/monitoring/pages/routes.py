@@ -1,8 +1,8 @@
-"""Answers each HTTP path. Everybody may read the probes and metrics; `PageAccess` decides who may
-read the status page and its API.
+"""Answers each HTTP path. Everybody may read probes and metrics; `PageAccess` decides who may read
+the status page and its API.
 
-Always true: figures are read on the node's event loop, and converted to JSON on the event loop of
-the HTTP thread. Clients that ask for the same answer at the same time share one computation.
+Always true: figures are read on the node's event loop, and converted to JSON on the HTTP
+thread's. Clients that ask for the same answer at the same time share one computation.
 """
 
 import array
@@ -41,10 +41,9 @@ from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
 from hotkv_server.security.path_checks import UnsafeError
 
 # ----------------------------------------------------------------------------- Requests and answers
-# Requests and answers of HTTP, as values.
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of Prometheus' text format. It is used for all texts."""
+"""Of Prometheus' text format; used for all texts."""
 JSON_TYPE = "application/json"
 PRIVATE: Mapping[str, str] = {
     "Cache-Control": "no-store",
@@ -52,16 +51,15 @@ PRIVATE: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of the answers of the status page and its API."""
+"""Headers of the status page and its API."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """The parts of an HTTP request that decide its answer.
 
-    path, query: the parts of the address before and after the question mark.
-    host, authorization, accept: values of these headers; empty if the header is missing.
-    body: body of a POST to CHECK_PATH.
+    host, authorization, accept: headers; empty if missing.
+    body: of a POST to CHECK_PATH.
     """
 
     path: str
@@ -74,8 +72,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer to an HTTP request."""
-
     status: int
     body: bytes
     content_type: str = TEXT_TYPE
@@ -83,22 +79,18 @@ class Reply:
 
     @staticmethod
     def text(status: int, line: str, headers: Mapping[str, str] = PRIVATE) -> "Reply":
-        """Makes an answer whose body is a line of text."""
         return Reply(status, f"{line}\n".encode(), headers=headers)
 
     @staticmethod
     def json(value: Any) -> "Reply":
-        """Makes an answer with status 200 and the value as JSON. Its headers are PRIVATE, which
-        forbid caching."""
         body = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
         return Reply(200, body, JSON_TYPE, PRIVATE)
 
 
 # ----------------------------------------------------------------------------------------- The page
-# The status page is a single file. It needs no other files, and its headers forbid others.
 #
-# Always true: the page contains no figures; it asks the API for them. The Content-Security-Policy
-# allows only the script and the style sheet of the file, which it identifies by their hashes. It
+# The status page is a single file without figures; it asks the API for them. Always true: the
+# Content-Security-Policy allows only the file's own script and style sheet, by their hashes. It
 # forbids loading from other hosts, and making HTML elements from text.
 
 HTML_TYPE = "text/html; charset=utf-8"
@@ -106,8 +98,7 @@ FILE = "page.html"
 
 
 def _hash(tag: str, text: str) -> str:
-    """Returns the SHA-256 (base64) of the content of the only element with this tag, in the form
-    that a Content-Security-Policy needs."""
+    """SHA-256 (base64) of the only element with this tag, as a Content-Security-Policy needs it."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
@@ -130,7 +121,7 @@ def _policy(text: str) -> str:
 
 
 class Page:
-    """Makes the answer that contains the status page (HTML). Reads the page's file only once."""
+    """Reads the page's file once."""
 
     def __init__(self) -> None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
@@ -143,29 +134,26 @@ class Page:
         }
 
     def reply(self, status: int = 200) -> Reply:
-        """Returns the answer that contains the status page. With the status 401, the page first
-        asks the reader for a token."""
+        """With status 401, the page first asks the reader for a token."""
         return Reply(status, self._body, HTML_TYPE, self._headers)
 
 
 # ------------------------------------------------------------------------------------------ Savings
-# Answers `/api/v1/savings` (the ledger's figures). The node computes one answer at a time. After it
-# the node rests: for some time it computes no further answer. While it computes or rests, clients
-# get the latest answer, with its age.
 #
-# Always true: all answers together take about RESTING_SHARE of the node's event loop, however many
-# clients ask, and whatever windows of time they ask for. Use on the HTTP thread's event loop only.
+# `/api/v1/savings`: the ledger's figures. The node computes one answer at a time, and then rests.
+# Meanwhile clients get the latest answer, with its age.
+#
+# Always true: all answers together take about RESTING_SHARE of the node's event loop, however
+# many clients ask, and for whatever windows. On the HTTP thread's event loop only.
 
 RESTING_SHARE = 0.05
-"""Share of the event loop's time that the computations of all answers may take together."""
 MAX_REST_S = 5.0
-"""Longest pause of the node after an answer, in seconds, however long its computation took."""
+"""However long a computation took."""
 MAX_SINCE_S = 8 * 86_400.0
-"""Longest window of the ledger, in seconds. The window 0 means all time."""
+"""Longest window of the ledger. The window 0 means all time."""
 MAX_KEPT = 32
-"""Most answers about savings that are cached, and most computations of such answers that are
-requested while no client waits for them any more. Answers differ in their window, or in whether
-they contain names."""
+"""Of cached answers, and of requested computations for which no client waits any more. Answers
+differ in their window, or in whether they have names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +162,13 @@ class _Made:
     made_s: float
 
     def at(self, now_s: float) -> Reply:
-        """Returns the cached answer, with its age at `now_s` in whole seconds in the header Age."""
+        """With its age in whole seconds in the header Age."""
         headers = {**self.reply.headers, "Age": str(int(now_s - self.made_s))}
         return dataclasses.replace(self.reply, headers=headers)
 
 
 class SavingsPage:
-    """Answers requests for the savings: the figures of the ledger, which counts hits and the time
-    that they saved. The node computes one answer at a time and then pauses, so that all answers
-    together take about RESTING_SHARE of its event loop. While it computes or pauses, clients get
-    the latest answer.
-
-    read: called as `read(since_s, has_names)`; returns the figures from the node.
+    """read: called as `read(since_s, has_names)`.
     clock, sleep: replaced in tests.
     """
 
@@ -200,22 +183,20 @@ class SavingsPage:
         self._rests_until_s = float("-inf")
         self._made: OrderedDict[tuple[int, bool], _Made] = OrderedDict()
         self._making: dict[tuple[int, bool], asyncio.Task[_Made]] = {}
-        # For the arguments of each computation: how many clients wait for its answer.
+        # How many clients wait for each computation.
         self._num_waiting = Counter[tuple[int, bool]]()
 
     def __repr__(self) -> str:
         return f"SavingsPage({len(self._made)} answers, {len(self._making)} in the making)"
 
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
-        """Returns the ledger's figures (hits and the time that they saved) for the last `since_s`
-        seconds, rounded up to minutes; 0: all time.
+        """The ledger for the last `since_s`, rounded up to minutes; 0: all time.
 
-        has_names: True includes a row with the names of each account (tenant, model, engine).
+        has_names: with a named row for each account.
 
-        Requests a new computation, unless the same computation is already requested. It begins when
-        the running computation and the pause after it are over. While the node computes or pauses,
-        returns the latest answer for the same arguments if there is one. Otherwise waits for the
-        new answer. Raises the node's errors.
+        Requests a new computation, unless the same one is requested. While the node computes or
+        rests, gives the latest answer for these arguments if there is one; otherwise waits.
+        Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
@@ -233,9 +214,8 @@ class SavingsPage:
         return latest.at(self._clock())
 
     def _limit(self) -> None:
-        """If MAX_KEPT computations are requested, cancels the last computation for which no client
-        waits. The reason: a client could ask for the savings of many windows of time and
-        disconnect; the other clients would then wait for these computations."""
+        """With MAX_KEPT computations requested, cancels the last for which no client waits: a
+        client could ask for many windows and leave, and others would wait for them."""
         self._num_waiting = +self._num_waiting
         if len(self._making) >= MAX_KEPT:
             asked = next(
@@ -257,8 +237,8 @@ class SavingsPage:
                     rest_s = (now_s - begun_s) * (1 / RESTING_SHARE - 1)
                     self._rests_until_s = now_s + min(rest_s, MAX_REST_S)
         finally:
-            # If this computation was cancelled, `_making` no longer has it, or has a newer
-            # computation under the same arguments.
+            # Unless this was cancelled: then `_making` lacks it, or has a newer one with the
+            # same arguments.
             if self._making.get(asked) is asyncio.current_task():
                 del self._making[asked]
         made = self._made[asked] = _Made(Reply.json(figures), now_s)
@@ -276,18 +256,14 @@ PAGE_PATH = "/"
 API = "/api/v1/"
 STATUS_PATH, SAVINGS_PATH = f"{API}status", f"{API}savings"
 CHECK_PATH = f"{API}check_blocks"
-"""The only path that accepts POST. A router asks there which blocks are cached, in the format of
-Dynamo's `SharedKvCacheHttpClient`."""
+"""The only path for POST: a router asks which blocks are cached, as Dynamo's
+`SharedKvCacheHttpClient` does."""
 ALL_PATHS = f"try /, /metrics, /livez, /readyz, {STATUS_PATH} or {SAVINGS_PATH}"
 T = TypeVar("T")
 
 
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
-    """Answers a probe: status 200, or status 503 with the problems of the server.
-
-    also_draining: True: it counts as a problem too if the server drains (is about to stop and
-        accepts no new work).
-    """
+    """Status 503 with the problems, if there are any."""
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
         problems += ("the server drains",)
@@ -300,14 +276,7 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
-    """Asks the capabilities (optional parts of the server) which of these blocks are cached.
-    Returns a mask of the cached blocks [n], from the first capability that answers; None if no
-    capability answers.
-
-    model: name of the model.
-    block_tokens: tokens of a block.
-    hashes: the router's block hashes.
-    """
+    """From the first capability that knows; None if none does."""
     for one in node.capabilities:
         if (found := await one.check_blocks(model, block_tokens, hashes)) is not None:
             return found
@@ -319,8 +288,7 @@ async def _status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def since(query: str) -> float:
-    """Returns the parameter `since_s` of a URL's query, in seconds; 0 if it is missing. Raises
-    ValueError if the parameter is no number, or is below 0."""
+    """The query's `since_s`; 0 if missing. Raises ValueError."""
     values = urllib.parse.parse_qs(query).get("since_s", ["0"])
     try:
         seconds = float(values[-1])
@@ -332,8 +300,7 @@ def since(query: str) -> float:
 
 
 class Routes:
-    """Answers HTTP requests for probes, metrics, the status page and its API. Use on the HTTP
-    thread's event loop only."""
+    """On the HTTP thread's event loop only."""
 
     def __init__(
         self, node: Node, node_loop: asyncio.AbstractEventLoop, access: PageAccess
@@ -350,12 +317,11 @@ class Routes:
         self._savings = SavingsPage(self._read_savings)
 
     def prepare(self) -> None:
-        """Starts to count the cache's entries (records in the block table) in the background, for
-        the first answer to /metrics. Call this method on the node's event loop."""
+        """Starts a census for the first answer to /metrics. On the node's event loop."""
         self._collector.prepare()
 
     async def answer(self, request: Request) -> Reply:
-        """Answers an HTTP request. Raises the node's errors."""
+        """Raises the node's errors."""
         match request.path:
             case "/metrics":
                 return await self._once("metrics", self._metrics)
@@ -374,9 +340,7 @@ class Routes:
         return Reply.text(404, ALL_PATHS)
 
     def sight(self, request: Request) -> Sight | Reply:
-        """Returns which details the answer to a request may show (`Sight`). If the headers of the
-        request do not give enough rights for its path, returns a `Reply` that refuses the
-        request."""
+        """What the answer may show, or a refusal."""
         try:
             sight = self._access.judge(request.host, request.authorization)
         except PageRefusal as refusal:
@@ -393,11 +357,8 @@ class Routes:
         return sight
 
     async def _checked(self, request: Request) -> Reply:
-        """Answers a router's request that asks which blocks are cached.
-
-        The request's body is `{"block_hashes": […]}`. The answer is `{"ranges": [[first, end],
-        …]}`: the ranges of positions in `block_hashes` (`end` exclusive) whose blocks are cached.
-        """
+        """The body is `{"block_hashes": […]}`. The answer is `{"ranges": [[first, end], …]}`:
+        positions of cached blocks, `end` exclusive."""
         query = urllib.parse.parse_qs(request.query)
         model, size = query.get("model", [""])[-1], query.get("block_size", ["0"])[-1]
         if not model:
@@ -442,8 +403,7 @@ class Routes:
         return await self._savings.reply(since_s, has_names=has_names)
 
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Runs `make` and returns its result. If requests with the same `name` arrive while `make`
-        runs, they get the same result."""
+        """Requests with the same `name` that come while `make` runs share its result."""
         task = self._shared.get(name)
         if task is None or task.done():
             task = self._shared[name] = asyncio.create_task(make())
@@ -464,5 +424,5 @@ class Routes:
         return await self._of_node(_savings(self._node, since_s, has_names=has_names))
 
     async def _of_node(self, read: Coroutine[Any, Any, T]) -> T:
-        """Runs the coroutine `read` on the node's event loop and returns its result."""
+        """Runs `read` on the node's event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read, self._node_loop))

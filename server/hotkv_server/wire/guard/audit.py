@@ -1,12 +1,9 @@
-"""The audit log: records for each call of an operator the method, the caller, the arguments and the
-outcome.
+"""The audit log: method, caller, arguments and outcome of each operator's call.
 
-The log contains no hash, token or other content of a prompt: of arguments that are bytes or lists,
-it shows only the size. A caller on the admin socket is identified by the ticket that it sends, a
-caller over TCP by token or certificate.
-
-The event loop never waits for the file of the audit log, whose disk may hang: a `Clerk` thread
-writes it. The lines that wait for the thread are bounded; further lines go to the server's log.
+It has no hash, token or other content of a prompt: of bytes and lists, only the size. The caller
+is known by a ticket on the admin socket, by token or certificate over TCP. The event loop never
+waits for the file: a `Clerk` thread writes it. Waiting lines are bounded; further lines go to
+the server's log.
 """
 
 import contextvars
@@ -32,25 +29,21 @@ log = logging.getLogger("hotkv_server.audit")
 log.setLevel(logging.INFO)  # Audit lines appear even if `log_level` hides other lines.
 
 CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks"))
-"""Methods that change the cache, or whether the server serves. All other methods only read."""
+"""Methods that change the cache, or whether the server serves. All others only read."""
 MAX_TEXT = 64
 FILE_MODE = 0o600
 MAX_REFUSED_PER_S = 10
-"""Most refused calls that are recorded per second, so that a caller without admin rights can't fill
-the disk."""
+"""Bounds the recorded refusals, so that a caller without admin rights can't fill the disk."""
 MAX_WAITING = 1024
-"""Most lines that wait to be written to the file."""
+"""Lines."""
 CLOSE_S = 2.0
-"""Longest time, in seconds, that `AuditLog.close` waits for the file's disk."""
 Who = Callable[[Any], Peer]
-"""Function that returns the peer of a call, given the call's context."""
+"""The peer of a call's context."""
 
 
 class AuditLog:
-    """Writes the audit log: a line for each recorded call of an operator.
-
-    covers: which calls are recorded: off, changes (the methods in CHANGING) or all.
-    path: file for the lines, each a JSON object; None: the lines go to the server's log.
+    """covers: `off`, `changes` (CHANGING) or `all`.
+    path: file for the lines, each a JSON object; None: the server's log.
 
     The constructor raises OSError if the file can't be written.
     """
@@ -59,8 +52,8 @@ class AuditLog:
         self.covers = covers
         self._file = None if path is None else _PrivateFile(path)
         self._clerk = None if path is None else Clerk("audit")
-        # For each line that is not written yet, the function that writes it to the server's log.
-        # The event loop appends, the clerk's thread removes.
+        # Functions that write the waiting lines to the server's log. The event loop appends, the
+        # clerk's thread removes.
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_broken = False
         self._refused = LineBound(MAX_REFUSED_PER_S)
@@ -72,9 +65,8 @@ class AuditLog:
         )
 
     def close(self) -> None:
-        """Closes the file of the audit log. If lines of refused calls were left out
-        (MAX_REFUSED_PER_S), first writes how many. Lines that can't be written within CLOSE_S go to
-        the server's log. Blocks the calling thread."""
+        """Writes how many lines of refused calls were left out. Lines that can't be written
+        within CLOSE_S go to the server's log. Blocks."""
         self._tell_left_out()
         if self._file is None or self._clerk is None:
             return
@@ -85,25 +77,21 @@ class AuditLog:
             for tell in list(self._waiting):
                 tell()
         except OSError as error:
-            # The disk may be full. Lines that could not be written to the file are in the server's
-            # log.
+            # The disk may be full. The lost lines are in the server's log.
             log.error("the audit file was not closed: %s", error)
 
     def wants(self, method: str) -> bool:
-        """Returns True if the audit log records calls of this method. `method`: as
-        `/package.Service/Method`."""
+        """`method`: as `/package.Service/Method`."""
         return self.covers == "all" or (
             self.covers == "changes" and method.rpartition("/")[2] in CHANGING
         )
 
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
-        """Records a call of an operator that has ended. Does not wait for the file. Never raises:
-        the recorded call has been executed already, so it must not fail.
+        """Records a call that has ended, without waiting for the file. Never raises, as the call
+        has been executed.
 
         method: as `/package.Service/Method`.
-        peer: the caller.
-        request: the call's message; None for a refused call, of which at most MAX_REFUSED_PER_S are
-            recorded per second.
+        request: None for a refused call (MAX_REFUSED_PER_S).
         outcome: `ok`, or the status that ended the call.
         """
         if request is None and not self._refused.take(time.monotonic()):
@@ -131,23 +119,18 @@ class AuditLog:
             )
 
     def _put(self, fields: Mapping[str, object], tell: Callable[[], None]) -> None:
-        """Queues a line with the time and `fields` for the file.
-
-        tell: function that writes the line to the server's log instead; called if there is no file,
-            if too many lines wait for the file, or if the write fails.
-        """
+        """tell: writes the line to the server's log, if there is no file, if too many lines
+        wait, or if the write fails."""
         if self._file is None or self._clerk is None or len(self._waiting) >= MAX_WAITING:
             tell()
             return
         line = json.dumps({"time": utc(time.time()), **fields})
-        # If the write fails, another thread logs the line (`tell`). Run `tell` in this call's
-        # context, so that the log shows this call's request id.
+        # In this call's context, so that the log shows its request id.
         self._waiting.append(partial(contextvars.copy_context().run, tell))
         self._clerk.do(partial(self._write, self._file, line))
 
     def _write(self, file: "_PrivateFile", line: str) -> None:
-        """Writes the oldest waiting line to the file, or to the server's log if the write fails.
-        Only the first failure in a row is logged. Called on the clerk's thread."""
+        """Only the first failure in a row is logged. On the clerk's thread."""
         try:
             file.write(line)
             self._is_broken = False
@@ -160,12 +143,11 @@ class AuditLog:
 
 
 class _PrivateFile:
-    """Appends lines to a regular file of mode FILE_MODE. If the file was moved away, for example by
-    log rotation, makes a new one. Refuses a symbolic link. The constructor and `write` raise
-    OSError if the file can't be opened or written.
+    """Appends lines to a regular file of mode FILE_MODE; no symbolic link. Makes a new one if it
+    was moved away, for example by log rotation. Constructor and `write` raise OSError.
 
-    This class is not a handler of `logging`. The reason: when a process ends, it waits for the
-    locks of all handlers, so it would wait for a disk that hangs.
+    Not a handler of `logging`: an ending process waits for the locks of all handlers, and so for
+    a disk that hangs.
     """
 
     def __init__(self, path: Path) -> None:
@@ -176,7 +158,6 @@ class _PrivateFile:
         return f"_PrivateFile({self._path!r})"
 
     def write(self, line: str) -> None:
-        """Appends a line to the file."""
         if self._fd == -1 or not self._is_in_place():
             self.close()
             self._fd = _open_private(self._path)
@@ -191,15 +172,15 @@ class _PrivateFile:
             return False
 
     def close(self) -> None:
-        """Closes the file. The next `write` opens it again."""
+        """The next `write` opens it again."""
         fd, self._fd = self._fd, -1
         if fd != -1:
             os.close(fd)
 
 
 def _open_private(path: str) -> int:
-    # O_NONBLOCK: opening a FIFO without a reader would wait for ever. O_NOFOLLOW: a link could lead
-    # to another file, whose mode would be changed.
+    # O_NONBLOCK: opening a FIFO without a reader would wait for ever. O_NOFOLLOW: a link could
+    # lead to another file, whose mode would be changed.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -219,8 +200,7 @@ def _open_private(path: str) -> int:
 
 
 def arguments(request: Any) -> dict[str, object]:
-    """Returns the fields of a message that are set, in the form that the audit log shows: numbers
-    as they are, the beginning of texts, and only the size of all other values."""
+    """Fields that are set: numbers as they are, the beginning of texts, the size of all else."""
     found: dict[str, object] = {}
     for field, value in request.ListFields() if hasattr(request, "ListFields") else ():
         if isinstance(value, bytes):

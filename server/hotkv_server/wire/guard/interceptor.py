@@ -1,11 +1,10 @@
-"""`EdgeInterceptor` checks every request of every method before the service sees it.
+"""Checks every request of every method before the service sees it.
 
-A request that can't be parsed, or has too many parts (fields and list entries), is answered with a
-canonical gRPC code and a reason, like any other bad input. Without the interceptor, gRPC would
-answer UNKNOWN and log a traceback. Calls of health, reflection and channelz are checked in the same
-way; their streams count as guests (`Guests`). If admin methods are guarded, each call of an admin
-method needs a proof that its peer is an admin. Each call has a request id: the `x-request-id` of
-its metadata, or a generated id. Calls of admin methods are recorded in the audit log.
+A request that can't be parsed, or has too many parts, is answered with a canonical gRPC code and
+a reason; gRPC itself would answer UNKNOWN and log a traceback. Streams of health, reflection and
+channelz count as guests. Calls of guarded admin methods need a proof that their peer is an
+admin; all admin calls go to the audit log. Each call has a request id: `x-request-id` of its
+metadata, or a generated one.
 """
 
 import asyncio
@@ -31,25 +30,21 @@ from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
-# The parts (fields, list entries and messages) of a request are counted before the request is
-# parsed. The reason: the parser makes an object of each part. A part can be as short as two bytes,
-# so parsing a message of moderate size could take long.
-#
-# `count` reads the wire format without making objects, counts the objects that a parser would make,
-# and stops soon after MAX_PARTS. It skips packed bytes (hashes, ids, tokens) in one step, because
-# parsing them costs little; the calls themselves limit their length.
+# Parts of a request are its fields, list entries and messages. The parser makes an object of
+# each, and one can be as short as two bytes, so that a message of moderate size could take long.
+# They are counted before it is parsed, on the wire format, until soon after MAX_PARTS. Packed
+# bytes (hashes, ids, tokens) are skipped, because they cost little; the calls limit their
+# length.
 
 
 FREE_BYTES = 8192
-"""The parts (fields, list entries and messages) of a message of at most this many bytes are not
-counted, because so small a message can't have MAX_PARTS parts."""
+"""So small a message can't have MAX_PARTS parts."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
-"""Describes a message type for `count`: its fields whose content may consist of several parts, by
-field number. The value is the type of the field's messages; None for a field of numbers (protobuf
-packs lists of numbers into one field). Fields of strings and bytes are left out, because each is
-one part."""
+"""Fields of a message type that may consist of several parts, by number: the type of the field's
+messages, or None for numbers, which protobuf packs. Strings and bytes are left out: each is one
+part."""
 
 
 @cache
@@ -62,12 +57,7 @@ def _children(kind: Descriptor) -> Children:
 
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
-    """Returns True if a message has at most MAX_PARTS parts (fields, list entries and messages).
-    Raises DecodeError if the message is incomplete.
-
-    kind: type of the message.
-    data: bytes of the message.
-    """
+    """True if a message has at most MAX_PARTS parts. Raises DecodeError if it is incomplete."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -77,12 +67,8 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Returns the number of parts (fields, list entries and messages) of a message. Stops soon
-    after it has counted more than MAX_PARTS. Raises IndexError if the message is incomplete.
-
-    kind: type of the message.
-    data: bytes of the message.
-    """
+    """Number of parts; stops soon after MAX_PARTS. Raises IndexError if the message is
+    incomplete."""
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -91,8 +77,8 @@ def count(kind: Descriptor, data: bytes) -> int:
         while at < end and parts <= MAX_PARTS:
             tag, at = _varint(data, at)
             parts += 1
-            # The wire type says how long the content is: 0: a varint; 1: 8 bytes; 2: a length and
-            # then so many bytes; 5: 4 bytes. Groups (3, 4) are tags without content.
+            # Wire types: 0: a varint; 1: 8 bytes; 2: a length and then so many bytes; 5: 4
+            # bytes. Groups (3, 4) are tags without content.
             match tag & 7:
                 case 0:
                     _, at = _varint(data, at)
@@ -113,12 +99,8 @@ def count(kind: Descriptor, data: bytes) -> int:
 
 
 def request_id(kind: Descriptor, data: bytes) -> int:
-    """Reads the field `request_id` of a message without parsing the whole message. Returns -1 if
-    the message does not begin with this field; the messages of usual clients begin with it.
-
-    kind: type of the message.
-    data: bytes of the message.
-    """
+    """Reads the field without parsing the message; -1 unless the message begins with it, as
+    usual clients' messages do."""
     field = kind.fields_by_name.get("request_id")
     if field is None or not data or data[0] != field.number << 3:
         return -1
@@ -130,8 +112,7 @@ def request_id(kind: Descriptor, data: bytes) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a number in protobuf's varint format at position `at`. Returns the number and the
-    position after it."""
+    """The number at position `at`, and the position after it."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1
@@ -151,30 +132,26 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 MAX_UNREAD_GUESTS = 256
-"""When a call has ended, gRPC keeps it until the client has read the end. If gRPC keeps this many
-calls of guests (calls without a session) on a listener, no guest is admitted to health's Watch,
-reflection or channelz."""
+"""gRPC keeps an ended call until the client has read the end. With this many calls of guests
+kept on a listener, health's Watch, reflection and channelz are refused."""
 MAX_ANSWERED = 2048
-"""Most unary calls that a listener answers at a time, counted from the arrival of their whole
-message until their clients have read the answers. Most of them are transfers."""
+"""Unary calls of a listener at a time, from the arrival of the whole message until the answer is
+read. Most are transfers."""
 MAX_UNREAD_BYTES = 32 << 20
-"""While a listener's clients have left this many bytes of answers to unary calls unread, further
-unary calls are refused. The requests of these calls count too, because gRPC keeps a request until
-its call ends."""
+"""While a listener's clients have left so many bytes of answers to unary calls unread, further
+ones are refused. Requests count too: gRPC keeps them until the call ends."""
 Guard = Callable[[Any], None]
-"""Function that takes a call's context, and raises HotKVError if the call's peer is no admin."""
+"""Raises HotKVError if the peer of a call's context is no admin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A stand-in for a request that could not be parsed or has too many parts (fields and list
-    entries).
+    """Stands for a request that could not be parsed or has too many parts.
 
-    reason, message: the error with which the request is refused.
-    request_id: the id that the client gave the request in its message; -1 if it is unknown.
+    request_id: as the client gave it; -1 if unknown.
 
-    This object does not hold an exception that could be raised repeatedly. The reason: each raise
-    of an exception adds frames to its traceback, and these frames keep their requests in memory.
+    Holds no exception: each raise adds frames to its traceback, which keep their requests in
+    memory.
     """
 
     reason: Reason
@@ -182,12 +159,11 @@ class Malformed:
     request_id: int = -1
 
     def error(self) -> HotKVError:
-        """Returns a new exception with the reason and the message; the caller raises it once."""
+        """New each time, to be raised once."""
         return HotKVError(self.reason, self.message)
 
     def WhichOneof(self, name: str) -> str:
-        """Returns "malformed" as the name of the message's field, because `SessionCalls.handle`
-        calls this method of every request."""
+        """Makes `SessionCalls.handle` take this for a message with a field "malformed"."""
         return "malformed"
 
 
@@ -218,8 +194,7 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _begin(context: Any) -> None:
-    """Sets the request id of the current task (`logs.REQUEST_ID`): the id in the call's metadata,
-    or a new id."""
+    """Sets the request id of the current task."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
     is_good = isinstance(given, str) and GOOD_REQUEST_ID.fullmatch(given)
     REQUEST_ID.set(given if is_good else secrets.token_hex(8))
@@ -229,12 +204,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Parses and checks the requests of all methods; guards and audits admin methods.
 
     pace: delays refusals of malformed requests and of peers that are not admins.
-    guests: bounds the calls that may last without a session, for example watches of health.
-    audit: the audit log, which records calls of admin methods.
-    who: function that returns the peer of an admin call for the audit log.
+    who: the peer of an admin call, for the audit log.
     admins: names of the services for operators.
-    guard: called before each call of a service for operators; raises if the peer is not an admin.
-        None: the peer is not checked.
+    guard: called before each of their calls; None: peers are not checked.
     """
 
     def __init__(
@@ -270,10 +242,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         is_admin = details.method[1:].rpartition("/")[0] in self._admins
         guard = self._guard if is_admin else None
         audited = details.method if is_admin and self._audit.wants(details.method) else ""
-        # Serve each method as a method that takes a stream. Then a request that arrives slowly can
-        # be ended for a newer guest (`Guests`). If a method took a single message, gRPC would not
-        # show the call before the message is complete, and MAX_CALLS such calls could wait for
-        # ever.
+        # Each method is served as one that takes a stream, so that a request that arrives slowly
+        # can be ended for a newer guest. gRPC would not show the call of a single message before
+        # it is complete, and MAX_CALLS such calls could wait for ever.
         if handler.unary_unary is not None:
 
             async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
@@ -332,13 +303,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
-        """Wraps the serving of an admin call: at the end of the `with` block, records the call in
-        the audit log. For a stream, the block ends after the last answer.
+        """Records the call at the end of the `with` block, for a stream after the last answer.
+        Yields a function that takes the request once it is accepted; without it, the call is
+        recorded without arguments.
 
-        Yields a function to which the caller passes the request once the request is accepted. If
-        the request is refused, the call is recorded without arguments.
-
-        method: full name of the method; an empty text if the call is not to be recorded.
+        method: empty if the call is not to be recorded.
         """
         if not method:
             yield lambda request: None
@@ -351,8 +320,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             outcome = "cancelled"
             raise
         except BaseException:
-            # Usually the call was ended with a status, which is the outcome. If it has no status,
-            # the exception is unexpected and the outcome is unknown.
+            # Usually the call was ended with a status. Without one the exception is unexpected.
             name = getattr(context.code(), "name", "OK")
             outcome = "unknown" if name == "OK" else name.lower()
             raise
@@ -360,9 +328,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._audit.note(method, peer, requests[0] if requests else None, outcome)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
-        """Reads and returns the single request of a call. If the request is malformed or does not
-        arrive in time, or `guard` refuses the peer, ends the call with an error instead. `guard`:
-        None if the peer is not checked."""
+        """Reads the single request of a call. Ends the call if it is malformed or late, or
+        `guard` refuses."""
         try:
             with self._guests.stay(ARRIVAL_S):
                 request = await anext(requests, None)
@@ -372,12 +339,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         return request
 
     async def _counted(self, context: Any, *, bounds_bytes: bool) -> Callable[[Any, Any], None]:
-        """Counts a unary call until gRPC has ended it, which is when the client has read the
-        answer. If there are too many such calls, ends the call with an error instead. Returns a
-        function to which the caller passes the request and the answer.
+        """Counts a unary call until the client has read the answer; ends it if there are too many.
+        Returns a function that takes request and answer.
 
-        bounds_bytes: also ends the call if there are too many bytes of unread answers. False for
-            calls with small messages, such as health checks.
+        bounds_bytes: False for calls with small messages, such as health checks.
         """
         is_full = bounds_bytes and self._unread_bytes >= MAX_UNREAD_BYTES
         if is_full or self._num_answered >= MAX_ANSWERED:
@@ -414,8 +379,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _as_guest(self, answers: AsyncGenerator[Any, None], context: Any) -> None:
-        """Writes the answers of a call to health, reflection or channelz. Counts the call as a
-        guest (a call that may last without a session)."""
+        """Writes the answers of a call to health, reflection or channelz."""
         try:
             if self._num_unread_ends >= MAX_UNREAD_GUESTS:
                 raise HotKVError(
@@ -429,13 +393,13 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         except HotKVError as error:
             self._num_unread_ends += 1
             try:
-                # This waits until the client has read all answers.
+                # Waits until the client has read all answers.
                 await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
             finally:
                 self._num_unread_ends -= 1
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the requests of a stream. Ends the call with an error at a malformed request."""
+        """Ends the call at a malformed request."""
         async for request in requests:
             await self._check(request, context, None)
             yield request

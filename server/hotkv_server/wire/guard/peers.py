@@ -1,5 +1,4 @@
-"""Identifies the peer of a connection or call: on a Unix socket by SO_PEERCRED, over TCP by token
-or client certificate."""
+"""Identifies peers: on a Unix socket by SO_PEERCRED, over TCP by token or client certificate."""
 
 import socket
 import struct
@@ -12,14 +11,13 @@ BEARER = "bearer "
 CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 SO_PEERGROUPS = 59
 GROUPS_BYTES = 1024
-"""Size of the buffer for the ids of a peer's groups: room for 256 groups."""
+"""Buffer for 256 group ids."""
 MAX_TOKEN = 4096
 _CREDENTIALS = struct.Struct("iII")
 
 
 def process_of(connection: socket.socket) -> tuple[int, int, int]:
-    """Returns the process id, user id and group id of the other end of a Unix socket. Raises
-    OSError."""
+    """Process id, user id and group id of the other end of a Unix socket. Raises OSError."""
     pid, uid, gid = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -27,22 +25,20 @@ def process_of(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def of_socket(connection: socket.socket) -> Peer:
-    """Returns the process at the other end of a Unix socket, with the user and all the groups that
-    it had when it connected. Raises OSError."""
+    """With the user and all groups that the process had when it connected. Raises OSError."""
     pid, uid, gid = process_of(connection)
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
     except OSError:
-        # The kernel does not return the peer's groups: it is older than 4.13, or the peer has more
-        # groups than fit into the buffer. Use only the primary group.
+        # The kernel is older than 4.13, or the groups don't fit: use only the primary group.
         packed = b""
     gids = frozenset({gid, *struct.unpack(f"{len(packed) // 4}I", packed[: len(packed) // 4 * 4])})
     return Peer(f"pid={pid} uid={uid}", uid, gids)
 
 
 def of_call(context: Any) -> Peer:
-    """Returns the peer of a call over TCP, with the digest of its token and the names in its client
-    certificate. There are names only if the TLS handshake has verified the certificate."""
+    """Over TCP. The peer has certificate names only if the TLS handshake has verified its
+    certificate."""
     names = {
         name.decode(errors="replace")
         for key, values in context.auth_context().items()

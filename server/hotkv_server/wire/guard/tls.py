@@ -1,10 +1,8 @@
 """The server's certificates for TCP: read at the start, and again when their files change.
 
-If new files can't be used, the problem is logged once, and the previous certificates stay in use.
-Examples are a key that does not match, an incomplete file, a key that every user may read, and a
-disk that hangs. At each handshake, gRPC asks on its own threads whether the files have changed.
-These threads wait at most LOOK_S for the files, which another thread reads. The event loop never
-waits for the files.
+If new files can't be used, for example because their disk hangs, the problem is logged once, and
+the previous certificates stay. At each handshake, threads of gRPC ask for changes; they wait at
+most LOOK_S for another thread that reads the files. The event loop never waits for the files.
 """
 
 import logging
@@ -21,17 +19,16 @@ from hotkv_server.security.path_checks import UnsafeError, check_public, check_s
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Longest time, in seconds, that a handshake waits until the files have been read."""
 Stamp = tuple[tuple[int, int, int], ...]
 Found = tuple[Stamp, grpc.ServerCertificateConfiguration | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of the PEM files for TLS.
+    """Paths of PEM files.
 
-    client_ca: certificate of the authority that signs client certificates. If given, every client
-        must have a certificate. None: clients need no certificate.
+    client_ca: signs client certificates, which every client must then have. None: clients need
+        none.
     """
 
     certificate: Path
@@ -47,8 +44,7 @@ class TlsFiles:
         )
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Reads the files with the key and the certificates. Raises OSError (of which ssl.SSLError
-        is a subclass), ValueError or UnsafeError if the files can't be used."""
+        """Raises OSError (as ssl.SSLError is), ValueError or UnsafeError."""
         check_secret(self.key)
         for path in (self.certificate, *(() if self.client_ca is None else (self.client_ca,))):
             check_public(path)
@@ -63,18 +59,17 @@ class TlsFiles:
         )
 
     def stamp(self) -> Stamp:
-        """Returns a value by which a change of the files is noticed: their inodes, times of
-        modification and sizes. Raises OSError."""
+        """Inodes, times of modification and sizes. Raises OSError."""
         stats = [path.stat() for path in self.paths]
         return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in stats)
 
 
 class _Followed:
-    """The TLS files that `Certificates` watches for changes.
+    """The files that are watched for changes.
 
-    stamp: the state of the files (`TlsFiles.stamp`) that is in use; empty if none of them was read.
-    reader: reads the files; returns their present stamp, and their content if the stamp has
-        changed, otherwise None. Raises the errors of `TlsFiles.read`.
+    stamp: in use; empty if no file was read.
+    reader: gives the present stamp, and the content, or None if the stamp is in use. Raises the
+        errors of `TlsFiles.read`.
     """
 
     def __init__(self, files: TlsFiles, stamp: Stamp = ()) -> None:
@@ -88,8 +83,8 @@ class _Followed:
 
 
 class Certificates:
-    """The TLS credentials of a server port, which are renewed when the files change. The
-    constructor raises OSError, ssl.SSLError or UnsafeError if the files can't be used."""
+    """The TLS credentials of a port, renewed when the files change. The constructor raises
+    OSError, ssl.SSLError or UnsafeError."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._followed = _Followed(files, files.stamp())
@@ -102,21 +97,17 @@ class Certificates:
         )
 
     def fits(self, files: TlsFiles) -> bool:
-        """Returns True if `files` can replace the current files while the server runs. This is so
-        unless `files` would change whether clients must have a certificate."""
+        """False if `files` would change whether clients must have a certificate."""
         return (files.client_ca is None) == (self._followed.files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:
-        """Uses `files` in place of the current files from the next handshake on. The caller has
-        checked that the new files are readable and can replace the current files (`fits`). Does not
+        """Uses `files` from the next handshake on; they were read before, and `fits`. Does not
         block."""
-        # The new object has a thread of its own, which reads the new files. The old object's thread
-        # may hang, together with the disk of the old files.
+        # With a thread of its own: the old one may hang with the disk of the old files.
         self._followed = _Followed(files)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns new credentials if the files have changed since the last handshake; None if the
-        files have not changed, or can't be used."""
+        """None if the files have not changed, or can't be used."""
         with self._lock:
             followed = self._followed
             try:
