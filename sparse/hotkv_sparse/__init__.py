@@ -1,21 +1,15 @@
 """Sparse decode: selects the blocks of a long context to which a decode step attends.
 
-The functions in the order of their use:
-- `sketches.build` computes a sketch of a block, a compact approximation of its keys,
-  when the block is full.
-- `scores.prepare` and `scores.score` score all blocks with a step's query, by their
-  sketches.
-- `selection.select_layer` scores the blocks and selects the best blocks.
+In the order of their use:
+- `sketches.build` builds a block's sketch when the block is full.
+- `scores.prepare` and `scores.score` score all blocks with a step's query.
+- `selection.select_layer` scores the blocks and selects the best.
 - `hotset.HotSet.step` decides which selected blocks to load to the device.
-- `decode.decode` selects blocks and updates the hot set (the blocks of a layer that are on the
-  device) in one compiled call.
+- `decode.decode` does both in one compiled call.
 
-`axes.AxesEstimate` and `centre` measure, on text, mean keys and principal axes of keys, which make
-sketches more precise. `config.SparseConfig` has the settings. `cuda` has the same functions
-for a GPU.
-
-Only `centre_file`, `estimate` and `cuda.device` (the kernels' sources) touch files, and only
-`cuda.mapped_arena` has a thread. The package needs numpy and numba; numba is loaded on first use.
+`axes.AxesEstimate` and `centre` calibrate on text what makes sketches more precise; `config` has
+the settings; `cuda` is the same for a GPU. Only `centre_file`, `estimate` and `cuda.device`
+touch files, and only `cuda.mapped_arena` has a thread. numba is loaded on first use.
 """
 
 from hotkv_sparse.axes import Axes

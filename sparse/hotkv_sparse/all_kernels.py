@@ -1,10 +1,6 @@
-"""All numba kernels of sparse selection.
-
-Load this module through `hotkv_proto.native.load` at the first use of a kernel, not by an import
-statement, because the first import compiles for seconds. An import of this module loads every
-kernel. So the command `hotkv-server compile` can compile all of them in advance, for example for a
-container image.
-"""
+"""All numba kernels of sparse selection. Load it by `hotkv_proto.native.load` at the first use:
+the first import compiles for seconds. Importing it loads every kernel, so `hotkv-server compile`
+can compile all in advance."""
 
 from hotkv_sparse.build_kernels import build_axes, build_parts, build_tokens, prepare, prepare_axes
 from hotkv_sparse.choice_kernels import choose, top

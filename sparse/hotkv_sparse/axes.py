@@ -1,39 +1,29 @@
-"""Computes principal axes of a head's keys, weighted by its queries. `mix2`, a format of
-sketches (compact forms of blocks' keys), quantises keys along these axes.
+"""Principal axes of a head's keys, weighted by its queries, along which mix2 quantises.
 
-Some directions of the keys matter much more for attention scores than others. The axes of each KV
-head are computed from a few thousand keys k and queries:
-1. Each key is centred: x = k - mu, with the mean key mu. It is then multiplied by A, the matrix
-   square root of the second moment of the queries that share the KV head. In the product x A every
-   direction has the same influence on the score.
-2. The principal axes of the vectors x A are computed, strongest first. They are split into three
-   groups of channels, whose codes have 4, 2 and 0 bits (`formats.num_lines`).
-3. Within a group, signs and a Hadamard matrix rotate the axes, so that the values of the channels
-   are nearly normally distributed.
+Some directions matter far more for scores than others. For each KV head, from a few thousand
+tokens:
+1. Keys are centred, x = k - mu, and multiplied by A, the root of the second moment of its queries,
+   so that all directions of x A have the same influence.
+2. The principal axes of x A, strongest first, are split into channels of 4, 2 and 0 bits
+   (`formats.num_lines`).
+3. Within a group, signs and a Hadamard matrix mix the axes, so that channels are nearly normal.
+
 This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 2406.02542, is the
 special case of 16 or 0 bits).
 
-Axes are calibrated on text. Codes made with different axes can't be compared. So the version of a
-kind of sketch is a hash that also covers the axes (`Axes.to_bytes`): engines with other
-axes never share sketches.
+A code counts steps of STEPS * the group's usual rms (`Axes.rms`) * the token's gain. The scale
+sigma = |y|² / (y · code), with y the token's channels, preserves the norm, as in rot2u. Codes of
+different axes can't be compared, so a sketch's version covers the axes.
 
-A token's code in a channel is a whole number of quantisation steps. The size of a step is the
-product of three numbers: the constant STEPS, the usual rms of the channel's group (`Axes.rms`), and
-the token's gain. The gain says how large the token's channels are relative to their usual rms. Each
-token also has a scale, sigma = |y|² / (y · code), where y are the token's channels along the axes.
-As in the format rot2u, this scale preserves the norm of y.
+`AxesEstimate.add_moved` is for texts shorter than the contexts in use. RoPE turns slow channels so
+little over a few thousand tokens that they look constant and would get no bits, though they differ
+most over a long context; so keys are computed, exactly, for positions all over it. (SmolLM2-135M at
+8192 tokens: scores are off by 2.2 nats with axes from 2048 tokens, 0.48 with these moved, 0.43 with
+axes from all 8192.)
 
-`AxesEstimate.add_moved` is for texts that are shorter than the contexts in use. RoPE rotates the
-slow channels of a key so slowly that a few thousand tokens cover only a small part of a full
-rotation. Over so few tokens these channels look constant and would get no bits, although they
-differ most over a long context. So `add_moved` computes the key that each token would have at
-several positions of a long context. With RoPE this computation is exact. (SmolLM2-135M: the block
-scores at 8192 tokens are off by 2.2 nats with axes from 2048 tokens, by 0.48 with axes from the
-same tokens moved over the whole context, and by 0.43 with axes from all 8192 tokens.)
-
-Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads of a group, Q = H * G, X
-heads, D channels, C coded channels with padding, R = 2 groups of coded channels, F frequencies of
-RoPE (it rotates 2 F of the channels).
+Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads per KV head, Q = H *
+    G, X heads, D channels, C coded channels with padding, R = 2 groups of coded channels, F
+    frequencies of RoPE (it rotates 2 F channels).
 """
 
 from dataclasses import dataclass, field
@@ -49,27 +39,20 @@ from hotkv_sparse.rotation import rotate
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 STEPS = (0.3352, 0.9957)
-"""Step sizes of the best evenly spaced quantisers with 16 and with 4 levels for a normal
-distribution, in units of the rms (Max 1960).
-
-These quantisers lose 1.15 % and 11.9 % of the energy. Lloyd-Max levels would lose 0.95 % and
-11.7 %, but would need a table.
-"""
+"""Of the best even quantisers with 16 and 4 levels for a normal distribution, in rms (Max 1960).
+They lose 1.15 % and 11.9 % of the energy; Lloyd-Max levels 0.95 % and 11.7 %, but need a table."""
 MIN_TOKENS = 1024
-"""Least number of tokens for a calibration. With fewer tokens, centre and axes are unreliable."""
+"""With fewer, centre and axes are unreliable."""
 NUM_LEVELS = (16, 4)
 PLACES = 4
-"""For calibration texts that are shorter than the contexts in use: `add_moved` adds each token this
-many times, at positions spread over a longer context."""
+"""Times that `add_moved` adds each token."""
 GOLDEN_RATIO = 0.6180339887498949
 QUERY_FLOOR = 0.05
-"""Share of the queries' mean energy that is added to every direction of their second moment, so
-that its matrix root A (see the module) can be inverted."""
+"""Share of the queries' mean energy added to every direction, so that A can be inverted."""
 
 
 def run_channels(head_size: int) -> tuple[int, int]:
-    """Returns the number of channels that the format mix2 stores with 4-bit codes and with 2-bit
-    codes, without padding."""
+    """Channels with 4-bit and with 2-bit codes, without padding."""
     fine, coarse = formats.num_lines(head_size)
     num_fine = min(fine * FINE_CHANNELS, head_size)
     return num_fine, min(coarse * COARSE_CHANNELS, head_size - num_fine)
@@ -77,18 +60,13 @@ def run_channels(head_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axes:
-    """The principal axes of a layer's keys, along which the format mix2 quantises keys. Raises
-    INVALID_FIELD if the axes can't be used.
+    """Raises INVALID_FIELD if the axes can't be used.
 
-    into: float32 [KV heads, channels, channels], projects keys onto the axes: a key k of head h,
-        whose centre (mean key) is mu, has the channels y = (k - mu) @ into[h], the coded channels
-        first.
-    rms: float32 [KV heads, 2], measured by the calibration: rms of the channels with 4-bit codes
-        and rms of the channels with 2-bit codes.
-    weights: float32 [KV heads, channels, coded channels], computed from `into` and `rms`. For a
-        query q, w = q @ weights[h] is the change of the score if a coded channel changes by half a
-        quantisation step. For a key with codes c and scale sigma, the score q · (k - mu) is about
-        sigma * sum(w * (2 * c - offsets)), with `offsets` from `offsets_of`.
+    into: float32 [H, D, D]: channels y = (k - mu) @ into[h], coded ones first.
+    rms: float32 [H, 2], usual rms of channels with 4-bit and with 2-bit codes.
+    weights: float32 [H, D, C], from both: w = q @ weights[h] is a score's change per half step
+        of each coded channel. A score is about sigma * sum(w * (2 * c - offsets)) with
+        `offsets_of`.
     """
 
     into: F32
@@ -128,26 +106,19 @@ class Axes:
         object.__setattr__(self, "weights", weights)
 
     def to_bytes(self) -> bytes:
-        """Returns `into` and `rms` as bytes. They are part of the version of sketches
-        (compact forms of keys), so engines share sketches only if they have the same
-        axes."""
+        """Part of a sketch's version."""
         return b"".join(
             np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)
         )
 
     def heads(self, first: int, count: int) -> "Axes":
-        """Returns the axes of `count` heads from `first` on."""
         part = slice(first, first + count)
         return Axes(np.ascontiguousarray(self.into[part]), np.ascontiguousarray(self.rms[part]))
 
 
 class AxesEstimate:
-    """Collects sums and second moments of a layer's keys and queries (after RoPE). From them it
-    computes, for each KV head, the centre (mean key) and the principal axes of the keys.
-
-    The caller must omit the first `centre.FIRST_TOKENS` tokens of a context, which include
-    attention sinks.
-    """
+    """Sums a layer's keys and queries (after RoPE) for its centre and axes. Leave out the first
+    `centre.FIRST_TOKENS` tokens of a context."""
 
     def __init__(self, kv_heads: int, head_size: int) -> None:
         self.num_tokens = 0
@@ -159,12 +130,8 @@ class AxesEstimate:
         return f"AxesEstimate({list(self._keys_HD.shape)}, {self.num_tokens} tokens)"
 
     def add(self, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Adds the keys and queries of the same tokens, float32 [tokens, KV heads, channels] and
-        [tokens, query heads, channels].
-
-        Ignores tokens with values that are not finite. Raises INVALID_FIELD if the shapes do not
-        fit.
-        """
+        """The same tokens' keys and queries. Ignores tokens with values that are not finite.
+        Raises INVALID_FIELD if shapes do not fit."""
         kv_heads, head_size = self._keys_HD.shape
         num_tokens = len(keys_NHD)
         if (
@@ -189,8 +156,7 @@ class AxesEstimate:
         self.num_tokens += keys_HND.shape[1]
         self._keys_HD += keys_HND.sum(axis=1)
         self._keys_HDD += keys_HND.transpose(0, 2, 1) @ keys_HND
-        # Divides by the number of query heads that share the KV head, so that the result does not
-        # depend on this number.
+        # Independent of the number of query heads per KV head.
         self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
             queries_NQD.shape[1] // kv_heads
         )
@@ -203,13 +169,10 @@ class AxesEstimate:
         frequencies_F: F64,
         context_tokens: int,
     ) -> None:
-        """Adds each token `PLACES` times, with the keys and queries that it would have at positions
-        spread over a context of `context_tokens`. Use it if the text is shorter than the contexts
-        for which it calibrates.
+        """Adds each token `PLACES` times, as at positions spread over `context_tokens`.
 
-        keys_NHD, queries_NQD: as in `add`, after RoPE at `positions_N`.
-        positions_N: position of each token in the text.
-        frequencies_F: RoPE's frequencies, in radians per token.
+        keys_NHD, queries_NQD: after RoPE at `positions_N`.
+        frequencies_F: in radians per token.
         """
         for turn in range(PLACES):
             shifts = (places(positions_N, context_tokens, turn) - positions_N).astype(np.int64)
@@ -219,8 +182,7 @@ class AxesEstimate:
             )
 
     def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
-        """Returns the centre (mean key of each KV head), float32 [KV heads, channels], and the
-        principal axes of the keys. Returns None if fewer than `min_tokens` tokens were added."""
+        """Centre, float32 [H, D], and axes; None below `min_tokens`."""
         if self.num_tokens < min_tokens:
             return None
         mean_HD = self._keys_HD / self.num_tokens
@@ -253,10 +215,7 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns the rotation of step 3 in the module's docstring: an orthonormal matrix, float64
-    [channels, channels], that mixes channels so that the mixed channels have values of about the
-    same magnitude. Channels with 4-bit codes are mixed only with each other, and so are channels
-    with 2-bit codes."""
+    """Step 3's rotation: orthonormal float64 [D, D], which mixes only within a group of codes."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
@@ -267,12 +226,8 @@ def _mixing(head_size: int) -> F64:
 
 
 def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
-    """Returns the projection onto the principal axes of the keys, weighted by the queries: the
-    matrix A U, float64 [channels, channels].
-
-    A is the matrix square root of the queries' second moment `moment_DD`. The columns of U are the
-    principal axes of A C A, strongest first, where C is the keys' covariance `covariance_DD`.
-    """
+    """A U, float64 [D, D]: A the root of `moment_DD`, U's columns the principal axes of A C A,
+    strongest first, with C the keys' covariance."""
     mean_energy = max(float(moment_DD.diagonal().mean()), 1e-12)
     floored = moment_DD + QUERY_FLOOR * mean_energy * np.eye(len(moment_DD))
     values, vectors = np.linalg.eigh(floored)
@@ -290,9 +245,7 @@ def _refuse(problem: str) -> HotKVError:
 
 
 def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
-    """Projects keys minus their centre (mean key) onto the principal axes, as the format mix2
-    stores them. Returns the channels y (components along the axes), float32 [KV heads, blocks,
-    tokens, channels]."""
+    """Components of keys - mu along the axes, float32 [H, B, T, D]."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
     y_HSD = np.asarray(x_HSD @ axes.into, np.float32)
@@ -300,9 +253,8 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """Returns the largest code of each coded channel of the format mix2, int32: 15 with 4 bits, 3
-    with 2 bits. It is called offset, because a code c stands for the value 2 c - offset, in units
-    of half a quantisation step."""
+    """Largest code of each coded channel, int32: 15 or 3. Code c stands for 2 c - offset half
+    steps."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)
@@ -310,8 +262,7 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """Returns half a quantisation step of each coded channel of the format mix2, float32 [KV heads,
-    coded channels], for a token whose channels have the usual rms (gain 1)."""
+    """float32 [H, C], for a token of gain 1."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)
@@ -322,12 +273,10 @@ def half_steps(axes: Axes) -> F32:
 
 
 def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F32:
-    """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
-    float32 [tokens, heads, channels].
+    """Keys or queries (after RoPE) as `shifts_N` positions later, float32 [N, X, D].
 
-    x_NXD: keys or queries of N tokens, after RoPE.
-    frequencies_F: RoPE's frequencies in radians per token. RoPE rotates channel i together with
-        channel i + F (the NeoX order), and does not rotate channels from 2 F on.
+    frequencies_F: in radians per token; channel i turns with i + F (NeoX order), those from 2 F
+        on don't.
     """
     count = len(frequencies_F)
     angles = shifts_N[:, None, None] * frequencies_F
@@ -339,11 +288,8 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
-    """Returns a new position for each token, float64 [tokens], whole numbers. The positions are
-    evenly spread over a context of `context_tokens`, in an order unrelated to that of the tokens.
-
-    turn: 0 to `PLACES` - 1; with each value of `turn` the tokens get other positions.
-    """
+    """New positions, float64 [N], whole, evenly spread over `context_tokens` in another order;
+    others for each `turn` below `PLACES`."""
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
     found: F64 = np.floor(share * context_tokens)
     return found

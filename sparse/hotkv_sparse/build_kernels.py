@@ -1,25 +1,20 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that rotate and quantise keys to sketches (compact forms of a block's keys),
-and queries to int8 codes.
+"""Numba kernels that rotate and quantise keys to sketches, and queries to int8 codes. Loaded by
+`all_kernels`; `tests/oracles/sparse.py` is the numpy twin.
 
-`hotkv_sparse.all_kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy.
-The kernels do not check their arguments; their callers do. They run without the GIL and allocate
-only scratch memory. A vector register has sixteen lanes: they hold the same channel of sixteen
-tokens of a head, or of the queries of sixteen heads. Loops assign single elements, because numba
-needs a second to compile the assignment of a slice.
-
-The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
-bounds checks. numba's disk cache does not notice changes of `vectors`.
+Arguments are not checked, only scratch memory is allocated, the GIL is released. A register holds
+one channel of sixteen tokens of a head, or of sixteen heads' queries. Loops assign single elements:
+numba compiles a slice assignment for a second. Functions `_emit_…` emit LLVM code with `vectors`
+for any machine: they take an IR builder and `args`, integers (addresses and counts), without bounds
+checks. numba's disk cache does not notice changes of `vectors`.
 
 Arguments of several kernels:
-mu: [H, D], the centre (mean key of each head), which is subtracted from the keys.
-num_tokens: [B], number of valid tokens of each block.
-factors, starts, sizes: the passes of the rotation (`rotation.factors`, `rotation.pass_arrays`).
+mu: [H, D], the centre.
+num_tokens: [B], valid tokens.
+factors, starts, sizes: `rotation.factors`, `rotation.pass_arrays`.
 
-Shapes: B blocks, T tokens of a block, H KV heads, R runs of 16 tokens, Q query heads, D channels, C
-coded channels with padding, P vectors (parts) of a block in a summary format, N bytes of a block
-and head.
+Shapes: B blocks, T tokens of a block, H KV heads, R runs, Q query heads, D channels, C coded
+    channels with padding, P parts, N bytes of a block and head.
 """
 
 from typing import Any
@@ -60,11 +55,7 @@ _F32_4 = types.Array(types.float32, 4, "A", readonly=True)
 
 
 def _emit_scale_rows(builder: Any, args: Any) -> None:
-    """Emits code that multiplies each row by a factor: rows[r] *= factors[r].
-
-    Operands: (rows, factors, num_rows): the addresses of float32 [num_rows][16] and of float32
-    [num_rows], and a count.
-    """
+    """rows[r] *= factors[r]; float32 [num_rows][16] and [num_rows]."""
     rows, factors, num_rows = args
     with cgutils.for_range(builder, num_rows, intp=I64) as loop:
         place = offset(builder, rows, loop.index, 4 * LANES)
@@ -73,11 +64,8 @@ def _emit_scale_rows(builder: Any, args: Any) -> None:
 
 
 def _emit_butterfly(builder: Any, args: Any) -> None:
-    """Emits code for a stage of the Walsh-Hadamard transform: replaces every two rows that are
-    `half` rows apart by their sum and their difference.
-
-    Operands: (rows, half, num_pairs): the address of float32 [2 * num_pairs][16], and two counts.
-    """
+    """A stage of the Walsh-Hadamard transform: two rows `half` apart become their sum and
+    difference. `rows`: float32 [2 * num_pairs][16]."""
     rows, half, num_pairs = args
     mask = builder.sub(half, I64(1))
     apart = builder.mul(half, I64(4 * LANES))
@@ -93,17 +81,14 @@ def _emit_butterfly(builder: Any, args: Any) -> None:
 
 
 def _pack_run(bits: int) -> Any:
-    """Makes an operation that quantises the rotated keys of 16 tokens of a head to codes of `bits`
-    bits, and packs them as a run (the unit in which a token format stores tokens, see
-    `hotkv_sparse.formats`).
+    """Quantises 16 rotated keys of a head to `bits`-bit codes, packed as a run (`formats`).
+    Operands:
 
-    The operands of the operation are (rows, num_channels, num_steps, out, valid):
-    rows: float32 [num_steps * channels of a step][16], the keys: each row has a channel of the 16
-        tokens. Rows from `num_channels` on are padding and must be zero.
-    num_steps: with 2 bits, the number of low lines (64 bytes of codes); with 3 bits, the number of
-        pairs of low lines.
+    rows: float32 [num_steps * channels of a step][16], a channel each; from `num_channels` on zero
+        padding.
+    num_steps: with 2 bits low lines, with 3 bits pairs of low lines.
     out: address of the run.
-    valid: number of tokens, at most 16; the other lanes have no token.
+    valid: tokens, at most 16.
     """
     form = FORMATS[f"rot{bits}u"]
     step_channels = 16 if bits == 2 else 32
@@ -179,8 +164,7 @@ PACK_2, PACK_3 = _pack_run(2), _pack_run(3)
 
 @numba.njit(nogil=True, cache=True)
 def _rotate_lanes(y: Any, factors: Any, starts: Any, sizes: Any) -> None:
-    """Applies the fixed rotation of `hotkv_sparse.rotation` in place to sixteen vectors, the
-    columns of y [>= D, 16]."""
+    """Rotates sixteen vectors in place, the columns of y [>= D, 16]."""
     for index in range(starts.shape[0]):
         size, rows = sizes[index], y.ctypes.data + starts[index] * 64
         SCALE_ROWS(rows, factors[index, starts[index] :].ctypes.data, size)
@@ -216,15 +200,9 @@ def build_tokens(
     channels: Any,
     out: Any,
 ) -> None:
-    """Builds sketches (compact forms of blocks' keys) in a token format, which has a code of
-    `bits` bits for each channel of each token: out uint8 [blocks, KV heads, bytes] from keys
-    [blocks, tokens, KV heads, channels].
+    """Sketches in a token format of `bits` bits: out uint8 [B, H, N] from keys [B, T, H, D].
 
-    mu: [KV heads, channels], the centre (mean key of each head), subtracted from the keys.
-    num_tokens: [blocks], number of valid tokens of each block.
-    factors, starts, sizes: the passes of the rotation, from `rotation.factors` and
-        `rotation.pass_arrays`.
-    channels: number of channels, including padding.
+    channels: with padding.
     """
     head_size, run_bytes = keys.shape[3], 2 * channels * bits + 32
     steps = channels // (16 if bits == 2 else 32)
@@ -252,8 +230,7 @@ def build_tokens(
 
 @numba.njit(nogil=True, cache=True)
 def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
-    """Sets parts[0] to the mean over the tokens of keys [T, D] minus the centre `mu` [D]; to 0
-    without tokens."""
+    """parts[0]: mean over the tokens of keys [T, D] - mu [D]; 0 without tokens."""
     parts[0] = 0
     for token in range(keys.shape[0]):
         for channel in range(keys.shape[1]):
@@ -264,8 +241,8 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _edges_of(keys: Any, mu: Any, parts: Any) -> None:
-    """For each channel of keys [T, D] minus the centre `mu` [D], sets parts[0] to the maximum over
-    the tokens and parts[1] to the minimum. Without tokens, sets both to 0."""
+    """parts[0] and [1]: maximum and minimum over the tokens of keys [T, D] - mu [D]; 0 without
+    tokens."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0
@@ -302,14 +279,12 @@ def prepare(
     sums: Any,
     codes: Any,
 ) -> None:
-    """Quantises queries [Q, D] to int8, so that score kernels can multiply them with codes of keys.
-    For the formats with a rotation and the summary formats (one or two vectors, parts, per block).
+    """Quantises queries [Q, D] to int8, but not for mix2.
 
-    rotated: whether to rotate the queries first (token formats).
-    kind: 0: two parts, the positive and the negative channels of q (quest); 1: one part, q.
-    peaks: [Q], output: the magnitude of each query's largest channel. This channel's code is 127 or
-        -127.
-    sums: [Q, P], output: the sum of the codes of each part is added.
+    rotated: rotate them first (token formats).
+    kind: 0: two parts, the positive and the negative channels (quest); 1: one part.
+    peaks: [Q], output: magnitude of the largest channel, whose code is 127 or -127.
+    sums: [Q, P], output: the sum of each part's codes is added.
     codes: [Q, P, C], output.
     """
     num_heads, head_size = query.shape
@@ -344,14 +319,10 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """Builds sketches (compact forms of blocks' keys) in a summary format, which has one or
-    two vectors per block: out uint8 [blocks, KV heads, bytes] from keys [blocks, tokens, KV heads,
-    channels].
+    """Sketches in a summary format: out uint8 [B, H, N] from keys [B, T, H, D].
 
-    mu: [KV heads, channels], the centre (mean key of each head), subtracted from the keys.
-    num_tokens: [blocks], number of valid tokens of each block.
-    kind: the format, 0: quest (maximum and minimum); 1: mean (`Format.kind`).
-    channels: number of channels, including padding.
+    kind: `Format.kind`, 0: quest (maximum and minimum); 1: mean.
+    channels: with padding.
     """
     head_size, num_parts = keys.shape[3], 1 if kind == 1 else 2
     parts, scale = np.empty((2, head_size), np.float32), np.empty(1, np.float32)
@@ -391,8 +362,8 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
 
 @numba.njit(nogil=True, cache=True)
 def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
-    """Copies sixteen tokens of y [T, D], from token `first` on, to the columns of lanes [>= D, 16].
-    Columns from `valid` on become 0."""
+    """Tokens `first` to `first` + 15 of y [T, D] to the columns of lanes [>= D, 16]; from
+    `valid` on 0."""
     for channel in range(y.shape[1]):
         for lane in range(16):
             lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)
@@ -402,16 +373,12 @@ def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
 def _measure(
     lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
 ) -> None:
-    """Computes two numbers for each of sixteen tokens, which the format mix2 needs to quantise
-    them: `energy`, the squared norm |y|², and `inverse`, the reciprocal of the token's gain. The
-    gain says how large the token is: the rms of its coded channels, each divided by its usual rms.
-    `inverse` is 0 if all coded channels of the token are 0.
+    """What mix2 needs of sixteen tokens: `energy` = |y|², and `inverse`, one over the token's gain:
+    the rms of its coded channels, each divided by its usual rms. 0 if all coded channels are 0.
 
-    lanes: [>= D, 16], a token y in each column.
-    rms: [2], usual rms of the first `num_fine` channels (4-bit codes), and of the other coded
-        channels (2-bit codes).
-    num_coded: number of channels with any code.
-    head_size: D.
+    lanes: [>= D, 16], a token per column.
+    rms: [2], usual rms of the first `num_fine` channels (4-bit codes), and of the other coded ones.
+    num_coded: channels with any code.
     energy, inverse: [16], output.
     """
     energy[:] = 0
@@ -455,21 +422,15 @@ def build_axes(
     sigma: Any,
     out: Any,
 ) -> None:
-    """Builds sketches (compact forms of blocks' keys) in the format mix2, which quantises
-    the keys' components along principal axes (here: channels) to codes of 4 or 2 bits, or none.
+    """Sketches in mix2: channels are components along principal axes, with codes of 4, 2 or 0 bits.
+    Writes codes to `out`, uint8 [B, H, N], with a place for scales behind each run; scales to
+    `sigma`, float32 [B, H, R, 16], -1 without a token, for the caller to copy.
 
-    Writes the codes to `out`, uint8 [B, H, N], where each run of 16 tokens has a place for its
-    codes and then for its tokens' scales. Writes the scales to `sigma`, float32 [B, H, R, 16], -1
-    for a token that does not exist; the caller copies them into `out`.
-
-    y: float32 [H, B, T, D], the keys' channels (`axes.channels_of`).
-    rms: [H, 2], usual rms of the channels with 4-bit codes and of the channels with 2-bit codes
-        (`Axes.rms`).
-    half_steps: [H, C], half of the quantisation step of each channel (`axes.half_steps`).
-    offsets: [C], largest code of each channel, 15 or 3 (`axes.offsets_of`).
-    num_tokens: [B], number of valid tokens of each block.
-    num_fine: number of channels with 4-bit codes.
-    num_coded: number of channels with any code.
+    y: float32 [H, B, T, D] (`axes.channels_of`).
+    rms: [H, 2] (`Axes.rms`).
+    half_steps: [H, C] (`axes.half_steps`).
+    offsets: [C], largest codes (`axes.offsets_of`).
+    num_fine: channels with 4-bit codes; `num_coded`: with any.
     """
     head_size, channels, num_runs = y.shape[3], offsets.shape[0], sigma.shape[2]
     run_bytes = out.shape[2] // num_runs
@@ -501,7 +462,7 @@ def build_axes(
                     for lane in range(16):
                         value = lanes[channel, lane]
                         position = value * inverse[lane] / step + middle
-                        # NaN gets the code 0, as in `tests/oracles/sparse.py`.
+                        # NaN gets the code 0.
                         position = position if position > 0 else np.float32(0)
                         code = np.int32(min(position, np.float32(most)))
                         product[lane] += value * (np.float32(2 * code - most) * half)
@@ -519,16 +480,14 @@ def build_axes(
     cache=True,
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
-    """Quantises queries [Q, D] for the format mix2 (keys quantised along principal axes), so that
-    score kernels can multiply them with codes of keys. The product query @ weights says by how much
-    a score changes if the code of a channel changes; this product is quantised.
+    """Quantises query @ weights for mix2: the change of a score with each channel's code.
 
-    weights: [H, D, C], from `Axes.weights`: the change for half a quantisation step.
-    offsets: [C], from `axes.offsets_of`.
-    codes: int8 [Q, C], output: the quantised product.
-    peaks: [Q], output: the magnitude of the product's largest channel, whose code is 127 or -127.
-    sums: [Q], output: minus the sum of code * offset over the channels. Kernels add it to a score,
-        because a code c of a key stands for 2 * c - offset.
+    weights: [H, D, C] (`Axes.weights`), for half a step.
+    offsets: [C] (`axes.offsets_of`).
+    codes: int8 [Q, C], output.
+    peaks: [Q], output: magnitude of the largest channel, whose code is 127 or -127.
+    sums: [Q], output: minus the sum of code * offset, for keys' codes c stand for 2 * c -
+        offset.
     """
     num_heads, head_size = query.shape
     channels, group = weights.shape[2], num_heads // weights.shape[0]

@@ -1,16 +1,12 @@
-"""The centre of a layer's keys: the mean key of each head. Sketches (compact forms of
-blocks' keys) hold a few bits for each channel of a key. They store the key minus the centre, so
-that no bits are spent on the part that all keys have in common.
+"""The centre of a layer's keys, subtracted before a sketch spends its few bits per channel.
 
-A centre is calibrated once per model from any ordinary text. It makes sketches of the same
-size clearly more accurate. Example (SmolLM2-135M, 4k tokens, a budget of 5 %, format rot2u, a
-centre from another text): if the model copies text from far back, the share of the blocks with the
-most attention that sparse decode selects rises from .90 to .98. A wrong centre is worse than no
-centre. Sketches that were built with different centres have different versions, so they are
-never mixed.
+Calibrated once per model from any ordinary text. Example (SmolLM2-135M, 4k tokens, budget 5 %,
+rot2u, another text): where the model copies from far back, the share of the heaviest blocks that
+are selected rises from .90 to .98. A wrong centre is worse than none. Sketches with different
+centres have different versions and never mix.
 
-`axes.AxesEstimate` measures a centre, and `measured_bias` measures the error that remains.
-`Centres` holds the centres of a model's layers; `centre_file` stores them in a file.
+`axes.AxesEstimate` measures a centre, `measured_bias` the error that remains, `centre_file` stores
+`Centres`.
 
 Shapes: N tokens, S tokens of a context, Q query heads, H KV heads, D channels, B blocks.
 """
@@ -30,11 +26,9 @@ from hotkv_sparse.sketches import build
 
 F32 = npt.NDArray[np.float32]
 FIRST_TOKENS = 64
-"""Number of tokens at the start of a context that a calibration omits, because they include
-attention sinks, whose keys differ from all other keys."""
+"""Left out of a calibration: attention sinks have keys unlike all others."""
 SINK_TOKENS, RECENT_TOKENS = 32, 64
-"""Number of tokens at the start and at the end of a context that are always kept: the defaults of
-`SparseConfig`."""
+"""Defaults of `SparseConfig`."""
 
 
 def measured_bias(
@@ -46,19 +40,15 @@ def measured_bias(
     scale: float | None = None,
     axes: Axes | None = None,
 ) -> float:
-    """Measures by how much scores in a token format (a code per channel of each token) overestimate
-    the log mass of a block: the logarithm of its attention mass, in nats.
+    """By how much scores in a token format overestimate the log mass, in nats: the mean of
+    (estimated - exact) over blocks of 16 tokens and query heads, weighted by the exact mass; the
+    format's bias without mass. Sinks and recent tokens need no score and are left out.
 
-    The result is the mean of (estimated - exact) log mass over blocks of 16 tokens and query heads,
-    weighted by the exact mass. If no block has mass, the result is the format's usual bias. Sinks
-    and recent tokens are not measured, because they are always kept and need no score.
-
-    name: the token format.
-    mu_HD: the centre (mean key of each head) with which keys are encoded; None: 0.
-    keys_SHD: float32, keys of a context from its first token on.
-    queries_NQD: float32, queries of the tokens at `positions_N`.
-    scale: scale of attention; None: 1 / sqrt(D).
-    axes: principal axes, which mix2 needs; None for other formats.
+    mu_HD: None: 0.
+    keys_SHD: of a context from its first token on.
+    queries_NQD: at `positions_N`.
+    scale: None: 1 / sqrt(D).
+    axes: for mix2.
     """
     form = format_named(name)
     num_blocks, kv_heads, head_size = (
@@ -105,18 +95,16 @@ def measured_bias(
 
 
 TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
-"""Names of the formats that use a centre (mean key). Summary formats do not use it."""
+"""Formats that use a centre."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
-    """The calibration of a layer: values measured on text that make sketches (compact forms
-    of keys) and their scores more accurate.
+    """A layer's calibration.
 
-    mu: float32 [KV heads, channels], the centre: the mean key of each head.
-    bias: for each measured token format, by its name: by how much scores with this centre
-        overestimate the log of a block's attention mass, in nats.
-    axes: principal axes of the keys, which mix2 needs; None if they were not calibrated.
+    mu: float32 [H, D].
+    bias: by token format: by how much scores overestimate the log mass, in nats.
+    axes: for mix2; None if not calibrated.
     """
 
     mu: F32
@@ -126,12 +114,11 @@ class LayerCentre:
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """The calibration (centres, scoring errors, axes) of a model's layers. Raises INVALID_FIELD if
-    a part can't be used.
+    """A model's calibration. Raises INVALID_FIELD if a part can't be used.
 
-    model: name of the model that was measured; only shown to operators.
-    num_tokens: number of tokens from which each centre (mean key of each head) was computed.
-    layers: calibration by layer index. A missing layer has the centre 0.
+    model: only shown to operators.
+    num_tokens: behind each centre.
+    layers: by index; a missing one has the centre 0.
     """
 
     model: str
@@ -156,21 +143,17 @@ class Centres:
         return f"Centres({self.model!r}, {len(self.layers)} layers, {self.num_tokens} tokens)"
 
     def mu(self, layer: int) -> F32 | None:
-        """Returns the centre of a layer's keys, float32 [KV heads, channels]; None if the centre is
-        0."""
+        """float32 [H, D]; None: 0."""
         found = self.layers.get(layer)
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """Returns by how much scores of a layer in the format `name` overestimate on average, in
-        nats, if they use this layer's centre (mean key). A score estimates the log of a block's
-        attention mass. None if it was not measured."""
+        """In nats; None if not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 
     def axes(self, layer: int) -> Axes | None:
-        """Returns the principal axes of a layer's keys for all heads; None if they were not
-        calibrated."""
+        """None if not calibrated."""
         found = self.layers.get(layer)
         return None if found is None else found.axes
 

@@ -1,20 +1,13 @@
-"""Reads and writes files of centres. A centre is the mean key of each head of a layer, which is
-subtracted from keys before they are quantised.
+"""Reads and writes files of `Centres`: an npz archive without compression or pickled objects. A
+file is checked whole when read; a broken or foreign one is refused with INVALID_FIELD, which names
+file and problem. It is replaced atomically.
 
-A file holds the calibration of a model (`hotkv_sparse.centre.Centres`). It is an npz archive
-without compression and without pickled objects. The whole file is checked when it is read. A file
-that is truncated, damaged, or made by another program is refused with INVALID_FIELD, which names
-the file and the problem. A file is replaced atomically.
-
-A file has these arrays, for L layers with H KV heads of D channels and F formats of
-sketches:
+Arrays, for L layers with H KV heads of D channels and F formats:
 - `format_version` int64 [], `model` text [], `num_tokens` int64 [].
-- `layers` int64 [L]: the calibrated layers, ascending.
-- `formats` text [F] and `bias` float64 [L, F]: the mean error of scores, NaN if not measured. A
-  bias of a format that this version of hotkv does not know is ignored.
-- For each layer `mu_<layer>` float32 [H, D]: the centre.
-- For each layer with principal axes `into_<layer>` float32 [H, D, D] and `rms_<layer>` float32 [H,
-  2] (`axes.Axes`).
+- `layers` int64 [L], ascending.
+- `formats` text [F] and `bias` float64 [L, F]: NaN if not measured; unknown formats are ignored.
+- Per layer `mu_<layer>` float32 [H, D].
+- Per layer with axes `into_<layer>` float32 [H, D, D] and `rms_<layer>` float32 [H, 2] (`Axes`).
 """
 
 import io
@@ -35,16 +28,13 @@ from hotkv_sparse.formats import FORMATS
 
 FORMAT_VERSION = 2
 MAX_FILE_BYTES = 1 << 30
-"""Upper limit of a file's size. The centres of any model are far smaller."""
+"""Far above the centres of any model."""
 
 Array = npt.NDArray[Any]
 
 
 def read_centres(path: str | os.PathLike[str]) -> Centres:
-    """Reads the centres (mean keys of a model's layers) from a file. Blocks the calling thread.
-
-    Raises INVALID_FIELD if the file is absent or was not made by `write_centres`.
-    """
+    """Blocks. Raises INVALID_FIELD if the file is absent or not of `write_centres`."""
     try:
         arrays = _arrays(Path(path))
         return _centres(arrays)
@@ -61,14 +51,10 @@ def read_centres(path: str | os.PathLike[str]) -> Centres:
 
 
 def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
-    """Writes centres (mean keys of a model's layers) to a file, and atomically replaces an existing
-    file. Blocks the calling thread.
-
-    Raises OSError and leaves an existing file unchanged if the file can't be written.
-    """
+    """Blocks. Raises OSError, and leaves an existing file unchanged."""
     target = Path(path)
     layers = sorted(centres.layers)
-    # A bias that was not measured is None, which numpy converts to NaN.
+    # None becomes NaN.
     bias = [[centres.bias(layer, name) for name in TOKEN_FORMATS] for layer in layers]
     arrays: dict[str, Array] = {
         "format_version": np.array(FORMAT_VERSION, np.int64),
@@ -105,7 +91,7 @@ _BROKEN = (
     OverflowError,
     TypeError,
 )
-"""The exceptions that zipfile and numpy raise for malformed bytes."""
+"""What zipfile and numpy raise for malformed bytes."""
 
 
 def _refuse(path: str | os.PathLike[str], problem: str) -> HotKVError:
@@ -117,16 +103,13 @@ def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
         for name, array in arrays.items():
             data = io.BytesIO()
             np.lib.format.write_array(data, array, allow_pickle=False)  # type: ignore[no-untyped-call]
-            # ZipInfo sets a fixed date, so that equal centres give files with equal bytes.
+            # ZipInfo's fixed date: equal centres give equal bytes.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data.getvalue())
 
 
 def _arrays(path: Path) -> dict[str, Array]:
-    """Returns all arrays of an archive. Checks the arrays' checksums.
-
-    Refuses compressed arrays, so that reading an array needs no more memory than the file has
-    bytes.
-    """
+    """Checks checksums. Refuses compressed arrays: reading then needs no more memory than the
+    file has bytes."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
@@ -148,8 +131,7 @@ def _scalar(arrays: dict[str, Array], name: str, kind: str) -> Array:
 
 
 def _array(arrays: dict[str, Array], name: str, kind: str, num_axes: int) -> Array:
-    """Returns the array with this name. Raises ValueError unless it has `num_axes` axes and a dtype
-    of this kind (numpy's letter)."""
+    """Raises ValueError unless it has `num_axes` axes and numpy's dtype kind `kind`."""
     array = arrays[name]
     if array.dtype.kind != kind or array.ndim != num_axes:
         raise ValueError(f"its array {name!r} is {array.dtype} {list(array.shape)}")

@@ -1,14 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that choose blocks by their scores (estimates of the log of a block's attention
-mass, for each query head). `hotkv_sparse.all_kernels` loads this module.
+"""Numba kernels that choose blocks by their scores. Loaded by `all_kernels`;
+`tests/oracles/sparse.py` is the numpy twin.
 
-`tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
-their callers do. They allocate their scratch memory and run without the GIL. They read the scores
-of a head twice; at the second read the scores are in the nearest cache.
-
-The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
-bounds checks. numba's disk cache does not notice changes of `vectors`.
+Arguments are not checked, only scratch memory is allocated, the GIL is released. A head's scores
+are read twice, the second time from the nearest cache. Functions `_emit_…` emit LLVM code with
+`vectors` for any machine: they take an IR builder and `args`, integers (addresses and counts),
+without bounds checks. numba's disk cache does not notice changes of `vectors`.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """
@@ -53,18 +50,14 @@ _F32_1, _F32_2 = (
 
 
 def _emit_exp(builder: Any, args: Any) -> None:
-    """Emits code that adds the weights of the previous head to `sums` and then computes this head's
-    weights: sums += weights * factor, then weights = e^(score - reference).
+    """sums += weights * factor, with the last head's weights; then weights = e^(score - reference).
+    The addition costs no time: the CPU does it while it computes exponentials.
 
-    The CPU makes the addition while it computes exponentials, so it costs no extra time.
-
-    Operands: (scores, reference, weights, num_runs, total, ahead, factor, sums), all addresses
-    except `num_runs` and `ahead`:
-    scores, weights, sums: float32 [num_runs][16]. Before the call `weights` has the weights of the
-        previous head.
+    Operands, all addresses but `num_runs` and `ahead`:
+    scores, weights, sums: float32 [num_runs][16]; `weights` holds the last head's.
     reference, factor: float32.
-    total: float32, to which the sum of the new weights is added.
-    ahead: prefetches the memory this many bytes behind the scores, which is read next.
+    total: float32, to which the new weights are added.
+    ahead: bytes behind the scores to prefetch.
     """
     scores, reference, weights, num_runs, total, ahead, factor, out = args
     base = splat(builder, builder.fmul(load(builder, reference, F32), F32(-1 / LN2)), FLOATS)
@@ -93,11 +86,9 @@ def _emit_exp(builder: Any, args: Any) -> None:
 
 
 def _emit_peak(builder: Any, args: Any) -> None:
-    """Emits code for: *peak = the maximum of *peak and all scores.
+    """*peak = max(*peak, scores). `scores`: float32 [num_runs][16].
 
-    Operands: `scores`, the address of float32 [num_runs][16]; `num_runs`, a count; `peak`, the
-    address of a float32. Computes four independent maxima, so that an instruction does not wait for
-    the result of the one before it.
+    Four independent maxima, so that no instruction waits for the one before it.
     """
     scores, num_runs, peak = args
     initial = splat(builder, load(builder, peak, F32), FLOATS)
@@ -125,11 +116,7 @@ def _emit_peak(builder: Any, args: Any) -> None:
 
 
 def _emit_add_scaled(builder: Any, args: Any) -> None:
-    """Emits code for: out += values * factor.
-
-    Operands: (values, factor, out, num_runs): the addresses of float32 [num_runs][16], of a float32
-    and of float32 [num_runs][16], and a count.
-    """
+    """out += values * factor, float32 [num_runs][16]."""
     values, factor, out, num_runs = args
     scale = splat(builder, load(builder, factor, F32), FLOATS)
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
@@ -144,11 +131,7 @@ def _emit_add_scaled(builder: Any, args: Any) -> None:
 
 
 def _emit_count(builder: Any, args: Any) -> None:
-    """Emits code for: count = the number of values that are at least `least`.
-
-    Operands: (values, num_runs, least, count): the address of int32 [num_runs][16], the number of
-    runs of 16 values, and the addresses of two int32.
-    """
+    """Counts values (int32 [num_runs][16]) that are at least `least`."""
     values, num_runs, least, count = args
     bound = splat(builder, load(builder, least, I32), INTS)
     sums = variable(builder, ints(0))
@@ -156,17 +139,14 @@ def _emit_count(builder: Any, args: Any) -> None:
         enough = builder.icmp_signed(
             ">=", load(builder, offset(builder, values, loop.index, 4 * LANES), INTS), bound
         )
-        # A lane that compares as true has all bits set, which is -1 as an integer.
+        # A true lane has all bits set: -1.
         builder.store(builder.sub(builder.load(sums), builder.sext(enough, INTS)), sums)
     store(builder, call(builder, "llvm.vector.reduce.add.v16i32", I32, [builder.load(sums)]), count)
 
 
 def _emit_collect(builder: Any, args: Any) -> None:
-    """Emits code for: out = the indices of values that are at least `least`, ascending.
-
-    Operands: (values, num_runs, least, out): the address of int32 [num_runs][16], the number of
-    runs of 16 values, and the addresses of an int32 and of the output, int32.
-    """
+    """Writes the indices of values that are at least `least`, ascending; operands as in
+    `_emit_count`."""
     values, num_runs, least, out = args
     bound = splat(builder, load(builder, least, I32), INTS)
     place, left = variable(builder, out), variable(builder, I32(0))
@@ -200,23 +180,22 @@ COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
 def _exps(
     scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """Computes the attention weights of a query head: e^score of each block, relative to the
-    largest. Let `peak` be the maximum of `log_mass` (log of the attention mass of the always kept
-    blocks) and of all the head's scores.
-    1. Adds the weights of the previous head to `sums`: sums += weights * words[2]. The caller has
-       set words[2] to 1 / (sum of the previous head's weights * number of heads).
-    2. Replaces `weights` by this head's weights: weights = e^(scores[head] - peak).
+    """Computes a head's weights, e^(score - peak), with `peak` the maximum of its scores and
+    `log_mass`.
+    1. sums += weights * words[2], with the last head's weights; the caller has set words[2] to 1 /
+       (their sum * heads).
+    2. weights = e^(scores[head] - peak).
 
-    Returns the weight of the always kept blocks, e^(log_mass - peak), and the sum of this weight
-    and all new weights. `weights` and `sums` are float32 [blocks], padded to a multiple of 16. tail
-    [16], words[0] and words[1] are scratch memory.
+    Returns the always kept blocks' weight, e^(log_mass - peak), and the sum of it and all
+    weights. `weights` and `sums` are float32 [blocks], padded to 16; tail [16], words[0] and
+    words[1] are scratch.
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16
     row_bytes = num_blocks * 4
     row, words_at = scores.ctypes.data + head * row_bytes, words.ctypes.data
     weights_at, sums_at = weights.ctypes.data, sums.ctypes.data
-    # Copies the scores behind the last whole run (of 16 scores) to `tail`, padded to a run.
+    # Scores behind the last whole run, padded to a run.
     for i in range(rest):
         tail[i] = scores[head, runs * 16 + i]
     for i in range(rest, 16):
@@ -242,20 +221,15 @@ def _exps(
 
 @numba.njit(nogil=True, cache=True)
 def _add_scaled(weights: Any, words: Any, sums: Any) -> None:
-    """Adds the weights of the last head to `sums`, as `_exps` does with those of the head before.
-
-    A function of its own, because its caller's arrays live until it returns.
-    """
+    """Adds the last head's weights to `sums`. A function of its own, as its caller's arrays live
+    until it returns."""
     ADD_SCALED(weights.ctypes.data, words.ctypes.data + 8, sums.ctypes.data, weights.shape[0] // 16)
 
 
 @numba.njit(nogil=True, cache=True)
 def _bits(weights: Any, values: Any) -> Any:
-    """Sets `values` to the bits of the weights, as integers. For positive floats these integers
-    have the same order as the floats. A weight that is not above 0 becomes 0.
-
-    Returns the largest value.
-    """
+    """Writes the weights' bits as integers, which have the order of positive floats; 0 for
+    weights not above 0. Returns the largest."""
     bits, largest = weights.view(np.int32), np.int32(0)
     for i in range(weights.shape[0]):
         value = bits[i] if weights[i] > 0 else np.int32(0)
@@ -266,16 +240,14 @@ def _bits(weights: Any, values: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _top(values: Any, num: Any, largest: Any, words: Any, out: Any) -> None:
-    """Writes into `out` the indices of the largest of values[:num], in ascending order of index.
+    """Writes the indices of the k largest of values[:num], ascending; of equal ones, the lower
+    index first. Bisects for the smallest value to include: counting needs no branches and no
+    memory.
 
     values: int32 >= 0, padded with -1 to a multiple of 16.
-    largest: the largest of the values.
-    words: int32 [2], scratch memory.
-    out: int32 [k], k < num; the k largest values are chosen. Of equal values, the lower index is
-        preferred.
-
-    Finds the smallest value to include by bisection. Each step counts the values that are at least
-    a bound, which needs no branches and no extra memory.
+    largest: of the values.
+    words: int32 [2], scratch.
+    out: int32 [k], k < num.
     """
     runs, count = (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
@@ -301,9 +273,8 @@ def _top(values: Any, num: Any, largest: Any, words: Any, out: Any) -> None:
 
 @numba.njit(types.void(_F32_1, types.int32[::1]), nogil=True, cache=True)
 def top(weights: Any, out: Any) -> None:
-    """Writes into `out` the indices of the k largest weights, in ascending order of index.
-
-    Of equal weights, the lower index is preferred. Weights that are not above 0 count as 0.
+    """Indices of the k largest weights, ascending; of equal ones, the lower index first. Weights
+    not above 0 count as 0.
 
     out: int32 [k], k < len(weights).
     """
@@ -327,17 +298,17 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Chooses the candidate blocks with the largest shares of the attention mass, the same blocks
-    for all heads. The share of a block is the mean over the query heads.
+    """Chooses the candidates with the largest mean share of the mass over the query heads, the same
+    for all heads.
 
-    The context has `count` blocks. The candidates are consecutive, from block `first` on. All
-    blocks before and after the candidates are always kept, and get the weight inf. Returns two
-    shares of the attention mass: that of the always kept blocks, and that of the chosen candidates.
+    Candidates are consecutive from block `first` on; all other of the `count` blocks are always
+    kept, with weight inf. Returns the shares of the mass of the always kept blocks and of the
+    chosen candidates.
 
-    scores: float32 [query heads, candidates], estimated log of each candidate's attention mass.
-    always_log_mass: float32 [query heads], log of the attention mass of the always kept blocks.
-    blocks, weights: [n], output: the selected blocks with their shares, including the always kept
-        blocks; n is the number of blocks to select.
+    scores: float32 [Q, candidates].
+    always_log_mass: float32 [Q].
+    blocks, weights: [n], output: the n selected blocks, always kept ones included, with their
+        shares.
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

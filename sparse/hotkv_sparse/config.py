@@ -1,8 +1,7 @@
 """Settings of sparse decode, as an operator writes them.
 
-A `SparseConfig` checks its values when it is made. `check` compares the values with the model;
-callers must call it before they use the settings. Every error names the field, the value and the
-fix.
+A `SparseConfig` checks its values when it is made. Callers must also `check` it against the
+model. Errors name field, value and fix.
 """
 
 import math
@@ -17,15 +16,12 @@ COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host", "auto")
 CACHE_POLICIES = ("lru", "none")
 USUAL_SETS = 2
-"""With `cache_policy` `lru`, a step selects the budget divided by this number, so that half of the
-blocks to which it attends are those of earlier steps. With 2 the results were better than with 1
-(measured with SmolLM2)."""
+"""With `lru`, a step selects the budget divided by this, so that half of the blocks it attends
+to are from earlier steps. 2 gave better results than 1 (SmolLM2)."""
 MIN_ADAPTIVE_TOKENS = 128
-"""With the setting `adaptive_p`, a selection has at least this many tokens in addition to the
-always kept tokens (sinks and recent window)."""
+"""Of a selection with `adaptive_p`, besides sinks and recent window."""
 MAX_COUNT = 1 << 30
-"""Largest whole number that a setting may have. Messages and kernels use int32, and kernels add the
-tokens of a block to the number, which must not overflow."""
+"""Messages and kernels use int32, and kernels add a block's tokens to a count."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:
@@ -105,8 +101,8 @@ class SparseConfig:
             )
             raise _refuse("sparse_topk", self.sparse_topk, fix)
         if not self.sink_tokens:
-            # The first block of each context must stay on the device: workers tell requests apart
-            # by the page of their first block.
+            # Workers tell requests apart by the page of their first block, so it must stay on
+            # the device.
             fix = f"with residency = {self.residency!r} the first block stays; use 1 or more"
             raise _refuse("sink_tokens", self.sink_tokens, fix)
 
@@ -169,11 +165,7 @@ class SparseConfig:
                 raise _refuse(f"fusion[{name}]", exponent, "use an exponent above 0")
 
     def check(self, num_layers: int, block_tokens: int) -> None:
-        """Raises INVALID_FIELD if the settings do not fit the model.
-
-        num_layers: layers of the model.
-        block_tokens: tokens of a block.
-        """
+        """Raises INVALID_FIELD if the settings do not fit the model."""
         for layer in self.dense_layers:
             if layer >= num_layers:
                 raise _refuse(
@@ -205,13 +197,10 @@ class SparseConfig:
 
     @property
     def always_tokens(self) -> int:
-        """Returns the number of tokens that are kept regardless of their score: sinks and recent
-        window."""
         return self.sink_tokens + self.recent_tokens
 
     def max_always_blocks(self, block_tokens: int) -> int:
-        """Returns the largest possible number of always kept blocks: the blocks with sinks or
-        tokens of the recent window, and the partial block."""
+        """Most blocks with sinks or recent tokens, and the partial block."""
         return (
             -(-self.sink_tokens // block_tokens)
             + (self.recent_tokens + block_tokens - 2) // block_tokens
@@ -220,44 +209,38 @@ class SparseConfig:
 
     @property
     def sets(self) -> int:
-        """Returns the budget divided by the size of a selection."""
+        """Budget / size of a selection."""
         return USUAL_SETS if self.cache_policy == "lru" else 1
 
     def budget_tokens(self, context_tokens: int) -> int:
-        """Returns the budget in tokens."""
         topk = self.sparse_topk
         return topk if type(topk) is int else math.floor(topk * context_tokens)
 
     def budget_blocks(self, context_tokens: int, block_tokens: int) -> int:
-        """Returns the most blocks to which a step attends, including always kept blocks: the whole
-        context, or blocks of together at most `budget_tokens`."""
+        """Most blocks to which a step attends, always kept ones included."""
         budget_tokens = self.budget_tokens(context_tokens)
         if context_tokens <= budget_tokens:
             return -(-context_tokens // block_tokens)
         return budget_tokens // block_tokens
 
     def most_blocks(self, context_tokens: int, block_tokens: int) -> int:
-        """Returns the largest result of `budget_blocks` for a context of up to `context_tokens`."""
+        """The most `budget_blocks` of a context of up to `context_tokens`."""
         most_tokens = min(self.budget_tokens(context_tokens), context_tokens)
         return -(-most_tokens // block_tokens)
 
     def selected_blocks(self, context_tokens: int, block_tokens: int) -> int:
-        """Returns the most blocks that a step selects for a hot set, including always kept blocks:
-        the budget divided by `sets`. The first step of a sequence selects the whole budget."""
+        """Most blocks that a step selects for a hot set: the budget divided by `sets`. A
+        sequence's first step selects the whole budget."""
         selected = -(-self.budget_tokens(context_tokens) // (self.sets * block_tokens))
         return min(selected, self.budget_blocks(context_tokens, block_tokens))
 
     def covers(self, context_tokens: int, block_tokens: int) -> bool:
-        """Returns True if the budget covers the whole context, so that attention is exact."""
+        """Whether the budget covers the context, so that attention is exact."""
         count = -(-context_tokens // block_tokens)
         return self.budget_blocks(context_tokens, block_tokens) == count
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:
-        """Returns the scorers of a layer (the formats by which its blocks are scored), each with
-        its exponent in the setting `fusion`. Empty if the layer is dense.
-
-        Without `fusion`, the result is `scorer` with the exponent 1.
-        """
+        """Scorers with their exponents in `fusion`; empty if the layer is dense."""
         if layer in self.dense_layers:
             return {}
         return self.fusion or {self.scorer: 1.0}

@@ -1,16 +1,11 @@
-"""A layer's decode step in one compiled call: scores the blocks with a query, selects the best
-blocks, and adds some of them to the hot set (the blocks of the layer that are on the device).
+"""A layer's decode step in one compiled call: scores, selects, and updates the hot set.
 
-`decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`, but is
-faster. This matters because a model has tens of layers: a call into compiled code costs about a
-microsecond, and passing arrays between two calls costs more. Callers use the two functions if there
-is no hot set, or with the settings `fusion` or `adaptive_p`, for which numpy chooses the blocks.
+The same as `selection.select_layer` and then `HotSet.step`, but faster, which counts over tens of
+layers: a call into compiled code costs about 1 µs, arrays passed between two calls cost more.
+Without a hot set, and with `fusion` or `adaptive_p`, callers use the two.
 
-The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
-logarithm of the mass.
-
-Shapes: Q query heads, H KV heads, D channels, B blocks of a pool (the array of sketches), N
-bytes of a block and head, C blocks of the context.
+Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
+    blocks of the context.
 """
 
 from dataclasses import dataclass
@@ -37,11 +32,9 @@ _NO_PAGES, _NO_BLOCKS = np.empty((0, 1, 0), np.uint8), np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
-    """A layer's sketches (compact forms of blocks' keys) in one format, checked once and
-    prepared for the kernel, so that a step need not do it.
+    """A layer's sketches in one format, checked once.
 
-    source: the sketches, with their centre (mean key) and axes.
-    arguments: the kernel's arguments that are the same in every step.
+    arguments: the kernel's that are the same in every step.
     """
 
     source: Source
@@ -49,11 +42,7 @@ class Scorer:
 
     @staticmethod
     def of(name: str, source: Source, num_heads: int, head_size: int, scale: float) -> "Scorer":
-        """Makes the scorer for queries [num_heads, head_size] in format `name`. Raises
-        INVALID_FIELD if the source does not fit the format or the heads.
-
-        scale: factor by which attention multiplies q · k.
-        """
+        """For queries [num_heads, head_size]. Raises INVALID_FIELD if the source does not fit."""
         mu, axes = source.mu, source.axes
         query = prepare(
             name, np.zeros((num_heads, head_size), np.float32), mu, scale, source.bias, axes
@@ -88,22 +77,16 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """The amount of a layer's attention that goes to the blocks that every step attends to: the
-    context's first blocks (sinks), the recent window and the partial last block. An argument of
-    `decode`, which needs this attention mass (sum of exp(q · k * scale)) to compute each other
-    block's share of the whole attention.
+    """The mass of the always kept blocks, against which the other blocks' shares are computed:
+    known to the caller (`known`), or computed from their keys.
 
-    There are two forms. In the first, the caller knows the mass (`known`). In the second, `decode`
-    computes the mass of these blocks from their keys.
-
-    log_mass: float32 [query heads]. In the first form: the log of the mass of these blocks. In the
-        second form: the log of a mass to add to the computed mass, such as that of the layer's
-        learned sinks; -inf to add nothing.
-    pages: only in the second form: uint8 [pages, KV heads, bytes], the layer's keys in the order
-        that `score_kernels.page_log_mass` describes. Otherwise empty.
-    blocks: only in the second form: int32, indices of these blocks in `pages`.
-    packing: five numbers: the number of tokens in `blocks` (0 selects the first form), the tokens
-        of a block, then `run`, `pair` and `kind` of `page_log_mass`.
+    log_mass: float32 [Q], of these blocks if known; else a log mass to add, such as that of learned
+        sinks, or -inf.
+    pages: uint8 [pages, H, bytes], the layer's keys as in `score_kernels.page_log_mass`; empty if
+        known.
+    blocks: int32, indices in `pages`.
+    packing: tokens in `blocks` (0: known), tokens of a block, `run`, `pair` and `kind` of
+        `page_log_mass`.
     """
 
     log_mass: F32
@@ -113,29 +96,22 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Returns the first form: the caller knows `log_mass`, the log of the attention mass of the
-        blocks that every step attends to, float32 [query heads]."""
+        """`log_mass`: float32 [Q]."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The result of a layer's decode step. A candidate is a block that is not always kept, so that
-    the step may select it or not.
+    """Result of a step.
 
-    map: the hot set (blocks on the device, with their slots) after the step. The caller must attend
-        to all of its blocks.
-    selection: the selected blocks. `map` may lack some of them, because a step may load only a few
-        blocks. A missing block in `ahead` is added in the next step; any other missing block is
-        added only if it is selected again.
-    ahead: int32, hot slots (places on the device) that the caller must fill before the next step,
-        each with the block that `hot.block_of` names.
-    num_loaded: number of candidates that this step's selection added to `map`. The caller must load
-        these blocks before it attends.
-    num_adopted: number of candidates that were prefetched after the previous step and that this
-        step added to `map`.
-    num_selected: number of selected candidates, without always kept blocks.
-    num_resident: number of selected candidates that were already in the map.
+    map: the hot set after the step, to attend to.
+    selection: `map` may lack some of its blocks. A missing one in `ahead` is added in the next
+        step, another only if it is selected again.
+    ahead: int32, slots to fill before the next step, each with the block in `hot.block_of`.
+    num_loaded: candidates added to `map`, to be loaded before attention.
+    num_adopted: candidates prefetched after the last step and added now.
+    num_selected: candidates.
+    num_resident: of these, already in the map.
     """
 
     map: HotMap
@@ -158,20 +134,17 @@ def decode(
     arriving: I32,
     selected: Mask,
 ) -> Decoded:
-    """Selects blocks with this step's query, and updates the hot set (the blocks of the layer that
-    are on the device). Selects among the candidates of `hot.span`: the blocks that are not always
-    kept.
+    """Selects among the candidates of `hot.span` and updates `hot`.
 
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
-    the pages. The hot set is then unchanged. The shapes of the arrays are not checked.
+    the pages; the hot set is then unchanged. Shapes are not checked.
 
-    query_QD: float32 [query heads, channels], after positional encoding.
-    rows_C: int32, for each block of the context, the row of its sketch (compact form of its
-        keys) in the scorer's pool; ignored for always kept blocks.
-    budget_blocks: number of blocks to select, including the always kept blocks.
-    max_loads: largest number of candidates that the step may add to the hot set.
-    arriving: int32, `Decoded.ahead` of the previous step. The caller has filled all these slots.
-    selected: bool [at least the blocks of the context], output: True for each selected block.
+    query_QD: float32, after positional encoding.
+    rows_C: int32, row of each block in the scorer's pool; ignored for always kept blocks.
+    budget_blocks: always kept ones included.
+    max_loads: candidates that may be added.
+    arriving: int32, the last step's `ahead`, all filled.
+    selected: bool [>= C], output.
     """
     where, num_slots = hot.span, hot.num_slots
     num = where.num_always + min(max(budget_blocks - where.num_always, 0), where.last - where.first)

@@ -1,29 +1,19 @@
-"""The hot set: the blocks of a sequence that are on the device, in hot slots (places for a block).
-Each hot set belongs to a layer and a shard (the heads of a tensor-parallel rank). A step attends
-only to these blocks.
+"""The hot set of a sequence's layer and shard: blocks in hot slots, to which a step attends. It
+decides what to copy; the caller copies. One owner, one thread; steps and prefetches are kernels
+(`hotset_kernels`) on its tables.
 
 Always true (`check_invariants`):
-- A slot has one of five states:
-  free;
-  mapped: the step attends to its block;
-  loading: a prefetch is writing it;
-  ready: a prefetch has written it, but `adopt` has not mapped it yet;
-  cancelled: a prefetch is still writing it, but its block is not needed any more.
-- A block has at most one slot that is mapped, loading or ready. The map (`HotMap`) names exactly
-  the mapped blocks, and never grows beyond `capacity_blocks`. If `resize` lowers the capacity below
-  the size of the map, the map shrinks as soon as blocks may be evicted.
-- A map that was returned never changes. `version` grows with every change of the current map.
-- A mapped block is never evicted if it is always kept (sinks, recent window, the partial block), or
-  if host memory has no copy of it. Of all other mapped blocks, the least recently selected block is
-  evicted first. If several blocks were last selected in the same step, the block with the lowest
-  position is evicted first.
-- A prefetch uses only free slots. `adopt`, between two steps, adds a prefetched block to a new map.
-  A load within a step may use the slot of a block that it evicts, because the engine itself writes
-  the slot before it attends.
-
-The hot set decides which blocks to copy; the caller copies them. A `HotSet` has one owner and is
-used by one thread. Steps and prefetches are compiled kernels (`hotset_kernels`) that change the
-tables of `HotSet`.
+- A slot is free; mapped (the step attends to its block); loading (a prefetch writes it); ready
+  (written, not yet mapped by `adopt`); or cancelled (still being written, block not needed).
+- A block has at most one slot that is mapped, loading or ready. The map names exactly the mapped
+  blocks and never grows beyond the capacity; after `resize` it shrinks as soon as blocks may be
+  evicted.
+- A returned map never changes; `version` grows with every change.
+- A mapped block is never evicted if it is always kept, or without a copy in host memory. Of the
+  others the least recently selected goes first, of equals the lowest position.
+- A prefetch uses only free slots; `adopt` maps its blocks between two steps. A load within a
+  step may take the slot of a block that it evicts, as the engine itself writes it before it
+  attends.
 """
 
 from dataclasses import dataclass
@@ -52,8 +42,7 @@ _PRESSURE_RATE = 0.1
 
 
 class SlotState(IntEnum):
-    """The state of a hot slot (place on the device for a block); the module's docstring explains
-    the states."""
+    """See the module."""
 
     FREE = 0
     MAPPED = 1
@@ -62,19 +51,17 @@ class SlotState(IntEnum):
     CANCELLED = 4
 
 
-# The states as plain integers, because numpy compares arrays several times faster with integers
-# than with enum members.
+# As plain integers, which numpy compares several times faster than enum members.
 FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """The map of a hot set: the blocks on the device to which a step may attend, and the hot slot
-    (place on the device) of each. Read-only.
+    """The blocks to which a step may attend. Read-only.
 
-    version: grows with every change of the map.
-    blocks: int32, positions of the blocks in the context, ascending.
-    slots: int32, hot slot of each block.
+    version: grows with every change.
+    blocks: int32, ascending positions in the context.
+    slots: int32, of each block.
     """
 
     version: int
@@ -84,12 +71,11 @@ class HotMap:
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """Blocks that get or lose hot slots (places on the device). All arrays are int32.
+    """All int32.
 
-    blocks: blocks (positions in the context) that get a slot. The method that returns this value
-        says whether the caller must copy them.
-    slots: the slot of each of these blocks.
-    victims: blocks that have lost their slot.
+    blocks: get a slot; the method that returns this says whether to copy them.
+    slots: of these blocks.
+    victims: have lost their slot.
     """
 
     blocks: I32
@@ -99,15 +85,14 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of a step of the hot set (the blocks of a layer that are on the device). A
-    candidate is a block that is not always kept, so that the step may select it or not.
+    """Result of a step.
 
-    map: the blocks to which the caller must attend, after it has made the copies of `load`.
-    load: blocks that the caller must copy from host memory into their slots before it attends.
-    prefetch: int32, selected blocks that are not on the device and for which `load` had no room,
-        heaviest first. The caller passes these blocks to `begin_prefetch`.
-    num_selected: number of selected candidates.
-    num_resident: number of selected candidates that were already in the map.
+    map: to attend to, after the copies of `load`.
+    load: to copy from host memory before attention.
+    prefetch: int32, selected blocks that found no room in `load`, heaviest first, for
+        `begin_prefetch`.
+    num_selected: candidates.
+    num_resident: of these, already in the map.
     """
 
     map: HotMap
@@ -119,13 +104,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class HotSetGrowth:
-    """The result of a change of the context's length, for a hot set (the blocks of a layer that are
-    on the device).
+    """Result of `HotSet.extend`.
 
-    new: hot slots (places on the device) for the blocks that the context gained; the engine writes
-        their KV there.
-    swap_out: int32, complete blocks that have no copy in host memory. The caller copies these
-        blocks to host memory, and calls `swapped_out` when the copies have ended.
+    new: slots of the context's new blocks, where the engine writes their KV.
+    swap_out: int32, complete blocks without a copy in host memory. The caller copies them, then
+        calls `swapped_out`.
     """
 
     new: SlotMoves
@@ -136,25 +119,17 @@ class HotSetGrowth:
 
 
 class HotSet:
-    """The hot set of a sequence and layer: the blocks on the device, to which a step attends. A
-    call that raises leaves the hot set unchanged.
+    """A call that raises (INVALID_FIELD for wrong arguments) changes nothing.
 
-    Methods raise INVALID_FIELD for invalid arguments.
+    capacity_blocks: most blocks of the map.
+    spare_slots: beyond the capacity, for prefetches.
+    policy: `lru`, or `none`: evicts all that the current selection lacks.
+    clock: steps so far.
 
-    capacity_blocks: largest number of blocks that the map (the blocks to which a step attends) may
-        have.
-    spare_slots: number of slots beyond the capacity. Prefetches use them.
-    policy: `lru` evicts the least recently selected block. `none` evicts all blocks that the
-        current selection does not contain.
-    clock: number of steps so far.
-    span: the context's blocks, and which of them are candidates (blocks that are not always kept).
-
-    The tables, which only this object writes:
-    - By slot: `state` int8, `block_of` int32, `used_at` int64 (the last step that selected the
-      block).
-    - By block (position in the context; the arrays may be longer than the context): `slot_of`
-      int32, `has_copy` bool (whether host memory has a copy), `swapping` bool (whether a copy to
-      host memory is in progress).
+    Tables, which only this object writes:
+    - By slot: `state` int8, `block_of` int32, `used_at` int64 (last step that selected the block).
+    - By block, perhaps beyond the context: `slot_of` int32, `has_copy` bool (in host memory),
+      `swapping` bool (copy to host memory in progress).
     """
 
     def __init__(self, capacity_blocks: int, spare_slots: int = 8, policy: str = "lru") -> None:
@@ -195,11 +170,9 @@ class HotSet:
 
     @property
     def num_slots(self) -> int:
-        """Returns the total number of hot slots. Slots are numbered from 0."""
         return len(self.state)
 
     def map(self) -> HotMap:
-        """Returns the current map: the blocks to which a step may attend, with their slots."""
         if self._map.version != self.version:
             blocks = np.sort(self.block_of[self.state == MAPPED])
             self._set_map(np.stack([blocks, self.slot_of[blocks]]))
@@ -208,16 +181,13 @@ class HotSet:
     # -------------------------------------------------------------------------------------- changes
 
     def extend(self, where: CandidateSpan, num_complete: int, num_host: int = 0) -> HotSetGrowth:
-        """Sets the length of the context to `where.count` blocks, of which the first `num_complete`
-        are complete.
+        """Sets the context to `where.count` blocks, the first `num_complete` complete. Call it
+        whenever a block begins or becomes full.
 
-        Call this method whenever a block begins or becomes full. New blocks of the context get
-        slots, except blocks at positions below `num_host`, which are already in host memory. Raises
-        OVERLOADED if too few blocks can be evicted for the new blocks; then wait for copies to host
-        memory, or call `resize`.
-
-        The context may also become shorter (a rewind). Then the slots of the removed blocks become
-        free. Before such a call all copies to host memory must have ended.
+        New blocks get slots, but not those below `num_host`, which are in host memory already.
+        Raises OVERLOADED if too few blocks can be evicted: wait for copies to host memory, or
+        `resize`. A shorter context frees slots; all copies to host memory must have ended
+        before.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(
@@ -255,24 +225,18 @@ class HotSet:
         return HotSetGrowth(SlotMoves(fresh, slots, victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
-        """Reports the end of the copies of `blocks` to host memory.
-
-        success: False: the copies failed, and the next `extend` returns the blocks in `swap_out`
-            again.
-        """
+        """The copies of `blocks` to host memory have ended. After a failure the next `extend`
+        names them again."""
         self._check_blocks(blocks)
         if success:
             self.has_copy[blocks] |= self.swapping[blocks]
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Adds `blocks` to the map (the blocks to which steps attend), in order, until there is no
-        room. Engines pass the always kept blocks whenever the context has grown. Skips blocks that
-        have a slot already. Evicts no blocks.
-
-        The caller passes the most important blocks first. All blocks must have a copy in host
-        memory. The caller copies the returned blocks into their slots before it attends.
-        """
+        """Maps `blocks` in order while there is room; evicts none, skips blocks with a slot.
+        Pass the most important first, such as always kept blocks whenever the context has grown.
+        All must have a copy in host memory; the caller copies the returned ones before it
+        attends."""
         self._check_blocks(blocks)
         _, order = np.unique(blocks, return_index=True)
         blocks = blocks[np.sort(order)]
@@ -285,16 +249,11 @@ class HotSet:
         return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
-        """Makes a step: adds missing blocks of `selection` to the map (the blocks to which the step
-        attends), and evicts other blocks for them.
+        """Maps missing blocks of `selection` (over the current `span`), evicting others.
 
-        First adds all always kept blocks that are missing, such as blocks that `seed` has not
-        added. For these blocks it may evict even selected blocks. Then adds the heaviest missing
-        candidates (blocks that are not always kept), until `max_loads` blocks are added in total.
-        The other missing blocks are returned in `Step.prefetch`, unless a prefetch of them is in
-        progress.
-
-        selection: this step's selection over the current `span`.
+        First all missing always kept blocks, even at the cost of selected ones; then the
+        heaviest candidates, up to `max_loads` in total. The rest goes to `Step.prefetch`, unless
+        it is being prefetched.
         """
         blocks, weights = (
             np.asarray(selection.blocks, np.int32),
@@ -320,12 +279,8 @@ class HotSet:
         )
 
     def begin_prefetch(self, blocks: I32) -> SlotMoves:
-        """Assigns free slots to `blocks`, in order, until there are no free slots. Skips blocks
-        that have a slot already, or no copy in host memory. Evicts no blocks.
-
-        The caller copies the returned blocks into their slots, and reports each slot by
-        `finish_prefetch`.
-        """
+        """Assigns free slots in order; evicts none, skips blocks with a slot or without a copy.
+        The caller copies the returned blocks and reports each slot by `finish_prefetch`."""
         if not len(blocks):
             return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
         moves = np.empty((2, min(len(blocks), self.num_slots)), np.int32)
@@ -338,8 +293,7 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32) -> None:
-        """Reports that the prefetches into `slots` have ended: the caller has written the slots'
-        blocks to the device."""
+        """The caller has written the blocks of these slots."""
         answer = self._kernels.hot_finish_prefetch(np.asarray(slots, np.int32), self.state)
         if answer == self._kernels.REFUSED:
             raise HotKVError(
@@ -349,12 +303,8 @@ class HotSet:
             )
 
     def adopt(self) -> SlotMoves:
-        """Adds prefetched blocks to the map (the blocks to which steps attend), and evicts other
-        blocks for them. Call this method between two steps.
-
-        Drops prefetched blocks for which there is no room. The returned blocks are already in their
-        slots, so the caller need not copy them.
-        """
+        """Maps prefetched blocks between two steps, evicting others; drops those without room.
+        They need no copy."""
         maps, moves = (
             np.empty((2, self.num_slots), np.int32),
             np.empty((3, self.num_slots), np.int32),
@@ -368,19 +318,14 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def forget(self, blocks: I32) -> None:
-        """Frees all slots of `blocks`, because the blocks have left the context or could not be
-        loaded."""
+        """Frees all slots of blocks that left the context or could not be loaded."""
         slots = self.slot_of[blocks]
         self._evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
         self._abandon(blocks)
 
     def resize(self, capacity_blocks: int) -> I32:
-        """Sets the capacity (largest number of blocks to which steps attend) and returns the
-        evicted blocks.
-
-        A higher capacity adds slots. A lower capacity evicts as many blocks as may be evicted now;
-        later steps evict the rest.
-        """
+        """Sets the capacity and returns the evicted blocks. A lower one evicts what it may now,
+        later steps the rest."""
         if capacity_blocks < 1:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more"
@@ -398,7 +343,6 @@ class HotSet:
     # --------------------------------------------------------------------------------------- tables
 
     def _add_blocks(self, num_blocks: int) -> None:
-        """Enlarges the tables that are indexed by block to at least `num_blocks` entries."""
         if num_blocks <= len(self.slot_of):
             return
         more = max(num_blocks, 2 * len(self.slot_of)) - len(self.slot_of)
@@ -407,19 +351,16 @@ class HotSet:
         self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
 
     def mapped_blocks(self) -> I32:
-        """Returns the blocks of the current map (the blocks to which steps attend), int32. The
-        array is writable, because numba's calls start faster with writable arrays, but kernels must
-        not write to it."""
+        """Blocks of the map, int32. Writable, as numba's calls then start faster, but kernels
+        must not write it."""
         return self._mapped if self._map.version == self.version else self.map().blocks
 
     def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
-        """Returns the tables of slots and blocks that kernels change in place, in the order of the
-        kernels' arguments: `state`, `block_of`, `used_at`, `slot_of`, `has_copy`."""
+        """Tables in the order of the kernels' arguments."""
         return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
 
     def for_step(self) -> tuple[int, int, bool, int, int, int]:
-        """Returns the numbers that a kernel needs for the next step, in the order of its arguments:
-        `capacity`, `clock`, `keeps_unselected`, and `first`, `last`, `count` of the span."""
+        """Numbers of the next step in the order of the kernels' arguments."""
         where = self.span
         return (
             self.capacity_blocks, self.clock + 1, self._keeps_unselected, where.first, where.last,
@@ -427,20 +368,13 @@ class HotSet:
         )  # fmt: skip
 
     def stepped(self, map_2M: I32 | None) -> HotMap:
-        """Completes a step that a kernel has made in the tables of `for_kernels`. Returns the map
-        (the blocks to which the step attends) after the step.
-
-        map_2M: the kernel's new map, int32 [2, blocks of the map]: the blocks in ascending order,
-            and their slots. None if the map has not changed.
-        """
+        """Completes a step that a kernel made in the tables. `map_2M`: the new map, int32 [2,
+        M], ascending blocks and their slots; None: unchanged."""
         self.clock += 1
         return self._map if map_2M is None else self._publish(map_2M)
 
     def _publish(self, map_2M: I32) -> HotMap:
-        """Makes `map_2M` the current map, with the next version, and returns it.
-
-        map_2M: int32 [2, blocks of the map], blocks in ascending order, and their slots.
-        """
+        """`map_2M`: as in `stepped`."""
         self.version += 1
         self._set_map(map_2M)
         return self._map
@@ -452,17 +386,14 @@ class HotSet:
 
     @property
     def _num_mapped(self) -> int:
-        """Returns the number of blocks in the map."""
         return len(self.map().blocks)
 
     def _is_pinned(self, blocks: I32) -> Mask:
-        """Returns a mask of those `blocks` that must not be evicted, because they are always kept
-        or have no copy in host memory."""
+        """Blocks that must not be evicted."""
         return (blocks < self.span.first) | (blocks >= self.span.last) | ~self.has_copy[blocks]
 
     def _put(self, blocks: I32, slots: I32, state: int) -> None:
-        """Assigns the free hot slots `slots` to `blocks`, in the given state (see `SlotState`). The
-        current step counts as the last use of these blocks."""
+        """Assigns free slots; counts as a use in this step."""
         if len(blocks):
             self.slot_of[blocks] = slots
             self.block_of[slots] = blocks
@@ -471,7 +402,7 @@ class HotSet:
             self.version += state == MAPPED
 
     def _evict(self, blocks: I32) -> None:
-        """Frees the slots of `blocks`, which are mapped."""
+        """`blocks` must be mapped."""
         if len(blocks):
             slots = self.slot_of[blocks]
             self.slot_of[blocks] = NO_SLOT
@@ -480,11 +411,8 @@ class HotSet:
             self.version += 1
 
     def _abandon(self, blocks: I32) -> None:
-        """Drops the prefetches of `blocks`.
-
-        Slots that are already written become free at once. Slots that a prefetch still writes are
-        cancelled, and become free when `finish_prefetch` reports them.
-        """
+        """Drops prefetches: written slots become free, others are cancelled until
+        `finish_prefetch`."""
         slots = self.slot_of[blocks]
         slots = slots[slots >= 0]
         self.slot_of[self.block_of[slots]] = NO_SLOT
@@ -494,13 +422,12 @@ class HotSet:
     # ------------------------------------------------------------------------------- who is evicted
 
     def _room(self, count: int) -> tuple[I32, I32]:
-        """Finds hot slots for up to `count` blocks. Returns the slots, and the blocks to evict
-        before these slots are used. Changes no table.
+        """Slots for up to `count` blocks, and the blocks to evict before their use; changes no
+        table.
 
-        Uses free slots as long as the map is below its capacity, then the slots of evicted blocks.
-        If too few blocks may be evicted, evicts none, and returns only the free slots. If the
-        capacity was lowered below the size of the map, further blocks are evicted, so that the map
-        shrinks to its capacity; their slots are not returned.
+        Free slots first while the map is below its capacity. If too few blocks may be evicted,
+        none are, and only free slots are returned. Over a lowered capacity more are evicted,
+        whose slots are not returned.
         """
         growth = self.capacity_blocks - self._num_mapped
         free = NO_BLOCKS
@@ -513,7 +440,7 @@ class HotSet:
         return np.concatenate([free, self.slot_of[evicted]])[:count], evicted
 
     def _victims(self, count: int) -> I32:
-        """Returns up to `count` mapped blocks to evict, the least recently used first."""
+        """Least recently used first."""
         if count <= 0:
             return NO_BLOCKS
         slots = np.flatnonzero(self.state == MAPPED)
@@ -526,16 +453,13 @@ class HotSet:
     # --------------------------------------------------------------------------------------- checks
 
     def _check_blocks(self, blocks: I32) -> None:
-        """Raises INVALID_FIELD if any of `blocks` is outside the context."""
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.span.count:
             raise self._outside()
 
     def _outside(self) -> HotKVError:
-        """Returns the error for a block outside the context."""
         return HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {self.span.count - 1}")
 
     def check_invariants(self) -> None:
-        """Asserts the invariants in the module's docstring."""
         held = np.isin(self.state, (MAPPED, LOADING, READY))
         assert (self.block_of[held] >= 0).all() and (self.block_of[~held] == NO_SLOT).all()
         blocks = self.block_of[held]
@@ -556,20 +480,13 @@ class HotSet:
 
 @dataclass(slots=True)
 class AdaptiveCapacity:
-    """Computes the capacity of a hot set (largest number of blocks of a layer on the device) from
-    the sizes of recent selections. Used with the setting `adaptive_p`, with which a selection is
-    only as large as the attention mass requires, up to the budget.
+    """Capacity of a hot set with `adaptive_p`, from the sizes of recent selections: usually twice
+    these. Grows at once, shrinks slowly. If many steps miss more than they may load, it rises to
+    `MAX_SETS` times; never above the budget, never below the always kept blocks.
 
-    The capacity is usually twice the size of recent selections. It grows at once and shrinks
-    slowly. If many steps miss more blocks than they may load, the capacity rises, to at most
-    `MAX_SETS` times that size. It is never above the budget (but never below the number of always
-    kept blocks).
-
-    budget_blocks: the most blocks to which a step may attend.
-    always_blocks: number of always kept blocks.
-    needed_blocks: largest size of recent selections; decays by 2 % per step.
-    pressure_ratio: share of recent steps that missed more blocks than they could load, 0 to 1.
-    sets: capacity divided by `needed_blocks`; grows while `pressure_ratio` is high.
+    needed_blocks: largest recent selection; decays by 2 % per step.
+    pressure_ratio: share of recent steps that missed more blocks than they could load.
+    sets: capacity / `needed_blocks`; grows while `pressure_ratio` is high.
     """
 
     budget_blocks: int
@@ -579,12 +496,8 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """Adapts the capacity to the step that has just ended, and returns the new capacity.
-
-        selected_blocks: number of blocks that the step selected.
-        left_blocks: number of missing blocks that the step could not load (the length of
-            `Step.prefetch`).
-        """
+        """New capacity after a step. `left_blocks`: missing ones that it could not load
+        (`Step.prefetch`)."""
         self.needed_blocks = max(
             float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY
         )
@@ -597,8 +510,7 @@ class AdaptiveCapacity:
 
     @property
     def capacity_blocks(self) -> int:
-        """Returns the number of blocks that the hot set (the blocks on the device) should have;
-        before the first step, the budget."""
+        """Before the first step, the budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
         wanted = round(max(self.sets * needed, USUAL_SETS * self.always_blocks))
         return max(min(wanted, self.budget_blocks), self.always_blocks, 1)

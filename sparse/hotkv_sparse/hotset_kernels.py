@@ -1,16 +1,12 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels for steps and prefetches of the hot set (the blocks of a layer that are on the
-device, in hot slots). `hotkv_sparse.all_kernels` loads this module.
+"""Numba kernels for steps and prefetches of the hot set. Loaded by `all_kernels`. `hotset` has the
+invariants and the tables, `tests/sparse/naive.py` a naive model.
 
-`hotkv_sparse.hotset` states the invariants and the tables; `tests/sparse/naive.py` has a naive
-model. Arguments of many kernels are the tables of `HotSet`: by slot `state`, `block_of` and
-`used_at`, by block `slot_of` and `has_copy`. `clock` is the number of the step. Kernels change the
-tables in place. A call that refuses its arguments changes no table. All kernels run without the
-GIL. To sort blocks by age or weight and then by position, the kernels pack both numbers into a
-non-negative int64 key.
+Many kernels take the tables of `HotSet` and change them in place; `clock` is the step's number. A
+refused call changes nothing. The GIL is released. To sort by age or weight and then position, both
+go into a non-negative int64 key.
 
-Shapes: n selected blocks, K slots, M blocks of the map (the blocks to which a step attends), C
-blocks of the context.
+Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """
 
 from typing import Any
@@ -22,7 +18,7 @@ from numba import types
 from hotkv_sparse.hotset import SlotState
 
 _FEW = 16
-"""Largest number of keys that `_sort` sorts by insertion sort. It sorts more keys by radix sort."""
+"""Keys up to which `_sort` sorts by insertion, beyond by radix."""
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
 REFUSED = -1
@@ -38,16 +34,14 @@ _SLOTS = (
     types.int32[::1],
     types.boolean[::1],
 )
-"""Types of the tables of `HotSet`: state [K], block_of [K], used_at [K], slot_of [>= C], has_copy
-[>= C]."""
+"""state [K], block_of [K], used_at [K], slot_of [>= C], has_copy [>= C]."""
 
 # ------------------------------------------------------------------------------------ order of keys
 
 
 @numba.njit(nogil=True, cache=True)
 def _sort(keys: Any, num: Any) -> None:
-    """Sorts keys[:num], non-negative int64, ascending: up to _FEW keys by insertion sort, more keys
-    by radix sort from the lowest byte on."""
+    """keys[:num], non-negative int64, ascending; radix sort goes from the lowest byte on."""
     if num <= _FEW:
         for i in range(1, num):
             key, place = keys[i], i
@@ -83,7 +77,7 @@ def _sort(keys: Any, num: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _coldest(keys: Any, num: Any, count: Any) -> None:
-    """Sets keys[:count] to the `count` smallest of keys[:num], ascending."""
+    """keys[:count]: the smallest of keys[:num], ascending."""
     if count > _FEW:
         _sort(keys, num)
         return
@@ -110,12 +104,9 @@ def _victims(
     state: Any, block_of: Any, used_at: Any, has_copy: Any, before: Any, first: Any, last: Any,
     count: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Chooses up to `count` blocks of the hot set (blocks on the device) to evict, the least
-    recently used first. Writes them to `out` and returns their number.
-
-    Chooses only candidates (blocks `first` to `last` - 1; all other blocks are always kept) that
-    have a copy in host memory and whose last use was before step `before`.
-    """
+    """Writes up to `count` blocks to evict to `out`, least recently used first; returns their
+    number. Only candidates (`first` to `last` - 1) with a copy whose last use was before step
+    `before`."""
     if count <= 0:
         return 0
     keys, num = np.empty(state.shape[0], np.int64), 0
@@ -138,7 +129,6 @@ def _victims(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
-    """Frees a hot slot (place on the device) that holds a block."""
     slot_of[block_of[slot]] = _NO_SLOT
     block_of[slot] = _NO_SLOT
     state[slot] = _FREE
@@ -146,11 +136,8 @@ def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _abandon(block: Any, state: Any, block_of: Any, slot_of: Any) -> None:
-    """Drops the prefetch of a block, if there is one.
-
-    A hot slot (place on the device) that is already written becomes free at once. A slot that the
-    prefetch still writes is cancelled, and becomes free when the write ends.
-    """
+    """Drops the block's prefetch, if any: a written slot is free at once, another when its write
+    ends."""
     slot = slot_of[block]
     if slot >= 0:
         block_of[slot] = _NO_SLOT
@@ -162,12 +149,8 @@ def _drop_unselected(
     clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
     last: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """For the policy `none`: evicts from the hot set (the blocks on the device) all blocks that
-    step `clock` has not selected. Keeps always kept blocks (all except `first` to `last` - 1) and
-    blocks of which host memory has no copy.
-
-    Writes the evicted blocks to `out` and returns their number.
-    """
+    """For `none`: evicts all candidates with a copy that step `clock` has not selected, writes
+    them to `out` and returns their number."""
     num = 0
     for slot in range(state.shape[0]):
         block = block_of[slot]
@@ -204,15 +187,13 @@ def _missing(
     slot_of: Any,
     keys: Any,
 ) -> Any:
-    """Finds the selected blocks that are not on the device. Marks the other selected blocks as used
-    in this step.
+    """Marks selected blocks on the device as used; finds the others.
 
-    blocks, weights: the selection: blocks, and their shares of the attention mass; inf for always
-        kept blocks.
-    keys: output: the missing blocks, as indices in `blocks`, heaviest first.
+    weights: inf for always kept blocks.
+    keys: output: missing ones as indices in `blocks`, heaviest first.
 
-    Returns three numbers: missing blocks, missing blocks that are always kept, and all selected
-    blocks that are always kept.
+    Returns the numbers of missing blocks, of always kept ones among them, and of selected blocks
+    that are always kept.
     """
     num, num_kept, num_always = 0, 0, 0
     for i in range(blocks.shape[0]):
@@ -222,9 +203,8 @@ def _missing(
             used_at[slot] = clock
         else:
             num_kept += is_kept
-            # Reads the bits of the weight as an integer. These integers have the same order as the
-            # floats if the floats are positive, and the reverse order if they are negative. -0
-            # becomes 0. The heaviest block gets the smallest key.
+            # Bits as an integer have the order of positive floats, the reverse of negative ones.
+            # -0 becomes 0. The heaviest block gets the smallest key.
             bits = np.float32(weights[i] + np.float32(0)).view(np.int32)
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             keys[num] = (np.int64(0x7FFFFFFF - np.int64(bits)) << 31) | i
@@ -237,12 +217,8 @@ def _missing(
 
 @numba.njit(nogil=True, cache=True)
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
-    """Writes the map (the blocks to which a step attends) after an eviction and additions to
-    `maps`, int32 [2, K]: its blocks, ascending, and their slots. Returns the number of its blocks.
-
-    The map consists of the blocks of the old map whose slot in `slot_of` still has the state MAPPED
-    in `state`, and the first `num_joined` blocks of `joined`.
-    """
+    """Writes the new map to `maps`, int32 [2, K]: `old` without evicted blocks, with
+    joined[:num_joined], ascending. Returns its length."""
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
         keys[i] = joined[i]
@@ -278,21 +254,18 @@ def hot_step(
     block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """Makes a step of the hot set (the blocks on the device): adds missing blocks of the selection
-    to the map, and evicts blocks for them; see `HotSet.step`.
+    """See `HotSet.step`.
 
     blocks, weights: [n], the selection.
-    max_loads: most blocks to add.
-    old: [M], the blocks of the map.
+    max_loads: blocks to add at most.
+    old: [M], blocks of the map.
     maps: [2, K], output: blocks and slots of the new map.
     moves: [4, max(n, K)], output: loaded blocks, their slots, evicted blocks, blocks to prefetch.
-    capacity: largest number of blocks in the map.
-    clock: number of the step.
-    keeps_unselected: True for the policy `lru`, False for `none`.
-    first, last, count: the context has `count` blocks; blocks `first` to `last` - 1 are candidates,
-        all other blocks are always kept (`selection.CandidateSpan`).
+    capacity: of the map.
+    keeps_unselected: `lru`; False: `none`.
+    first, last, count: as in `CandidateSpan`.
 
-    Returns seven numbers, in this order:
+    Returns seven numbers:
     - blocks of the new map (REFUSED if a block is outside the context),
     - loaded blocks, evicted blocks, blocks to prefetch,
     - selected blocks that are always kept,
@@ -321,8 +294,7 @@ def hot_step(
                 moves[1, num_loads] = slot
                 num_loads += 1
     excess, num_unselected = wanted - num_loads + max(-growth, 0), 0
-    # The second round makes room for always kept blocks only. It may evict even blocks that this
-    # step has selected.
+    # The second round is for always kept blocks only, and may evict even selected ones.
     for is_second in range(2):
         if is_second:
             num_unselected, excess = num_victims, num_kept - num_loads
@@ -365,13 +337,11 @@ def hot_adopt(
     old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
     has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Adds the blocks of ready slots (hot slots, places on the device, that a prefetch has written)
-    to the map `old` [M], the blocks to which a step attends; see `HotSet.adopt`. Evicts other
-    blocks for them if the map is full, and frees the ready slots for which there is no room.
+    """See `HotSet.adopt`. Maps ready slots' blocks, evicting others if the map is full; frees ready
+    slots without room.
 
-    If any slot is ready, writes maps [2, K] (blocks and slots of the new map) and moves [3, K]
-    (added blocks, their slots, evicted blocks). Returns the number of blocks of the new map, of
-    added blocks and of evicted blocks.
+    If any is ready, writes maps [2, K] (blocks and slots) and moves [3, K] (added blocks, their
+    slots, evicted blocks). Returns the numbers of mapped, added and evicted blocks.
     """
     num_ready = 0
     for slot in range(state.shape[0]):
@@ -386,8 +356,7 @@ def hot_adopt(
     )
     for i in range(num_victims):
         _release(slot_of[victims[i]], state, block_of, slot_of)
-    # At least 0: after `resize` the map may exceed the capacity by more blocks than there are ready
-    # slots.
+    # After `resize` the map may exceed the capacity by more than there are ready slots.
     num_kept = max(min(num_ready, num_ready - excess + num_victims), 0)
     for i in range(num_kept):
         slot = moves[1, i]
@@ -409,12 +378,8 @@ def hot_begin_prefetch(
     clock: Any,
     count: Any,
 ) -> Any:
-    """Assigns free hot slots (places on the device) to `blocks`, in order, until there are no free
-    slots. Skips blocks that have a slot already, or no copy in host memory.
-
-    Writes the blocks that got a slot, and their slots, to moves [2, K]. Returns their number, or
-    REFUSED if a block is outside the context.
-    """
+    """See `HotSet.begin_prefetch`. Writes blocks and slots to moves [2, K]. Returns their
+    number, or REFUSED if a block is outside the context."""
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
             return REFUSED
@@ -434,12 +399,8 @@ def hot_begin_prefetch(
 
 @numba.njit(_INT(_I32, types.int8[::1]), nogil=True, cache=True)
 def hot_finish_prefetch(slots: Any, state: Any) -> Any:
-    """Ends the prefetches into the hot slots (places on the device) `slots`. The slots become ready
-    to be mapped, or free if their prefetch was cancelled.
-
-    Returns 0. If `slots` contains a slot that no prefetch is writing, changes no table and returns
-    REFUSED.
-    """
+    """Slots become ready, or free if cancelled. Returns 0, or REFUSED without a change if no
+    prefetch writes one of them."""
     for i in range(slots.shape[0]):
         if not 0 <= slots[i] < state.shape[0] or (
             state[slots[i]] != _LOADING and state[slots[i]] != _CANCELLED

@@ -1,21 +1,16 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that score blocks with a step's queries: from the blocks' sketches (compact
-forms of their keys) they estimate how much attention each query head pays to each block.
-`hotkv_sparse.all_kernels` loads this module.
+"""Numba kernels that score blocks by their sketches. Loaded by `all_kernels`;
+`tests/oracles/sparse.py` is the numpy twin; `formats` describes the bytes.
 
-`tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
-callers do. They run without the GIL and allocate only scratch memory. `formats` describes the
-sketches: in a token format, each token has a code of a few bits per channel, and sixteen
-tokens form a run; in a summary format, a block has one or two vectors (parts).
+Arguments are not checked, only scratch memory is allocated, the GIL is released. A register holds
+values of sixteen tokens of a head. Functions `emit` and `_emit_…` emit LLVM code with `vectors` for
+any machine: they take an IR builder and `args`, integers (addresses and counts), without bounds
+checks. With AVX-512 VNNI one instruction multiplies 64 unsigned by 64 signed bytes, and one
+replaces 64 codes by their levels. numba's disk cache does not notice changes of `vectors`: delete
+it.
 
-A vector register holds values of sixteen tokens of a head. The functions `emit` and `_emit_…` emit
-LLVM code for operations on vectors, with `hotkv_sparse.vectors`. Each gets an LLVM IR builder and
-`args`, the operands of its operation: integers (addresses and counts), without bounds checks. The
-operations run on any machine. With AVX-512 VNNI, one instruction multiplies 64 unsigned by 64
-signed bytes, and one instruction replaces 64 codes by their levels (the numbers that the codes
-stand for). Delete numba's disk cache after a change of `vectors`, because numba does not notice it.
-
-Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
+Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts, N
+    bytes of a block and head.
 """
 
 from typing import Any
@@ -58,12 +53,10 @@ from hotkv_sparse.vectors import (
 
 _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
-"""Number of blocks by which kernels prefetch ahead. The CPU's own prefetch stops at the end of a
-memory page."""
+"""Blocks to prefetch ahead: the CPU's own prefetch stops at the end of a page of memory."""
 _TRANSPOSED_RUNS = 2
-"""The scores of a block's tokens lie in runs of sixteen, a run in a vector register. If a block has
-at most this many runs, sixteen blocks are transposed first, so that each lane sums one block. For
-larger blocks it is faster to sum the runs of a block lane by lane, and then across lanes."""
+"""With at most this many runs a block, sixteen blocks are transposed so that each lane sums one
+block. Larger blocks are faster summed run by run, then across lanes."""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
@@ -79,13 +72,12 @@ _I8_2, _I32_1, _I32_2 = (
 
 
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
-    """Emits code that extracts the codes of four channels and sixteen tokens. Returns the levels
-    for which the codes stand, plus `LEVEL_OFFSET`, as 64 unsigned bytes.
+    """Extracts the codes of four channels and sixteen tokens: their levels + `LEVEL_OFFSET`, 64
+    unsigned bytes.
 
-    bits: 2 or 3, the bits of a code.
-    low, high: lines (64 bytes of codes, see `hotkv_sparse.formats`) as 16 ints each: `low` has the
-        lowest two bits of codes; `high`, only for 3-bit codes, has their highest bits.
-    plane: which four channels: their index within the low line.
+    bits: 2 or 3.
+    low, high: lines as 16 ints: the lowest two bits, and for 3-bit codes the highest.
+    plane: which four channels of the low line.
     """
     codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
     if bits == 3:
@@ -110,13 +102,12 @@ def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
 def _store_scores(
     builder: Any, totals: list[Any], sigma: Any, factor: Any, out: Any, out_stride: Any
 ) -> None:
-    """Emits code that stores the scores of sixteen tokens for each head: out = total * sigma *
-    factor; MIN_SCORE for a token that does not exist.
+    """out = total * sigma * factor for sixteen tokens of each head; MIN_SCORE without a token.
 
-    totals: for each head, the products of the query's codes with the tokens' levels, 16 ints.
-    sigma: address of the tokens' scales, float16 [16]; negative if there is no token.
+    totals: for each head, 16 ints.
+    sigma: address of float16 [16]; negative without a token.
     factor: address of float32 [heads].
-    out, out_stride: address of the output, and bytes from head to head.
+    out_stride: bytes from head to head.
     """
     halves = load(builder, sigma, ir.VectorType(ir.HalfType(), LANES))
     scales = builder.fpext(halves, FLOATS)
@@ -129,15 +120,11 @@ def _store_scores(
 
 
 def _axes_operation(num_heads: int) -> Any:
-    """Makes an operation that scores a run (16 tokens of a head) in the format mix2 for `num_heads`
-    query heads, as `_run_operation` does in other formats. The first half of a run's lines (64
-    bytes each) has 4-bit codes, the second half 2-bit codes.
+    """Scores a run in mix2, as `_run_operation` does in other formats. The first half of its
+    `num_lines` lines has 4-bit codes, the second 2-bit codes.
 
-    Operands: (run, num_lines, ...), where `run` is the address of the run and `num_lines` its
-    number of lines; the other operands are the same as in `_run_operation`. A code c stands for the
-    value 2 * c - offset, in units of half a quantisation step. The operation sums only 2 * c times
-    the query's code, so it needs no table of levels. The operand `bias` corrects the sum for the
-    offsets.
+    A code c stands for 2 * c - offset half steps. Only 2 * c is multiplied, so no table of
+    levels is needed; `bias` corrects for the offsets.
     """
 
     def emit(builder: Any, args: Any) -> None:
@@ -176,18 +163,15 @@ def _axes_operation(num_heads: int) -> Any:
 
 
 def _run_operation(bits: int, num_heads: int) -> Any:
-    """Makes an operation that scores a run (16 tokens of a head, with codes of `bits` bits) for
-    `num_heads` query heads.
+    """Scores a run of `bits`-bit codes for `num_heads` query heads. Operands:
 
-    The operands are (run, num_steps, query, query_stride, bias, factor, out, out_stride):
-    run: address of the run, which has the tokens' codes and then their scales.
-    num_steps: number of steps. A step is one line (64 bytes) of codes; with 3 bits, two low lines
-        and a high line.
-    query: int8 [heads][query_stride], the query's codes.
+    run: its codes, then its scales.
+    num_steps: a step is one line; with 3 bits, two low lines and a high line.
+    query: int8 [heads][query_stride].
     bias: int32 [heads], -`LEVEL_OFFSET` * sum(query).
     factor: float32 [heads].
-    out: float32 [heads][out_stride bytes], output: 16 scores for each head, (codes . query + bias)
-        * sigma * factor, where `sigma` is the scale that the run has for the token.
+    out: float32 [heads][out_stride bytes], 16 scores a head: (codes . query + bias) * sigma *
+        factor.
     """
     planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
 
@@ -237,17 +221,15 @@ def _run_operation(bits: int, num_heads: int) -> Any:
 
 
 def _part_operation(num_heads: int) -> Any:
-    """Makes an operation that scores a block in a summary format for `num_heads` query heads. In a
-    summary format a block has one or two vectors (parts) per KV head.
+    """Scores a block in a summary format for `num_heads` query heads. Operands:
 
-    The operands are (parts, num_parts, num_steps, query, query_stride, bias, factor, out):
-    parts: address of the block's parts, followed by their scales.
-    num_steps: number of steps of a part. A step is 32 bytes.
-    query: int8 [heads][query_stride], its parts one after the other.
+    parts: the block's parts, then their scales.
+    num_steps: of a part; a step is 32 bytes.
+    query: int8 [heads][query_stride], part after part.
     bias: int32 [heads][parts], -128 * sum(query part).
     factor: float32 [heads].
-    out: float32 [heads][_CHUNK_BLOCKS], output: a score for each head, the sum over parts of scale
-        * (bytes . query + bias) * factor; MIN_SCORE for a block without tokens.
+    out: float32 [heads][_CHUNK_BLOCKS]: the sum over parts of scale * (bytes . query + bias) *
+        factor; MIN_SCORE for a block without tokens.
     """
     ints = ir.VectorType(I32, 8)
 
@@ -289,15 +271,13 @@ def _part_operation(num_heads: int) -> Any:
 
 
 def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
-    """Makes an operation that computes the exact products q . k of sixteen tokens for `num_heads`
-    query heads, from keys in the engine's layout.
+    """Exact q . k of sixteen tokens for `num_heads` query heads, from keys in the engine's layout.
+    Operands:
 
-    The operands are (keys, num_steps, step_bytes, query, query_stride, out, out_stride):
-    keys: address of the keys. A step has `pair` channels of each token, side by side, as values of
-        `bits` bits.
-    num_steps, step_bytes: number of steps, and the distance between two steps.
+    keys: a step has `pair` channels of each token side by side, of `bits` bits.
+    step_bytes: between two steps.
     query: float32 [heads][query_stride bytes].
-    out: float32 [heads][out_stride bytes], output: 16 products for each head.
+    out: float32 [heads][out_stride bytes], 16 products a head.
     """
     values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
 
@@ -361,12 +341,8 @@ def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any
 
 
 def _emit_exp_sum(builder: Any, args: Any) -> None:
-    """Emits code that computes, for the scores of a block's tokens, their maximum and the sum of
-    2^(score - maximum). From both, `_emit_finish` computes the log of the block's attention mass.
-
-    Operands: the addresses and the count (scores, num_runs, largest, total). `scores` is float32
-    [num_runs][16]; `largest` and `total` are the outputs, a float32 each.
-    """
+    """For a block's scores, float32 [num_runs][16]: their maximum, and the sum of 2^(score -
+    maximum)."""
     scores, num_runs, largest, total = args
     peaks = variable(builder, floats(MIN_SCORE))
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
@@ -393,13 +369,9 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """Emits code that computes, for sixteen rows of scores at once (a row: the scores of a block's
-    tokens), each row's maximum and sum of exponentials, as `_emit_exp_sum` does for one row.
-
-    Operands: (scores, stride, num_runs, largest, totals). Rows begin at the address `scores`,
-    `stride` bytes apart, and have `num_runs` * 16 scores. Writes float32 [16] to `largest` and to
-    `totals`. Transposes the rows in place, so that it needs no operation across lanes.
-    """
+    """`_emit_exp_sum` for sixteen blocks at once: rows `stride` bytes apart with `num_runs` * 16
+    scores; float32 [16] to `largest` and `totals`. Transposes the rows in place, so that nothing
+    is summed across lanes."""
     scores, stride, num_runs, largest, totals = args
     peaks, sums = variable(builder, floats(MIN_SCORE)), variable(builder, floats(0.0))
     places = [builder.add(scores, builder.mul(stride, I64(row))) for row in range(LANES)]
@@ -422,14 +394,9 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
 
 
 def _emit_finish(builder: Any, args: Any) -> None:
-    """Emits code that computes scores of blocks, the log of their attention mass in nats, from the
-    results of `_emit_exp_sum`: out = ln 2 * (largest + log2 totals) + shift; -inf for a block
-    without tokens.
-
-    Operands: (largest, totals, shift, out, num_runs). `shift` is a single float32; `largest`,
-    `totals` and `out` are float32 [num_runs][16], a number for each block. `out` may be the same
-    memory as `largest`.
-    """
+    """out = ln 2 * (largest + log2 totals) + shift, the log mass in nats; -inf for a block
+    without tokens. Float32 [num_runs][16], a number per block; `shift` is one float32; `out` may
+    be `largest`."""
     largest, totals, shift, out, num_runs = args
     added = splat(builder, load(builder, shift, F32), FLOATS)
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
@@ -502,18 +469,15 @@ def _run_scores(
 
 @numba.njit(nogil=True, cache=True)
 def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any) -> None:
-    """Computes the scores of up to sixteen blocks, out[:, start : start + count], from the scores
-    of their tokens.
+    """Scores of up to sixteen blocks, out[:, start : start + count], from their tokens' scores.
 
-    scores: [Q, 16 blocks, runs * 16 tokens], the scores of tokens in base 2. This call overwrites
-        them.
-    runs: number of runs of 16 tokens in a block.
-    shift: float32 [Q], added to each score.
-    start, count: index in `out` of the first block, and number of blocks, at most 16.
+    scores: [Q, 16 blocks, runs * 16 tokens] in base 2; overwritten.
+    runs: of a block.
+    shift: float32 [Q], added.
     """
     peaks, totals, stride = np.empty(16, np.float32), np.ones(16, np.float32), runs * 64
     for head in range(scores.shape[0]):
-        # Taken here, because numba frees an array after the last line that names it.
+        # Taken here: numba frees an array after the last line that names it.
         peaks_at, totals_at = peaks.ctypes.data, totals.ctypes.data
         rows = scores.ctypes.data + head * 16 * stride
         if runs <= _TRANSPOSED_RUNS:
@@ -552,18 +516,16 @@ def score_tokens(
     shift: Any,
     out: Any,
 ) -> None:
-    """Computes the scores of blocks from sketches (compact forms of their keys) in a token
-    format: out [Q, len(rows)], estimates of the log of the blocks' attention mass. The score of a
-    block is the logsumexp of its tokens' scores, plus `shift` [Q].
+    """Scores in a token format, out [Q, len(rows)]: the logsumexp of a block's tokens' scores, plus
+    `shift` [Q].
 
-    packed: uint8 [blocks, KV heads, bytes], the sketches.
-    rows: int32, the rows of `packed` to score.
-    bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
-    run_bytes: bytes of a run (16 tokens of a head).
-    query: int8 [Q, C], the quantised query.
-    bias: int32 [Q], added to each sum of products of the query's codes with the tokens' codes
-        (`scores.Query.offsets`).
-    factor: float32 [Q], by which this sum is multiplied to get a token's score in base 2.
+    packed: uint8 [B, H, N].
+    rows: int32, of `packed`.
+    bits: of a code, or `AXES_KERNEL` for mix2.
+    run_bytes: of a run.
+    query: int8 [Q, C].
+    bias: int32 [Q], added to each sum of products (`scores.Query.offsets`).
+    factor: float32 [Q], from this sum to a token's score in base 2.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, runs = num_heads // kv_heads, packed.shape[2] // run_bytes
@@ -623,16 +585,14 @@ def _part_scores(
 def score_parts(
     packed: Any, rows: Any, num_parts: Any, query: Any, bias: Any, factor: Any, shift: Any, out: Any
 ) -> None:
-    """Computes the scores of blocks from sketches (compact forms of their keys) in a summary
-    format, which has P vectors (parts) per block and head: out [Q, len(rows)].
+    """Scores in a summary format, out [Q, len(rows)].
 
-    packed: uint8 [blocks, KV heads, bytes], the sketches.
-    rows: int32, the rows of `packed` to score.
+    packed: uint8 [B, H, N].
+    rows: int32, of `packed`.
     num_parts: P.
-    query: int8 [Q, P * C], the quantised query: a vector for each part.
-    bias: int32 [Q, P], added to the sum of products of a part's bytes with the query: -128 times
-        the sum of the query's codes in this part.
-    factor: float32 [Q], by which such a sum is multiplied to get a score.
+    query: int8 [Q, P * C].
+    bias: int32 [Q, P], -128 * sum of the part's codes, added to the sum of products.
+    factor: float32 [Q], from such a sum to a score.
     shift: float32 [Q], added to each score.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
@@ -721,21 +681,16 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """Computes for each query head the natural logarithm of the exact attention mass of the blocks
-    `rows`: ln(sum of exp(scale * q . k)) over their first `num_tokens` tokens. Writes it to `out`,
-    float32 [Q]. Reads the keys themselves, not sketches. Used for the blocks that are always
-    kept: the first blocks (sinks) and the latest blocks (recent window).
+    """Exact log mass of the first `num_tokens` tokens of the blocks `rows`, from the keys: ln(sum
+    of exp(scale * q . k)), out float32 [Q]. For always kept blocks.
 
-    pages: uint8 [blocks, KV heads, bytes], the keys of each block and head, in the engine's layout:
-        a block is divided into groups of `run` tokens, and the order in a group is [D /
+    pages: uint8 [blocks, H, bytes] in the engine's layout: groups of `run` tokens, ordered [D /
         pair][run][pair], so that `pair` channels of a token lie side by side.
-    rows: int32, the blocks: their indices in `pages`.
-    num_tokens: number of tokens in all of `rows` together, above 0; only the last block may be
-        partly filled.
-    block_tokens: tokens of a full block.
-    kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
-    query: [Q, D], multiplied by the scale of attention and by log2(e), because the kernel computes
-        with powers of 2.
+    rows: int32, in `pages`.
+    num_tokens: of all `rows`, above 0; only the last block may be partly filled.
+    kind: of the keys: 0 bfloat16, 1 float16, 2 float32.
+    query: [Q, D], multiplied by the scale of attention and by log2(e): the kernel computes in
+        base 2.
     """
     num_heads, head_size = query.shape
     group = num_heads // pages.shape[1]

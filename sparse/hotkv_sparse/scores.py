@@ -1,15 +1,11 @@
-"""Scores blocks: estimates from the blocks' sketches (compact forms of their keys) how much
-attention a query pays to each block.
+"""Scores blocks by their sketches.
 
-In a token format (a code per channel of each token), a score estimates the block's log mass, in
-nats: the logarithm of the attention mass, which is the sum of exp(q · k * scale) over the block's
-tokens. In a summary format (one or two vectors, parts, per block), a score is the value of the
-format's formula (see `score`). Compiled kernels compute the scores from products of integers.
-`tests/oracles/sparse.py` computes the same in numpy; the results differ only by float rounding.
+In a token format a score estimates a block's log mass in nats: the log of the sum of exp(q · k *
+scale) over its tokens. In a summary format it is the formula's value (`score`). Kernels compute
+from products of integers; the numpy twin `tests/oracles/sparse.py` differs only by rounding.
 
-Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, C channels with
-padding, P parts, B blocks of a pool (the array of sketches), S scored blocks, N bytes of a
-block and head.
+Shapes: Q query heads, H KV heads, D channels, C channels with padding, P parts, B blocks of a
+    pool, S scored blocks, N bytes of a block and head.
 """
 
 from dataclasses import dataclass
@@ -34,17 +30,13 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query, prepared for scoring blocks by sketches of one format. It is quantised
-    to int8 so that the largest channel of each head becomes 127.
+    """A query prepared for one format: quantised to int8, each head's largest channel 127.
 
-    codes: int8 [query heads, parts * padded channels], the quantised query. It has a part for each
-        vector that the format stores of a block; in a token format one part.
-    offsets: int32 [query heads, parts], added to the sum of products of `codes` with a key's bytes.
-        All these bytes are larger by a constant than the values for which they stand
-        (`LEVEL_OFFSET`; in mix2 `axes.offsets_of`); adding `offsets` corrects this.
-    factor: float32 [query heads], by which the corrected sum is multiplied to get nats.
-    shift: float32 [query heads], added to every score: q · mu * scale, minus the bias. mu is the
-        centre (mean key), which sketches lack.
+    codes: int8 [Q, P * C]; one part in a token format.
+    offsets: int32 [Q, P], added to sums of products: keys' bytes are larger by a constant than what
+        they stand for (`LEVEL_OFFSET`; in mix2 `axes.offsets_of`).
+    factor: float32 [Q], from the corrected sum to nats.
+    shift: float32 [Q], added to every score: q · mu * scale - bias.
     """
 
     form: Format
@@ -63,17 +55,13 @@ def prepare(
     bias: float | None = None,
     axes: Axes | None = None,
 ) -> Query:
-    """Prepares a float32 query [query heads, channels] (after RoPE), so that it can score
-    sketches (compact forms of blocks' keys) in format `name`.
+    """Prepares a float32 query [Q, D] (after RoPE). Raises INVALID_FIELD if shapes do not fit.
+    Rounding to int8 loses below 1 % of a rotated query's norm, far less than the keys' codes lose.
 
-    Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
-    norm of a rotated query, far less than the codes of the keys lose.
-
-    mu_HD: the centre (mean key of each head) with which the sketches were built; None: 0.
-    scale: scale of attention; None: 1 / sqrt(D).
-    bias: by how much scores overestimate the log of a block's attention mass with this centre, in
-        nats. It is subtracted from scores. None: the format's bias.
-    axes: the principal axes with which the sketches were built; required for mix2.
+    mu_HD: of the sketches; None: 0.
+    scale: None: 1 / sqrt(D).
+    bias: by how much scores overestimate the log mass, in nats; None: the format's.
+    axes: of the sketches, for mix2.
     """
     form = formats.format_named(name)
     num_heads, head_size = query_QD.shape
@@ -131,14 +119,8 @@ def _prepare_by_axes(
     codes_QC: npt.NDArray[np.int8],
     axes: Axes | None,
 ) -> tuple[F32, I32]:
-    """Quantises a query for the format mix2 (keys quantised along principal axes): writes its codes
-    to `codes_QC`. Returns the value that code 127 of each head stands for, float32 [query heads],
-    and `Query.offsets`, int32 [Q, 1].
-
-    Raises INVALID_FIELD if the axes are missing or do not fit the query.
-
-    kernels: the module `hotkv_sparse.all_kernels`.
-    """
+    """For mix2: writes `codes_QC`; what code 127 of each head stands for, float32 [Q], and
+    `Query.offsets`. Raises INVALID_FIELD if axes are missing or do not fit."""
     num_heads, head_size = query_QD.shape
     kv_heads = 1 if axes is None else len(axes.into)
     if num_heads % kv_heads:
@@ -178,30 +160,24 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
                 f"of {size} channels"
             ),
         )
-    # A negative row is a large number as uint32, so a single comparison finds rows below 0 and rows
-    # beyond the pool.
+    # Negative rows are large as uint32: one comparison finds both.
     if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
         raise HotKVError(Reason.INVALID_FIELD, f"rows must be from 0 to {packed_BHN.shape[0] - 1}")
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Returns the scores, float32 [query heads, blocks], of blocks: estimates, from their
-    sketches (compact forms of keys), how much attention the query pays to each block.
+    """Scores, float32 [Q, S] (docs/sparse.md):
+    - Token formats: logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) - bias over the tokens i, with
+      the rotated query q~, and token i's levels z_i and scale sigma_i.
+    - quest and mean: (s + q · mu) * scale - bias. With x the block's keys minus mu, s is for quest
+      the sum over channels of max(q m, q M), with minimum m and maximum M of x over the tokens; for
+      mean, q · mean of x.
 
-    The formula depends on the kind of format (docs/sparse.md):
-    - Token formats: logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) - bias, over the tokens i of
-      the block. q~ is the rotated query; z_i and sigma_i are the levels and the scale of token i;
-      mu is the centre (mean key).
-    - quest and mean: (s + q · mu) * scale - bias. Let x be the keys of the block minus mu. For
-      quest, s is the sum over channels of max(q m, q M), with the minimum m and the maximum M of x
-      over the tokens. For mean, s is the product of q and the mean of x over the tokens.
+    -inf for a block without tokens. Raises INVALID_FIELD if pool or rows do not fit. Runs without
+    the GIL.
 
-    A block without tokens has the score -inf. Raises INVALID_FIELD if the pool or the rows do not
-    fit the query. Compiled code runs without the GIL.
-
-    packed_BHN: the pool of sketches, uint8 [blocks, KV heads, bytes]: any array whose last
-        axis is contiguous, such as a view of a mapped arena.
-    rows_S: int32, rows of the blocks to score; None: all rows, in order.
+    packed_BHN: uint8, last axis contiguous, such as a view of a mapped arena.
+    rows_S: int32; None: all, in order.
     """
     rows_S = (
         np.arange(len(packed_BHN), dtype=np.int32)

@@ -1,21 +1,18 @@
 """Selects the blocks that a layer attends to in a decode step.
 
-`select_layer` works as follows:
-1. `span` splits the blocks of the context. The first blocks (sinks) and the last blocks (recent
-   window) are always kept; all blocks between them are candidates.
-2. `scores.score` scores each candidate with the step's query. A score estimates the log mass of a
-   block: the logarithm of its attention mass, which is the sum of exp(q · k * scale) over the
-   block's tokens.
-3. `choose` computes each candidate's share of the context's attention mass, the mean over the query
-   heads. It chooses the candidates with the largest shares, up to a budget of blocks.
+`select_layer`:
+1. `span` splits the context: sinks and recent window are always kept, the rest are candidates.
+2. `scores.score` estimates each candidate's *log mass*, the log of the sum of exp(q · k * scale)
+   over its tokens.
+3. `choose` takes the candidates with the largest shares of the mass, means over the query heads, up
+   to a budget.
 
-Engines call `select_layer` for every layer; the server calls it for clients that can't map its
-memory. All KV heads of a layer share the selection, because they share a block table. Of blocks
-with equal shares, the block with the lower position is preferred, so equal shares give the same
-selection on every machine.
+Engines call it per layer; the server does for clients that can't map its arena. All KV heads of a
+layer share the selection, as they share a block table. Of equal shares the lower position wins, so
+machines agree.
 
-Shapes: Q query heads, H KV heads, G query heads that share a KV head, D channels, C blocks of the
-context, S candidate blocks, R tokens.
+Shapes: Q query heads, H KV heads, G query heads per KV head, D channels, C blocks of the
+    context, S candidates, R tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +37,8 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class CandidateSpan:
-    """The parts of a context, in blocks. Blocks [0, first) (sinks, the first tokens) and [last,
-    count) (recent window, the last tokens) are always kept: every step attends to them. Blocks
-    [first, last) are the candidates: a selection chooses among them."""
+    """Blocks [0, first) are sinks, [last, count) recent window: always kept. [first, last) are
+    the candidates."""
 
     first: int
     last: int
@@ -50,12 +46,11 @@ class CandidateSpan:
 
     @property
     def num_always(self) -> int:
-        """Returns the number of blocks that are always kept."""
         return self.count - (self.last - self.first)
 
     @property
     def always(self) -> I32:
-        """Returns the blocks that are always kept, int32, ascending."""
+        """Ascending."""
         return np.concatenate(
             [
                 np.arange(self.first, dtype=np.int32),
@@ -65,11 +60,7 @@ class CandidateSpan:
 
 
 def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> CandidateSpan:
-    """Divides the blocks of a context into sinks, candidates and recent window (see
-    `CandidateSpan`).
-
-    A last block that is not full always belongs to the recent window.
-    """
+    """A last block that is not full belongs to the recent window."""
     count = -(-context_tokens // block_tokens)
     first = min(-(-config.sink_tokens // block_tokens), count)
     complete = context_tokens // block_tokens
@@ -79,12 +70,11 @@ def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Candid
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The blocks that a layer should attend to.
+    """What a layer attends to.
 
-    blocks: int32, positions in the context, ascending, including the always kept blocks.
-    weights: float32, estimated share of the attention mass of each block; inf for always kept
-        blocks.
-    mass: estimated share of the attention mass that all `blocks` have together, 0 to 1.
+    blocks: int32, ascending positions, always kept ones included.
+    weights: float32, estimated shares of the mass; inf for always kept blocks.
+    mass: estimated share of all `blocks`, 0 to 1.
     """
 
     blocks: I32
@@ -96,9 +86,7 @@ class Selection:
 
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
-    """Returns for each query head the log of the total attention mass of the scored blocks and the
-    always kept blocks, float32 [query heads]. `fuse` divides masses by it. The result is finite
-    even if all masses are zero."""
+    """Log of the total mass, float32 [Q]; finite even if all masses are 0."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
     total: F32 = (
@@ -110,18 +98,13 @@ def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
 def fuse(
     scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
 ) -> tuple[F32, F32]:
-    """Combines the scores of several scorers (formats of sketches) to a weighted geometric
-    mean.
+    """Weighted geometric mean of several scorers' masses, each divided by its total so that units
+    don't matter: (scores, always_log_mass) for `choose`. Raises INVALID_FIELD unless each has an
+    exponent above 0.
 
-    A score is the log of an estimated attention mass. The masses of each scorer are first divided
-    by their total, so that scorers with different units can be combined. Returns (scores,
-    always_log_mass), which are arguments of `choose`. Raises INVALID_FIELD unless every scorer has
-    an exponent above 0.
-
-    scores_QS: for each scorer, float32 [query heads, candidate blocks].
-    exponents: for each scorer, its weight in the mean. Only their ratios matter.
-    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
-        blocks.
+    scores_QS: for each scorer, float32 [Q, S].
+    exponents: only their ratios matter.
+    always_log_mass_Q: exact, float32 [Q].
     """
     if len(scores_QS) != len(exponents) or not scores_QS or min(exponents) <= 0:
         raise HotKVError(
@@ -130,7 +113,7 @@ def fuse(
             "above 0 for each",
         )
     totals = [_log_total(scores, always_log_mass_Q) for scores in scores_QS]
-    # Divides the exponents by the largest, so that neither their sum nor float32 overflows.
+    # Divided by the largest, so that neither their sum nor float32 overflows.
     relative = np.array(exponents, np.float64) / max(exponents)
     shares = (relative / relative.sum()).astype(np.float32)
     fused = sum(
@@ -155,24 +138,17 @@ def choose(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """Chooses the `budget_blocks` best blocks of a context, the same blocks for all heads.
+    """Chooses the `budget_blocks` best blocks for all heads. Always kept blocks count towards the
+    budget; if they exceed it, only they are chosen. Raises INVALID_FIELD if shapes do not fit.
 
-    Always kept blocks count towards the budget. If there are more of them than the budget, only
-    they are chosen. Raises INVALID_FIELD if scores do not fit the span or the masses.
+    A candidate's weight is the mean over the heads h of exp(S_hb - Z_h), with Z_h = logaddexp(L_h,
+    logsumexp_b S_hb) and L_h from `always_log_mass_Q` (docs/sparse.md).
 
-    The weight of a candidate is its estimated share of the attention mass: the mean over the query
-    heads h of exp(S_hb - Z_h) for candidate b. S_hb is its score, an estimate of the log of its
-    mass. Z_h is the log of the head's total mass: Z_h = logaddexp(L_h, logsumexp_b S_hb), with L_h
-    from `always_log_mass_Q` (docs/sparse.md).
-
-    scores_QS: float32 [query heads, candidates], a score for each candidate of `where`.
-    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
-        blocks; -inf if there are no such blocks.
-    where: the blocks of the context, and which of them are candidates.
-    adaptive_p: share of the attention mass to reach, together with the always kept blocks. Chooses
-        only as many of the heaviest candidates as this share needs, within the budget. None:
-        chooses the whole budget.
-    floor_blocks: with `adaptive_p`, the least number of candidates to choose.
+    scores_QS: float32 [Q, S].
+    always_log_mass_Q: exact, float32 [Q]; -inf without always kept blocks.
+    adaptive_p: share of the mass to reach with as few of the heaviest candidates as possible,
+        within the budget. None: the whole budget.
+    floor_blocks: least candidates with `adaptive_p`.
     """
     num_heads, num_candidates = scores_QS.shape
     if always_log_mass_Q.shape != (num_heads,):
@@ -206,34 +182,28 @@ def choose(
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Returns the indices of the heaviest candidates that a selection with `adaptive_p` needs, in
-    ascending order of index. They are as few as possible, so that the sum of their weights and
-    `always_mass` reaches `p`, but at least `floor_blocks`.
+    """Ascending indices of the heaviest candidates, as few as possible, at least `floor_blocks`,
+    whose weights and `always_mass` reach `p`.
 
-    weights: float32 [candidates], share of the attention mass of each candidate.
-    always_mass: share of the attention mass of the always kept blocks.
-    p: share of the attention mass to reach, 0 to 1.
+    weights: float32 [S], shares of the mass.
     """
     order = np.argsort(-weights, kind="stable")
     reached = np.concatenate(
         [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
     )
-    # If all blocks together do not reach p, all of them are returned.
+    # All, if together they do not reach p.
     num_needed = int(np.searchsorted(reached, p))
     return np.sort(order[: max(num_needed, floor_blocks)])
 
 
 def floor_blocks(block_tokens: int) -> int:
-    """Returns the least number of candidates that a selection with `adaptive_p` has:
-    `MIN_ADAPTIVE_TOKENS`, in blocks."""
+    """Least candidates of a selection with `adaptive_p`."""
     return -(-MIN_ADAPTIVE_TOKENS // block_tokens)
 
 
 def top(weights_S: F32, count: int) -> I32:
-    """Returns the indices of the `count` largest weights, int32, ascending.
-
-    Of equal weights, the lower index is preferred. Weights that are not above 0 count as 0.
-    """
+    """Indices of the `count` largest weights, int32, ascending. Of equal ones the lower index
+    wins; weights not above 0 count as 0."""
     if count >= len(weights_S):
         return np.arange(len(weights_S), dtype=np.int32)
     out = np.empty(count, np.int32)
@@ -246,16 +216,12 @@ def top(weights_S: F32, count: int) -> I32:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The sketches (compact forms of blocks' keys) of a layer in one format, with what is
-    needed to score blocks by them.
+    """A layer's sketches in one format.
 
-    pool: uint8 [blocks, KV heads, bytes], a row for each block.
-    mu: float32 [KV heads, channels], the centre (mean key of each head) with which the
-        sketches were built; None: 0.
-    bias: by how much scores with this centre overestimate the log of a block's attention mass, in
-        nats; None: the format's bias.
-    axes: the principal axes with which the sketches were built; None if the format has no
-        axes.
+    pool: uint8 [blocks, H, bytes].
+    mu: float32 [H, D]; None: 0.
+    bias: by how much scores overestimate the log mass, in nats; None: the format's.
+    axes: None if the format has none.
     """
 
     pool: U8
@@ -277,21 +243,14 @@ def select_layer(
     scale: float | None = None,
     budget_blocks: int | None = None,
 ) -> Selection:
-    """Selects the blocks of a context to which `layer` should attend in this step.
+    """Raises INVALID_FIELD if a source is missing or the layer is dense.
 
-    Raises INVALID_FIELD if a source is missing or the layer is dense.
-
-    query_QD: float32 [query heads, channels], after positional encoding.
-    sources: the layer's sketches (compact forms of blocks' keys), by the name of their
-        format.
-    rows_C: int32, for each block of the context, the row of its sketch in the sources'
-        pools; ignored for always kept blocks.
-    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
-        blocks (`exact_log_mass`).
-    context_tokens: tokens of the context.
-    scale: scale of attention; None: 1 / sqrt(D).
-    budget_blocks: number of blocks to select, including the always kept blocks; None: the budget of
-        `config`.
+    query_QD: after positional encoding.
+    sources: by format.
+    rows_C: int32, row of each block in the pools; ignored for always kept blocks.
+    always_log_mass_Q: exact (`exact_log_mass`).
+    scale: None: 1 / sqrt(D).
+    budget_blocks: always kept ones included; None: of `config`.
     """
     where = span(config, context_tokens, block_tokens)
     if budget_blocks is None:
@@ -333,14 +292,8 @@ def select_layer(
 def estimated_log_mass(
     query_QD: F32, sources: Mapping[str, Source], rows: I32, scale: float | None = None
 ) -> F32:
-    """Estimates the log of the attention mass that blocks have together, float32 [query heads];
-    -inf without blocks. Uses the first scorer (format of sketches) in `sources`.
-
-    sources: the layer's sketches (compact forms of blocks' keys), by the name of their
-        scorer.
-    rows: the rows of the blocks in the pool of sketches.
-    scale: scale of attention; None: 1 / sqrt(D).
-    """
+    """Estimated log mass of blocks together, float32 [Q]; -inf without blocks. Uses the first
+    scorer."""
     name, source = next(iter(sources.items()))
     query = prepare(name, query_QD, source.mu, scale, source.bias, source.axes)
     scores = score(query, source.pool, rows)
@@ -349,10 +302,9 @@ def estimated_log_mass(
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
-    """Returns the exact log of the attention mass of tokens: the logsumexp of q · k * scale over
-    the tokens, float32 [query heads]; -inf without keys.
+    """Logsumexp of q · k * scale over the tokens, float32 [Q]; -inf without keys.
 
-    keys_RHD: float32 [tokens, KV heads, channels], the keys of the tokens.
+    keys_RHD: float32 [R, H, D].
     """
     num_heads, head_size = query_QD.shape
     num_tokens, kv_heads, _ = keys_RHD.shape

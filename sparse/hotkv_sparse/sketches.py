@@ -1,11 +1,8 @@
-"""Builds sketches from unpacked keys.
+"""Builds sketches from unpacked keys, once, when a block is full. Pure; `tests/oracles/sparse.py`
+is the kernels' numpy twin.
 
-A sketch is an approximation of a block's keys, by which decode steps score the block. A
-sketch is built once, when the block is full, from keys after RoPE. The functions of this
-module are pure and call compiled kernels. `tests/oracles/sparse.py` computes the same in numpy.
-
-Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head, R runs
-of 16 tokens, L lines.
+Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head, R
+    runs, L lines.
 """
 
 from types import ModuleType
@@ -63,25 +60,20 @@ def build(
     num_tokens_B: I32 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Builds the sketches of blocks (compact approximations of their keys) in format `name`
-    from the keys, float32 [blocks, tokens, KV heads, channels]. Returns uint8 [blocks, KV heads,
-    bytes].
+    """Sketches in format `name`, uint8 [B, H, N], of keys after RoPE, float32 [B, T, H, D].
 
-    All formats first subtract the centre from the keys: x = k − mu. Then:
-    - The token formats rot2u and rot3u rotate x to y. For each channel they store the code whose
-      level (the number for which the code stands) is nearest to y / rms(y). For each token they
-      store the scale sigma = |y|² / (y · levels) (docs/sparse.md; similar to RaBitQ and
+    With x = k − mu:
+    - rot2u and rot3u rotate x to y, store for each channel the code whose level is nearest to y /
+      rms(y), and for each token sigma = |y|² / (y · levels) (docs/sparse.md; similar to RaBitQ and
       TurboQuant).
-    - mix2 is a token format whose channels are principal axes, in place of a fixed rotation.
-    - The summary format quest stores the maximum and the minimum of x over the tokens (Quest).
-    - The summary format mean stores the mean of x over the tokens.
+    - mix2 does so along principal axes.
+    - quest stores maximum and minimum of x over the tokens (Quest), mean its mean.
 
-    Raises INVALID_FIELD if an array has a wrong shape or dtype, or the format is unknown. Does not
-    block; compiled code runs without the GIL.
+    Raises INVALID_FIELD for a wrong shape, dtype or format. Runs without the GIL.
 
-    mu_HD: centre (mean key of each head), float32 [KV heads, channels]; None: 0.
-    num_tokens_B: int32 [blocks], valid tokens of each block; None: all tokens are valid.
-    axes: required for mix2; None for other formats.
+    mu_HD: float32; None: 0.
+    num_tokens_B: int32, valid tokens; None: all.
+    axes: for mix2.
     """
     form = formats.format_named(name)
     keys_BTHD, mu_HD, num_tokens_B = _checked(keys_BTHD, mu_HD, num_tokens_B)
@@ -119,12 +111,7 @@ def build(
 
 
 def checked_axes(name: str, axes: Axes | None, shape: tuple[int, ...]) -> Axes:
-    """Returns `axes` unchanged. Raises INVALID_FIELD if format `name` can't use them on keys of
-    `shape`.
-
-    axes: the principal axes for mix2, which needs them; None for other formats.
-    shape: (kv_heads, head_size).
-    """
+    """Raises INVALID_FIELD unless `axes` fit `shape`, (kv_heads, head_size)."""
     if axes is None:
         raise HotKVError(Reason.INVALID_FIELD, f"{name} has no axes; calibrate them first")
     if axes.into.shape[:2] != shape:

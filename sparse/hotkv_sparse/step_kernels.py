@@ -1,17 +1,16 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The numba kernel of a layer's decode step. In one call it scores blocks with a query, selects the
-best blocks and updates the hot set (the blocks on the device).
+"""The numba kernel of a layer's decode step: scores blocks, selects the best and updates the hot
+set.
 
-This kernel calls the kernels of `score_kernels`, `choice_kernels` and `hotset_kernels` in the same
-order as `hotkv_sparse.selection` and `hotkv_sparse.hotset`, so the result is the same.
-`hotkv_sparse.all_kernels` loads this module. The kernel checks only whether indices of sketches
-and pages are in range. It does not check the shapes of arrays: an array of a wrong shape makes it
-overwrite other memory. A call that refuses its arguments leaves the hot set unchanged. numba's disk
-cache does not notice changes of the kernels that this kernel calls.
+Calls the kernels of `score_kernels`, `choice_kernels` and `hotset_kernels` in the order of
+`hotkv_sparse.selection` and `hotset`, with the same result. Checks only that indices of sketches
+and pages are in range: arrays of a wrong shape overwrite other memory. A refused call leaves the
+hot set unchanged. numba's disk cache does not notice changes of the kernels called here. Loaded by
+`all_kernels`.
 
-Shapes: Q query heads, H KV heads, D channels, C channels with padding, P vectors (parts) per block
-in a summary format, B blocks of a pool (the array of sketches), N bytes of a block and head,
-n blocks of a selection, K hot slots.
+Shapes: Q query heads, H KV heads, D channels, C channels with padding, P parts of a block in a
+    summary format, B blocks of a pool, N bytes of a block and head, n blocks of a selection, M
+    blocks of the map, K hot slots.
 """
 
 from typing import Any
@@ -33,8 +32,7 @@ from hotkv_sparse.hotset_kernels import (
 from hotkv_sparse.score_kernels import page_log_mass, score_parts, score_tokens
 
 NO_PAGE = -2
-"""Returned by `decode_step` in place of a count if an always kept block (sink, recent window) is
-outside the pages."""
+"""In place of a count: an always kept block is outside the pages."""
 _LOG2_E = np.float32(1.4426950408889634)
 _F32_1, _F32_2, _F32_3 = (
     types.Array(types.float32, ndim, "C", readonly=True) for ndim in (1, 2, 3)
@@ -58,9 +56,8 @@ def _score(
     query: Any, rotation: Any, axes: Any, mu: Any, form: Any, units: Any, pool: Any, rows: Any,
     out: Any,
 ) -> None:  # fmt: skip
-    """Computes the scores of blocks for a query, out [Q, len(rows)]: estimates of how much
-    attention each query head pays to each block. The result is the same as with
-    `hotkv_sparse.scores.prepare` followed by `score`. `decode_step` explains the arguments."""
+    """Scores, out [Q, len(rows)], as `scores.prepare` and `score` give. Arguments as in
+    `decode_step`."""
     (factors, starts, sizes), (weights, offsets) = rotation, axes
     (kernel, parts, kind, channels, run_bytes), (scale, unit, bias) = form, units
     num_heads = query.shape[0]
@@ -115,39 +112,33 @@ def decode_step(
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
     """Makes a decode step of a layer:
-    1. Adds the prefetched blocks to the map (the blocks of the hot set, which are on the device).
-    2. Scores all candidates (blocks that are not always kept) and selects the best.
-    3. Adds missing selected blocks to the map and evicts other blocks (`hot_step`).
+    1. Adds the prefetched blocks to the map.
+    2. Scores all candidates and selects the best.
+    3. Adds missing selected blocks to the map and evicts others (`hot_step`).
     4. Begins the next prefetch.
 
     query: float32 [Q, D].
-    rotation: the factors, first channels and numbers of channels of the rotation's passes, from
-        `rotation.factors` and `rotation.pass_arrays`.
-    axes: for the format mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other
-        formats.
-    mu: [H, D], the centre (mean key of each head); empty: 0.
-    form: five numbers of the format of sketches: `Format.kernel` (0: a summary format), P,
-        `Format.kind` of a summary format, C, bytes of a run (16 tokens of a head).
-    units: scale of attention, `level_unit` of the format, bias.
-    pool: uint8 [blocks, KV heads, bytes], the layer's sketches (compact forms of blocks'
-        keys).
-    rows: for each block of the context, its row in `pool`.
-    pages: uint8 [blocks, KV heads, bytes], the layer's keys.
-    always: indices in `pages` of the always kept blocks (sinks, recent window).
-    packing: number of tokens in `always` (0: do not use the pages), tokens of a block, and the
-        layout of the pages: `run`, `pair` and `kind` of `page_log_mass`.
-    beside: float32 [Q], log of an attention mass that is added to the mass of `always`, such as
-        that of learned sinks.
-    selected: bool [>= count], output: True for each selected block.
-    blocks, weights: [n], output: the selection; n is the number of blocks to select.
-    arriving: slots that the previous step named for prefetch; all of them are written.
+    rotation: `rotation.factors`, then `rotation.pass_arrays`.
+    axes: for mix2 `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; else empty.
+    mu: [H, D]; empty: 0.
+    form: `Format.kernel` (0: a summary format), P, `Format.kind`, C, bytes of a run.
+    units: scale of attention, `level_unit`, bias.
+    pool: uint8 [B, H, N].
+    rows: row in `pool` of each block of the context.
+    pages: uint8 [pages, H, bytes], the layer's keys.
+    always: indices in `pages` of the always kept blocks.
+    packing: tokens in `always` (0: do not use the pages), tokens of a block, and `run`, `pair` and
+        `kind` of `page_log_mass`.
+    beside: float32 [Q], log of a mass added to that of `always`, such as learned sinks.
+    selected: bool [>= count], output.
+    blocks, weights: [n], output: the selection of n blocks.
+    arriving: slots that the last step named for prefetch; all are written.
     ahead: [2, K], output: blocks and slots to prefetch before the next step.
-    mapped: int32 [M], the blocks of the current map (`old` in `hot_step`).
-    first, last, count: the context has `count` blocks; blocks `first` to `last` - 1 are the
-        candidates (`selection.CandidateSpan`).
+    mapped: int32 [M], blocks of the current map (`old` in `hot_step`).
+    first, last, count: as in `CandidateSpan`.
 
-    The other arguments are the same as in `hot_step`. Returns seven counts, and the share of the
-    attention mass that the selection has. The counts, in this order:
+    The others are as in `hot_step`. Returns seven counts, and the selection's share of the mass.
+    The counts:
     - blocks of the new map (REFUSED for a row outside the pool, NO_PAGE for a block outside the
       pages),
     - candidates loaded by this step,
@@ -155,7 +146,7 @@ def decode_step(
     - slots to prefetch,
     - selected blocks that are always kept,
     - selected candidates that were already in the map,
-    - 1 if the map has changed, otherwise 0.
+    - 1 if the map has changed, else 0.
     """
     candidates, num_tokens = rows[first:last], packing[0]
     if not _are_within(candidates, pool.shape[0]):

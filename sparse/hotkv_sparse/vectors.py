@@ -1,10 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Emits LLVM code for vectors of sixteen lanes (one value of each of sixteen tokens), for loops
-that numba does not vectorise well.
+"""Emits LLVM code for vectors of sixteen lanes, for loops that numba does not vectorise well.
 
-Each function takes an LLVM IR builder as its first argument and emits code with it. `operation`
-makes a function from such code that numba kernels can call. The code runs on any machine. On a CPU
-with AVX-512 VNNI (`VNNI`), `dot4` is a single instruction.
+Functions emit with the IR builder that they take first; `operation` makes what kernels can call.
+Runs on any machine; with AVX-512 VNNI (`VNNI`) `dot4` is one instruction.
 """
 
 import inspect
@@ -21,12 +19,11 @@ from numba.extending import intrinsic
 
 LANES = 16
 MIN_SCORE = -1e30
-"""Score of a token that does not exist (padding behind a block's last token). It is far below any
-real score, and differences of such scores are not NaN."""
+"""Of a token that does not exist: far below any score, and differences are not NaN."""
 _FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(
     ","
 )
-# From LLVM 22 on, the intrinsics for VNNI have other operand types, which `dot4` does not support.
+# From LLVM 22 on the intrinsics have other operand types.
 VNNI = {"+avx512vnni", "+avx512bw", "+avx512vl"} <= set(
     _FEATURES
 ) and llvmlite.binding.llvm_version_info[0] < 22
@@ -67,8 +64,7 @@ def offset(builder: Any, address: Any, count: Any, unit: int) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Prefetches the cache line at an address into all caches except the nearest. Any address is
-    allowed."""
+    """Into all caches but the nearest. Any address is allowed."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     function = cgutils.get_or_insert_function(
         builder.module,
@@ -94,18 +90,15 @@ def variable(builder: Any, initial: Any) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """Returns in each lane the larger value of two vectors; the value of y if a value is NaN."""
+    """y where a value is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 def exp2(builder: Any, x: Any) -> Any:
-    """Returns 2^x for x <= 0, with a relative error of 3e-6. Returns 2^-126 if x < -126 or x is
-    NaN.
-
-    Uses the Taylor polynomial of degree 5 about the nearest integer.
-    """
+    """2^x for x <= 0, relative error 3e-6; 2^-126 for x < -126 or NaN. Taylor polynomial of
+    degree 5 about the nearest integer."""
     x = larger(builder, x, floats(-126.0))
-    # Adding ROUNDING (1.5 * 2^23) rounds x to an integer, which is then in the low bits of the sum.
+    # Adding 1.5 * 2^23 rounds x to an integer, in the low bits of the sum.
     shifted = builder.fadd(x, floats(ROUNDING))
     part = builder.fsub(x, builder.fsub(shifted, floats(ROUNDING)))
     result = floats(LN2**5 / 120)
@@ -116,10 +109,8 @@ def exp2(builder: Any, x: Any) -> Any:
 
 
 def log2(builder: Any, x: Any) -> Any:
-    """Returns log2(x) for normal x > 0, with an absolute error of 2e-7.
-
-    Computes the exponent, and 2 atanh((m - 1) / (m + 1)) of a mantissa in [.707, 1.414).
-    """
+    """For normal x > 0, absolute error 2e-7: the exponent, and 2 atanh((m - 1) / (m + 1)) of a
+    mantissa in [.707, 1.414)."""
     bits = builder.sub(builder.bitcast(x, INTS), ints(0x3F3504F3))
     exponent = builder.ashr(bits, ints(23))
     mantissa = builder.bitcast(
@@ -134,11 +125,7 @@ def log2(builder: Any, x: Any) -> Any:
 
 
 def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
-    """Makes a function that numba kernels can call. Its arguments are `num_args` integers
-    (addresses and counts); it has no result.
-
-    emit: emits the code of the function.
-    """
+    """Makes a function for kernels, of `num_args` integers, without result."""
 
     def operation(typingctx: Any, *args: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -147,8 +134,7 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
         return types.void(*([types.intp] * num_args)), codegen
 
-    # Gives the function a signature with one parameter per operand: numba binds arguments by the
-    # signature, and does not support `*args`.
+    # numba binds arguments by the signature, and does not support `*args`.
     names = ["typingctx", *(f"operand_{index}" for index in range(num_args))]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names
@@ -158,11 +144,8 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
 
 def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
-    """Returns in each lane: total + the sum of four products, each of an unsigned byte of `codes`
-    and a signed byte of `query`.
-
-    Operands are vectors of 8 or 16 ints. Each int of `codes` and `query` holds four bytes.
-    """
+    """In each lane: total + four products of an unsigned byte of `codes` and a signed byte of
+    `query`. Vectors of 8 or 16 ints."""
     vector = total.type
     if VNNI:
         return call(
@@ -180,11 +163,8 @@ def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transposes sixteen vectors of sixteen lanes.
-
-    Works in four stages, in which each row exchanges lanes with the row that is 1, 2, 4 and 8 rows
-    away.
-    """
+    """Sixteen vectors of sixteen lanes. In stage 1, 2, 4, 8 each row exchanges lanes with the
+    row that far away."""
     for apart in (1, 2, 4, 8):
         low = ir.Constant(
             INTS, [lane if not lane & apart else LANES + lane - apart for lane in range(LANES)]

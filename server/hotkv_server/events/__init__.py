@@ -1,3 +1,2 @@
-"""Makes KV events (blocks became ready, blocks were removed) for routers, and sends them over gRPC
-and over ZMQ. The ZMQ publisher sends the same messages as vLLM's, and needs msgspec and pyzmq: the
-extra `events`."""
+"""Events about blocks for routers and tools, over gRPC and ZMQ. The ZMQ publisher sends what
+vLLM's does, and needs the extra `events`."""

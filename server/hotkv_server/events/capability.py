@@ -1,5 +1,4 @@
-"""Connects events to the node, as a capability (optional part of the server; `EventsCapability`).
-Imports ZMQ only if the settings name an endpoint for events."""
+"""Connects events to the node. Imports ZMQ only if the settings name an endpoint."""
 
 import asyncio
 import importlib
@@ -64,26 +63,24 @@ TOPICS = {
     "pool": "kv@pool:{pool}@{model}",
     "engine": "",
 }
-"""Default ZMQ topic for each value of the setting `events.identity`, in the form of
-llm-d-router#2586. With `engine` the server publishes no events, because the engines do."""
+"""Default topic for each `events.identity`, in the form of llm-d-router#2586. With `engine` the
+engines publish, not the server."""
 ANSWER_WAIT_S = 1.0
-"""Longest time, in seconds, that `check_blocks` waits for shared tiers when a router asks which
-blocks are cached. It is short, because the HTTP server answers within 2 s in any case."""
+"""How long `check_blocks` waits for shared tiers; the HTTP server answers within 2 s in any
+case."""
 MOST_NAMES = 16
-"""Most names of a key space's model under which events are published. The number of names must be
-bounded, because clients choose them."""
+"""Names per key space under which events are published; bounded, as clients choose them."""
 
 
 def check(settings: Settings) -> None:
-    """Raises StartError if the settings name an endpoint for events and ZMQ is not installed."""
+    """Raises StartError if an endpoint is set and ZMQ is not installed."""
     if settings.events.endpoint:
         _zmq()
 
 
 def check_addresses(settings: Settings) -> None:
-    """Raises StartError if another program uses the endpoint of events or of replays. To find this
-    out, binds the ports for a moment. Does not connect to other endpoints, because ZMQ could then
-    wait for DNS before it frees the ports again."""
+    """Raises StartError if another program uses an endpoint that would be bound: binds it for a
+    moment. Does not connect to the others, as ZMQ might wait for DNS before it frees the ports."""
     events = settings.events
     if not events.endpoint:
         return
@@ -111,8 +108,7 @@ def check_addresses(settings: Settings) -> None:
 
 
 def _check_socket(endpoint: str) -> None:
-    """Raises StartError if a program listens on a Unix socket. ZMQ itself would delete the socket
-    of the other program and bind its own."""
+    """Raises StartError if a program listens: ZMQ would delete its socket and bind its own."""
     path = endpoint.removeprefix("ipc://")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
@@ -129,8 +125,6 @@ def _in_use(settings: EventSettings, error: Exception) -> str:
 
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
-    """Makes the capability `events` (an optional part of the server, which publishes events) for
-    this node. Raises StartError if it can't start."""
     return EventsCapability(node, settings.events)
 
 
@@ -151,12 +145,7 @@ def _publisher(
     state: Callable[[], Iterator[StoredEvent | None]] | None,
     has_blocks: "HasBlocks",
 ) -> "ZmqPublisher | None":
-    """Returns the ZMQ publisher; None if the settings name no endpoint. Raises StartError.
-
-    `state`: yields the present state (events for the cached blocks); see `ZmqPublisher`. None: the
-        publisher then sends no present state.
-    `has_blocks`: looks up removed blocks in another key space; see `ZmqPublisher`.
-    """
+    """None if the settings name no endpoint. Raises StartError."""
     if not settings.endpoint:
         return None
     zmq = _zmq()
@@ -187,9 +176,7 @@ def _publisher(
 
 
 def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
-    """Returns the index of the KV cache group whose blocks a router asks for: the first group that
-    attends to all tokens and has blocks of `block_tokens` tokens. Returns None if the key space has
-    no such group. `block_tokens`: 0 means blocks of any size."""
+    """The first group that attends to all tokens and has blocks of `block_tokens` (0: any size)."""
     kinds = (GroupKind.FULL_ATTENTION, GroupKind.MLA)
     for at, group in enumerate(key_space.groups):
         if group.kind in kinds and block_tokens in (0, group.block_tokens):
@@ -198,11 +185,9 @@ def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
 
 
 class EventsCapability(Capability):
-    """Connects events to the node: makes events when the node reports stores, moves and removals of
-    blocks, and serves the calls of readers. The constructor raises StartError if the publisher
-    can't start, or if the file with the token ids of blocks is unusable.
+    """Raises StartError if the publisher can't start, or if the contents file is unusable.
 
-    `hub`: sends the events to readers; None: made from the settings.
+    `hub`: None: made from the settings.
     """
 
     def __init__(self, node: Node, settings: EventSettings, hub: EventHub | None = None) -> None:
@@ -214,8 +199,7 @@ class EventsCapability(Capability):
         path = node.memory.directory / CONTENTS_FILE if self.wants_token_ids else None
         try:
             if not node.core.key_spaces:
-                # Token ids that an earlier server has left are of no use: none of its blocks is
-                # cached.
+                # None of an earlier server's blocks is cached.
                 (node.memory.directory / CONTENTS_FILE).unlink(missing_ok=True)
             self._contents = Contents(path, settings.content_bytes, self._present, self._numbers)
         except OSError as error:
@@ -226,9 +210,8 @@ class EventsCapability(Capability):
             publisher = _publisher(settings, None if is_of_pool else self.state, self._has_blocks)
             hub = EventHub(publisher, of_pool=is_of_pool)
         self.hub = hub
-        # True until the first turn of the timer if an earlier server left contents of blocks. This
-        # is decided here, not at that turn: by then sessions may have stored blocks, whose events
-        # readers get anyway.
+        # Decided here, not at the timer's first turn: by then sessions may have stored blocks,
+        # whose events readers get anyway.
         self._must_announce = self._contents.num_blocks > 0
         self._prompts = PromptIndex(self._contents)
 
@@ -245,9 +228,8 @@ class EventsCapability(Capability):
     async def tick(self, now_s: float) -> None:
         if self.hub.publisher is not None:
             if self._must_announce:
-                # After a restart, readers (routers and tools) got an event to drop all blocks that
-                # they remember. Send events for the restored blocks, so that readers know these
-                # again.
+                # Readers were told to drop all that they remember: tell them of the restored
+                # blocks.
                 self.hub.publisher.announce()
                 self._must_announce = False
             self.hub.publisher.settle()
@@ -271,9 +253,8 @@ class EventsCapability(Capability):
             self.hub.add_name(number, name)
 
     def _add_name(self, number: int, name: str) -> bool:
-        """Records a name of a key space's model. Returns False, and records nothing, in three
-        cases: the name is known, the key space (a model in a configuration) has MOST_NAMES
-        already, or this server neither publishes events nor answers routers (`events.answers`)."""
+        """False, and nothing recorded, if the name is known, if there are MOST_NAMES, or if
+        nobody uses names here."""
         is_used = self.hub.publisher is not None or self._settings.answers
         fingerprint = self._fingerprints[number]
         known = self._contents.names(fingerprint)
@@ -331,8 +312,7 @@ class EventsCapability(Capability):
     # The present state
 
     def _spaces(self) -> list[Space]:
-        """Returns the `Space` (index and slots) of host memory and, if this node has a disk tier,
-        the `Space` of the disk."""
+        """Host memory's, and the disk's if there is one."""
         core = self._node.core
         return [core.space, *[one.space for one in core.below if one.space is not None][:1]]
 
@@ -342,44 +322,32 @@ class EventsCapability(Capability):
         return self._contents.find(self._fingerprints[key_space_id], group_index, hashes)
 
     def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
-        """Returns a mask [n]: True for each block that is ready in host memory or on this node's
-        disk.
-
-        `fingerprint`: fingerprint of the key space.
-        `hashes`: the hashes of n blocks, uint32 words [n, 8].
-        """
+        """Mask [n] of blocks ready in host memory or on disk."""
         masks = self._lying(fingerprint, group_index, hashes)
         return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
 
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        """Looks up n blocks. Returns a list of masks [n]. The first mask has the blocks that are
-        ready in host memory. If there is a disk, the second mask has the blocks on the disk.
-        Returns an empty list if this node does not know the key space (a model in a
-        configuration). Callable on any thread. For the arguments see `_present`."""
+        """A mask [n] for host memory, and one for the disk if there is one; [] if the key space
+        is unknown. Any thread."""
         number = self._numbers.get(fingerprint)
         if number is None:
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
 
     def _has_blocks(self, number: int, removed: RemovedEvent) -> BoolMask:
-        """Looks up the hashes of n blocks that were removed from another key space. Returns a mask
-        [n]: True if the key space `number` has a ready block with this hash in the same medium and
-        group. Callable on any thread."""
+        """See `HasBlocks`. Any thread."""
         space = self._spaces()[-1 if removed.medium is Medium.DISK else 0]
         if not space.tenants.bytes_of(number):
             return np.zeros(len(removed.hashes), np.bool_)
         return is_ready(space.index.find(number, removed.group_index, removed.hashes))
 
     def state(self, fingerprint: bytes | None = None) -> Iterator[StoredEvent | None]:
-        """Yields the present state: events for the blocks in host memory and on the disk whose
-        token ids are known. Yields None for a run (consecutive blocks that were stored together) of
-        which no block is cached any more: so each step is short, even if there are many such runs.
-        In a sequence, earlier blocks come first. Callable on any thread.
+        """Yields events for blocks in host memory and on disk with known token ids, and None for a
+        run of which nothing is cached, so that steps stay short. Earlier blocks of a sequence come
+        first. Blocks stored or removed meanwhile may be yielded or not; their own events are sent
+        in either case. Any thread.
 
-        `fingerprint`: the key space whose blocks are yielded; None: all key spaces.
-
-        If a block is stored or removed during the iteration, it may be yielded or not. The event of
-        this store or removal is sent in either case.
+        `fingerprint`: None: all key spaces.
         """
         media = ((Medium.CPU, ""), (Medium.DISK, DISK_TIER))
         for known in self._contents.runs(fingerprint=fingerprint):
@@ -411,9 +379,7 @@ class EventsCapability(Capability):
             words, known = await asyncio.to_thread(
                 self._prompts.find, key_space.fingerprint, group_index, hashes
             )
-            # Use only the mask for host memory. For the disk, ask the tiers, because lookups may
-            # not use its blocks in two cases: the disk is down, or the stores have not confirmed
-            # that the key space was not flushed.
+            # For the disk ask the tiers: it may be down, or a flush may be unconfirmed.
             masks = self._lying(key_space.fingerprint, group_index, words)[:1]
             if self._node.tiers is not None:
                 listed = [HashList(group_index, words)]
@@ -421,8 +387,7 @@ class EventsCapability(Capability):
                 try:
                     locations = await self._node.tiers.lookups.find(number, listed, wait_s)
                 except HotKVError:
-                    # The lookup fails if the server has forgotten the key space meanwhile: its
-                    # blocks are gone.
+                    # The server has forgotten the key space meanwhile: its blocks are gone.
                     continue
                 masks += [one.masks[0] for one in locations if one.is_up]
             for mask in masks:

@@ -1,10 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""A Numba kernel that encodes integers in MessagePack, for `events.wire`. Load it with
-`hotkv_proto.native.require`.
-
-The kernel releases the GIL, so that the event loop can run at the same time. An encoder in Python
-would hold the GIL for a tenth of a millisecond per 4,096 integers.
-"""
+"""A Numba kernel that encodes integers in MessagePack; load it with
+`hotkv_proto.native.require`. It releases the GIL, which Python would hold for 0.1 ms per 4,096
+integers."""
 
 from typing import Any
 
@@ -12,17 +9,14 @@ import numba
 from numba import types
 
 MOST_BYTES = 5
-"""Most bytes of an int32 in MessagePack."""
+"""Of an int32 in MessagePack."""
 _INPUT = types.Array(types.int32, 1, "C", readonly=True)
 
 
 @numba.njit(types.int64(_INPUT, types.uint8[::1]), nogil=True, cache=True)
 def pack_int32s(values: Any, out: Any) -> int:
-    """Writes the values in their shortest MessagePack form to `out`, one after the other. Returns
-    the number of bytes written.
-
-    `values`: int32 [n].
-    `out`: uint8, with space for MOST_BYTES per value.
+    """Writes the shortest forms of `values` (int32 [n]) to `out` (uint8, MOST_BYTES per value).
+    Returns the number of bytes.
 
     Source: https://github.com/msgpack/msgpack/blob/master/spec.md#int-format-family
     """

@@ -1,23 +1,17 @@
-"""Publishes events over ZMQ, in messages with vLLM's frames (topic, sequence number, payload).
-Replays messages that a reader has missed. A *clear* is vLLM's event AllBlocksCleared.
+"""Publishes events over ZMQ in vLLM's frames (topic, sequence number, payload), and replays them.
 
-Always true:
+A *clear* is vLLM's AllBlocksCleared; the *state* is events for all cached blocks. Always true:
 
-- the first sequence number is the time of the publisher's start, in microseconds since 1970, so
-  numbers also grow over restarts. This is needed because a router drops messages whose numbers go
-  back;
-- the numbers of each topic form a sequence without gaps, as if an engine published the topic. With
-  `per_endpoint`, the numbers of all topics together form one such sequence;
-- the event loop only queues events; a thread translates, encodes and sends them;
-- the queue and the messages kept for replay are bounded in bytes;
-- if the queue is full, new events are lost. If a removal or a clear was lost, the next message of
-  the topic begins with a clear, so that readers don't count on removed blocks. The present state
-  (the cached blocks) follows, because the clear also makes readers drop blocks that are cached;
-- readers of a topic don't distinguish its key spaces. So if a block of a key space is removed, but
-  another key space of the topic has a block with the same hash, no removal is sent;
-- if a reader asks for a replay of messages, and some of them are no longer kept, the reader gets
-  the present state instead: a clear and then the cached blocks, in messages with the last numbers
-  that were sent.
+- the first sequence number is the start time in µs since 1970: routers drop messages whose numbers
+  go back, also over restarts;
+- numbers have no gaps, per topic, or with `per_endpoint` over all topics together;
+- the event loop only queues; a thread translates, encodes and sends. Queue and replay are bounded;
+- a full queue loses new events. If a removal or clear is lost, the topic's next message begins with
+  a clear and the state follows;
+- readers can't tell a topic's key spaces apart, so a removal is not sent for a hash that another
+  key space of the topic still has;
+- a replay that reaches behind the kept messages is a clear and the state, under the last numbers
+  sent.
 """
 
 import itertools
@@ -46,69 +40,53 @@ SEQUENCE_BYTES = 8
 POLL_S = 0.05
 GATHER_S = 0.01
 MOST_AT_ONCE = 1000
-"""Most items that the publisher's thread takes from its queue before it checks whether a reader
-asks for a replay."""
+"""Items that the thread takes from its queue before it looks for replay requests."""
 STOP_TIMEOUT_S = 2.0
-"""Longest time that `close` waits for the thread."""
 LINGER_MS = 200
-"""Longest time, in milliseconds, for which a closed socket still sends its queued messages."""
+"""How long a closed socket still sends."""
 HIGH_WATER_MESSAGES = 10_000
-"""Most messages that ZMQ queues for a slow reader. If this queue is full, ZMQ drops new messages
-for the reader, as in vLLM's publisher."""
+"""Queued by ZMQ per slow reader; further ones are dropped, as in vLLM's publisher."""
 REPLAY_MESSAGES = 64
-"""Most messages of an answer to a request for replay that ZMQ queues for a reader. The publisher
-keeps the further messages until the reader has taken some."""
+"""Of an answer, queued by ZMQ per reader; the publisher keeps the rest."""
 REQUEST_BYTES = 128 << 10
-"""Longest frame, in bytes, that a reader may send in a request for replay. ZMQ ends the connection
-of a reader that sends more."""
+"""Longest frame of a replay request; ZMQ disconnects a reader that sends more."""
 MOST_ANSWERS = 4
-"""Most requests for replay that are answered at a time; further requests wait."""
+"""Replays under way at a time; further requests wait."""
 ANSWER_S = 60.0
-"""An answer to a request for replay is dropped if its reader has not received all of its messages
-after this time."""
+"""A replay that takes longer is dropped."""
 STALLED_S = 2.0
-"""An answer to a request for replay may be dropped earlier, in favor of a waiting request, if its
-reader has taken no message for this time."""
+"""A replay whose reader takes nothing for this time makes way for a waiting request."""
 STATE_BYTES = 1 << 20
-"""Approximate bytes of events in each message with the present state (events for the cached
-blocks)."""
+"""Approximate size of a message of the state."""
 MESSAGE_BYTES = 1 << 20
-"""Most bytes of separately queued events that are merged into one message."""
+"""Queued events are merged into messages of at most this size."""
 EVENT_BYTES = 64
 """Estimated memory of an event, without its arrays."""
 
 
 HasBlocks = Callable[[int, RemovedEvent], BoolMask]
-"""Takes the number of a key space, and a removal of n blocks of another key space. Returns a mask
-[n] of the hashes for which the key space has a ready block in the same medium and group."""
+"""(key space number, removal of n blocks of another key space) → mask [n] of the hashes that the
+key space has ready in the same medium and group."""
 
 
 def binds(endpoint: str) -> bool:
-    """Returns True if the publisher must bind the endpoint, False if it must connect to it. Like
-    vLLM's publisher, it binds endpoints that have a wildcard address or begin with `ipc://` or
-    `inproc://`. It also binds 0.0.0.0 (all interfaces), because a connection to this address would
-    reach no reader."""
+    """Whether to bind the endpoint rather than connect: wildcards, ipc and inproc, as vLLM's
+    publisher; also 0.0.0.0, where a connection would reach no reader."""
     wildcards = ("*", "::", "//0.0.0.0:")
     return any(one in endpoint for one in wildcards) or endpoint.startswith(("ipc://", "inproc://"))
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """The state of a ZMQ topic. Only the event loop changes the first five fields, only the thread
-    changes the other fields.
+    """The event loop owns the first five fields, the thread the others.
 
-    `key_spaces`: numbers of the key spaces (each is a model in a configuration) whose events
-        are sent under the topic.
-    `must_clear`: True if a removal was lost because the queue was full, so that the topic's next
-        message must begin with a clear (vLLM's event AllBlocksCleared).
-    `must_announce`: True if the present state must be sent after the topic's first clear.
-    `announcement`: the last queued announcement of the topic; None before the first.
-    `sequence`: counter of the topic's sequence numbers; None before its first message.
-    `last_sent`: number of the topic's newest message; -1 before its first message.
-    `last_forgotten`: number of the newest message that is no longer kept for replay; -1 if all
-        messages are kept.
-    `sent`: number and payload of each message that is kept for replay; the oldest comes first.
-    `sent_bytes`: bytes of these payloads.
+    `must_clear`: a removal was lost; the next message must begin with a clear.
+    `must_announce`: the state must follow the topic's first clear.
+    `announcement`: the last one queued.
+    `sequence`: None before the first message.
+    `last_sent`: -1 before the first message.
+    `last_forgotten`: newest number no longer kept for replay; -1 if all are kept.
+    `sent`: (number, payload) kept for replay, oldest first.
     """
 
     name: bytes
@@ -125,11 +103,10 @@ class _Topic:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """An answer to a request for replay.
+    """A replay under way.
 
-    `messages`: the messages that its reader has not taken yet.
-    `until_s`: when the answer is dropped.
-    `moved_s`: when the reader last took a message.
+    `messages`: not taken yet.
+    `moved_s`: when the reader last took one.
     """
 
     messages: deque[tuple[bytes, ...]]
@@ -139,13 +116,10 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item of the queue: events of one key space (a model in a configuration), to be sent
-    under a topic.
+    """Events of one key space for one topic.
 
-    `clears_first`: True if a clear (vLLM's event AllBlocksCleared) must be sent before the events.
-    `is_alone`: True if the removal of all blocks of the key space may be sent as a clear (see
-        `_is_alone`).
-    `num_bytes`: estimated memory of the events.
+    `is_alone`: see `ZmqPublisher._is_alone`.
+    `num_bytes`: estimated memory.
     """
 
     topic: _Topic
@@ -158,12 +132,8 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An item of the queue: the server has forgotten a key space (a model in a configuration),
-    so the thread must also remove the key space from its tables.
-
-    `number`: number of the key space.
-    `topics`: the topics that had only this key space. Their messages are no longer kept for replay.
-    """
+    """The server has forgotten a key space. `topics` had only this one; their messages are
+    dropped."""
 
     number: int
     topics: tuple[_Topic, ...]
@@ -171,33 +141,24 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Announcement:
-    """An item of the queue: an order to send the readers of some topics the present state (all
-    cached blocks). The publisher skips a topic that has a later announcement in the queue. So if
-    many lost removals cause many clears (events that all blocks were removed), the state is sent
-    only after the last clear."""
+    """An order to send topics the state. A topic with a later announcement in the queue is
+    skipped, so that many clears cost one state."""
 
     topics: tuple[_Topic, ...]
 
 
 class ZmqPublisher:
-    """Publishes events over ZMQ; see the module. The constructor raises zmq.ZMQError if an endpoint
-    can't be bound or connected to. The publisher must be closed.
+    """The constructor raises zmq.ZMQError if an endpoint can't be opened. Must be closed.
 
-    `endpoint`: ZMQ address for events.
-    `replay_endpoint`: ZMQ address for requests for replay; empty: no replay.
-    `topic_of`: returns the topic of a key space. Its three arguments: the key space's number, the
-        key space, and a name of the model.
-    `buffer_steps`: most messages of a topic to keep for replay.
-    `buffer_bytes`: most bytes of the queue, and most bytes of all messages kept for replay.
-    `int_hashes`: True sends the last 8 bytes of each hash as a number, False sends all bytes.
-    `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
-        messages of each topic in a separate sequence.
-    `state`: yields the present state: events for the cached blocks of all key spaces. Yields None
-        after a part of its work that found no event. The publisher's thread calls it. Events that
-        are queued during the call are sent after the state. `state` None: the present state is not
-        known, so a replay has only the messages that are kept.
-    `has_blocks`: looks up the blocks of a removal in another key space (`HasBlocks`). The
-        publisher's thread calls it. None: removals are sent whatever other key spaces have.
+    `replay_endpoint`: empty: no replay.
+    `topic_of`: (number, key space, model name) → topic.
+    `buffer_steps`: messages kept for replay, per topic.
+    `buffer_bytes`: of the queue, and of all messages kept for replay.
+    `int_hashes`: send the last 8 bytes of each hash as a number.
+    `per_endpoint`: number all topics in one sequence.
+    `state`: yields the state, and None for a step without event; called on the thread. Events
+        queued meanwhile follow it. None: unknown, a replay has only kept messages.
+    `has_blocks`: called on the thread. None: removals are sent whatever other key spaces have.
     """
 
     def __init__(
@@ -226,20 +187,18 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
-        # Counters of bytes of queued, taken and kept events. Each counter is written by one thread
-        # only, so no lock is needed.
+        # One thread writes each counter, so no lock is needed.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
-        # The unfinished answers to requests for replay. The key is ZMQ's identity of the reader.
+        # By ZMQ's identity of the reader.
         self._answers: dict[bytes, _Answer] = {}
-        # The topics of which messages are kept for replay.
+        # Used as an ordered set: topics with messages kept for replay.
         self._kept: dict[_Topic, None] = {}
-        # First sequence number of a new topic. It grows, because the numbers of a topic that ends
-        # and is made again must not go back.
+        # Of a new topic. Grows, as the numbers of a topic that is made again must not go back.
         self._first_number = time.time_ns() // 1000
         self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
-        # The highest sequence number of a message of any topic; and of any topic that has ended.
+        # Of any topic; of any topic that has ended.
         self._last_sent = self._last_ended = -1
         self._context = zmq.Context()
         try:
@@ -267,10 +226,10 @@ class ZmqPublisher:
         made.set_hwm(most)
         made.maxmsgsize = REQUEST_BYTES
         made.linger = LINGER_MS
-        # Enable IPv6 only for an IPv6 address. Otherwise the wildcard `*` would listen on IPv6 too.
+        # Otherwise the wildcard `*` would listen on IPv6 too.
         made.ipv6 = "[" in endpoint
         if kind == zmq.ROUTER:
-            # Raise ZMQError instead of dropping a message for a slow reader.
+            # Raise instead of dropping messages for a slow reader.
             made.router_mandatory = True
         if bind:
             made.bind(endpoint)
@@ -282,36 +241,22 @@ class ZmqPublisher:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of events that wait to be sent."""
         return self._put_bytes - self._taken_bytes
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space (a model in a configuration), before its first event.
-
-        `number`: the number of the key space on this node.
-        `names`: names by which requests address the model of the key space. Each name gives a
-            topic. If empty, the model name in the key space is used.
-        """
         self._key_spaces[number] = key_space
         self._by_key_space[number] = []
         for name in names or (key_space.model,):
             self._add_topic(number, name)
 
     def add_name(self, number: int, name: str) -> None:
-        """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. If the topic is new for the key space (a model in a configuration),
-        also queues two things for this topic: a clear (vLLM's event AllBlocksCleared), because
-        readers may remember blocks from an earlier server; and then the present state (events for
-        all cached blocks)."""
         topic = self._add_topic(number, name)
         if topic is not None and self._state is not None:
             topic.must_announce = True
             self._put(topic, time.time(), (KeySpaceCleared(number),))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
-        """Adds a key space (a model in a configuration) to those whose events are sent under the
-        ZMQ topic for a name of its model. Returns the topic; None if it had the key space already.
-        `model`: the name of the model."""
+        """None if the topic had the key space already."""
         name = self._topic_of(number, self._key_spaces[number], model)
         topic = self._topics.setdefault(name, _Topic(name.encode()))
         if number in topic.key_spaces:
@@ -322,9 +267,6 @@ class ZmqPublisher:
         return topic
 
     def forget_key_space(self, number: int) -> None:
-        """Removes a key space (a model in a configuration) from the publisher's tables, after
-        its last event. Also removes the topics that have no other key space; their messages are no
-        longer kept for replay. Sends no message."""
         ended = []
         for topic in self._by_key_space.pop(number):
             topic.key_spaces.remove(number)
@@ -333,42 +275,31 @@ class ZmqPublisher:
                 ended.append(topic)
         for topic in ended:
             if topic.must_clear and self._of_endpoint is None:
-                # Send the clear (event that all blocks were removed) even if the queue is full,
-                # because no other event follows under this topic.
+                # Even if the queue is full: nothing else follows under this topic.
                 self._queue.put(_Item(topic, time.time(), (), True, True, 0))
         if self._of_endpoint is not None and any(topic.must_clear for topic in ended):
-            # With `per_endpoint`, readers apply a clear (event that all blocks were removed) of any
-            # topic to the whole endpoint. So let any other topic send the clear that the ended
-            # topic still had to send. If there is no other topic, the next topic begins with a
-            # clear (see `_is_alone`).
+            # With `per_endpoint` a clear of any topic counts for all, so another topic sends the
+            # one that is due. If there is none, the next topic begins with a clear anyway.
             for topic in itertools.islice(self._topics.values(), 1):
                 topic.must_clear = True
         self._queue.put(_Ended(number, tuple(ended)))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order. Drops the events if the queue is full. `unix_time_s`: the time
-        of the events, in seconds since 1970."""
         for number, part in itertools.groupby(events, _key_space_id):
             of_key_space = tuple(part)
             for topic in self._by_key_space[number]:
                 self._put(topic, unix_time_s, of_key_space)
 
     def clear(self, number: int) -> None:
-        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of a key space (a model
-        in a configuration). The clear also clears blocks of other key spaces in these topics. If
-        the queue is full, `settle` queues the clear later."""
+        """If the queue is full, `settle` queues the clear later."""
         for topic in self._by_key_space[number]:
             topic.must_clear = True
             self._put(topic, time.time(), ())
 
     def sends_clear(self, number: int) -> bool:
-        """Returns True if a `KeySpaceCleared` of a key space is sent as a clear (vLLM's event
-        AllBlocksCleared) under each of its topics (see `_is_alone`)."""
         return all(map(self._is_alone, self._by_key_space[number]))
 
     def announce(self) -> None:
-        """Queues the present state (events for all cached blocks) for all topics, to be sent after
-        the events that are queued already."""
         self._announce(self._topics.values())
 
     def _announce(self, topics: Iterable[_Topic]) -> None:
@@ -378,8 +309,6 @@ class ZmqPublisher:
         self._queue.put(announcement)
 
     def settle(self) -> None:
-        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of which a removal was lost
-        because the queue was full. Does so only once the queue has room again."""
         for topic in self._topics.values():
             if topic.must_clear:
                 self._put(topic, time.time(), ())
@@ -400,31 +329,25 @@ class ZmqPublisher:
             _Item(topic, unix_time_s, events, topic.must_clear, self._is_alone(topic), num_bytes)
         )
         if topic.must_announce or (topic.must_clear and self._state is not None):
-            # With `per_endpoint`, readers apply a clear (event that all blocks were removed) to all
-            # topics of the endpoint (see `_is_alone`), so announce the blocks of all topics.
+            # With `per_endpoint` a clear counts for all topics, so all need the state.
             self._announce([topic] if self._of_endpoint is None else self._topics.values())
         topic.must_clear = topic.must_announce = False
 
     def _is_alone(self, topic: _Topic) -> bool:
-        """Returns True if `topic` has only one key space, so that the removal of all of its blocks
-        may be sent as a clear (vLLM's event AllBlocksCleared). With `per_endpoint`, returns True
-        only if the publisher has only one key space, because readers then apply a clear to the
-        topics of the whole endpoint."""
+        """Whether a cleared key space may be sent as a clear: no other shares the topic, or with
+        `per_endpoint` the endpoint."""
         others = self._by_key_space if self._of_endpoint is not None else ()
         return len(topic.key_spaces) == 1 and len(others) <= 1
 
     def is_alive(self) -> bool:
-        """Returns False if the publisher's thread has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the seconds since the publisher's thread last made progress. A thread that has no
-        work makes progress in each turn of its loop. `now_s`: a time of time.monotonic."""
+        """An idle thread makes progress too: in each turn of its loop."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Makes the thread send the queued events and close the sockets. Waits for the thread's
-        end, at most STOP_TIMEOUT_S."""
+        """Waits for the thread for STOP_TIMEOUT_S at most."""
         self._queue.put(None)
         self._thread.join(STOP_TIMEOUT_S)
 
@@ -449,7 +372,7 @@ class ZmqPublisher:
                     self._end(item)
             self._send_gathered(gathered)
             try:
-                # Answer only one request before the next events are sent: an answer can be long.
+                # One request a turn: an answer can be long.
                 if self._replay is not None:
                     self._serve_replays(self._replay)
             except Exception:  # An error must not end the thread.
@@ -460,9 +383,8 @@ class ZmqPublisher:
         self._context.term()
 
     def _next(self) -> "Iterator[_Item | _Ended | _Announcement | None]":
-        """Yields the queued items, at most about MOST_AT_ONCE. Waits for the first item, at most
-        POLL_S. Then waits GATHER_S more, so that further items are queued. Without this pause each
-        store would wake this thread, which competes with the event loop for the GIL."""
+        """Waits up to POLL_S for the first item, then GATHER_S for more: without this pause each
+        store would wake the thread, which competes with the event loop for the GIL."""
         try:
             item = self._queue.get(timeout=0.001 if self._answers else POLL_S)
         except queue.Empty:
@@ -480,9 +402,7 @@ class ZmqPublisher:
                 return
 
     def _send_gathered(self, gathered: dict[_Topic, list[_Item]]) -> None:
-        """Sends the gathered events of each topic, and empties `gathered`. Merges the events of a
-        topic into few messages: while this thread makes a message, it holds the GIL, for which the
-        event loop must wait."""
+        """Merges a topic's events into few messages: making one holds the GIL."""
         for topic, items in gathered.items():
             events: list[Any] = []
             num_bytes = 0
@@ -507,9 +427,7 @@ class ZmqPublisher:
         return [AllBlocksCleared(), *events] if item.clears_first else events
 
     def _without_kept(self, item: _Item) -> Iterator[Event]:
-        """Yields the events of an item of the queue. If another key space of the topic has a block
-        with the same hash as a removed block, leaves that block out of the removal: readers can't
-        tell the two blocks apart, and one of them is still cached."""
+        """Leaves out of removals what another key space of the topic still has."""
         numbers = item.topic.key_spaces if self._of_endpoint is None else self._by_key_space
         for event in item.events:
             others = [number for number in tuple(numbers) if number != event.key_space_id]
@@ -523,8 +441,6 @@ class ZmqPublisher:
                     yield event
 
     def _of_no_other(self, event: RemovedEvent, others: Sequence[int]) -> Iterator[RemovedEvent]:
-        """Yields the removal of the blocks in `event`, except blocks with the same hash as a block
-        of a key space in `others`. Yields nothing if no blocks are left."""
         left = event.hashes
         if (has_blocks := self._has_blocks) is not None:
             for number in others:
@@ -542,8 +458,6 @@ class ZmqPublisher:
             log.exception("events of topic %s could not be sent", topic.name.decode())
 
     def _send(self, topic: _Topic, payload: bytes, num_events: int) -> None:
-        """Sends a message with the next sequence number of the topic, and keeps it for replay.
-        `num_events`: number of events in the payload."""
         if topic.sequence is None:
             topic.sequence = self._of_endpoint or itertools.count(self._first_number)
         topic.last_sent = next(topic.sequence)
@@ -563,13 +477,9 @@ class ZmqPublisher:
                 self._first_number = max(self._first_number, next(topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
-        """Keeps a message for replay, and drops old messages that exceed the limits.
-
-        If the messages of all topics together exceed the limit in bytes, the oldest messages of
-        `topic` are dropped if it has more than an equal share of the bytes. Otherwise, the oldest
-        messages of the topic with the most bytes are dropped. There may be any number of topics,
-        because clients choose the names of models.
-        """
+        """Over the limit in bytes, `topic` loses its oldest messages if it has more than an
+        equal share, otherwise the topic with the most bytes does. Clients name models, so there
+        may be any number of topics."""
         self._kept[topic] = None
         topic.sent.append((number, payload))
         topic.sent_bytes += len(payload)
@@ -589,10 +499,8 @@ class ZmqPublisher:
         self._sent_bytes -= num_bytes
 
     def _serve_replays(self, socket: "zmq.Socket[bytes]") -> None:
-        """Receives a request for replay if there is one. Does not receive it while MOST_ANSWERS
-        answers are unfinished, unless one of them has stalled. Then sends messages of all answers,
-        as many as the readers accept now. If a reader sends a new request, the rest of the answer
-        to its last request is dropped."""
+        """Takes one request if there is one and room for it, then sends as many messages of all
+        answers as readers accept now. A reader's new request replaces its last one."""
         now_s, is_asked = time.monotonic(), bool(socket.poll(0))
         if is_asked and len(self._answers) == MOST_ANSWERS:
             slowest = min(self._answers, key=lambda client: self._answers[client].moved_s)
@@ -609,16 +517,14 @@ class ZmqPublisher:
                     one.messages.popleft()
                     self._last_turn_s = one.moved_s = time.monotonic()
             except zmq.ZMQError as error:
-                # The error EAGAIN means that the reader accepts no message now; any other error
-                # means that it has disconnected.
+                # EAGAIN: the reader accepts no message now. Otherwise it has disconnected.
                 if error.errno == zmq.EAGAIN and time.monotonic() < one.until_s:
                     continue
             del self._answers[client]
 
     def _replayed(self, frames: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """Returns the answer to a request for replay: the last three frames of each message. The
-        request's frames are an empty frame, the first sequence number to send, and optionally the
-        name of a topic; without a name, the messages of all topics are sent."""
+        """The last three frames of each message. A request is an empty frame, the first number
+        wanted, and optionally a topic; without one, all topics are sent."""
         if len(frames) not in (2, 3) or frames[0] or len(frames[1]) > SEQUENCE_BYTES:
             log.warning(
                 "a replay request has %d frames; it takes an empty one, 8 bytes of sequence "
@@ -631,9 +537,8 @@ class ZmqPublisher:
         partial = [one for one in topics if one.last_forgotten >= first and self._state]
         stale = partial
         if self._of_endpoint is not None and self._state is not None:
-            # With `per_endpoint`, readers don't distinguish topics. So if a message of any topic is
-            # missing, the state of all topics must be sent. Messages of ended topics are missing
-            # too: they are not kept.
+            # With `per_endpoint` one missing message makes all topics stale; those of ended
+            # topics are missing too.
             stale = topics if partial or self._last_ended >= first else []
         answers = [
             (number, topic.name, payload)
@@ -651,8 +556,7 @@ class ZmqPublisher:
     # The state
 
     def _send_state(self, topics: Sequence[_Topic]) -> None:
-        """Sends the present state (events for the cached blocks) to all readers of these topics,
-        without a clear (vLLM's event AllBlocksCleared) before it."""
+        """Without a clear before it."""
         try:
             for topic, events in self._encoded_state(topics):
                 for part in _parts(events, len(events)):
@@ -664,16 +568,9 @@ class ZmqPublisher:
     def _state_messages(
         self, topics: Sequence[_Topic], first: int
     ) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yields messages with a clear (vLLM's event AllBlocksCleared) and the present state (the
-        cached blocks) of these topics. Each message is a sequence number, a topic and a payload.
-
-        The messages reuse the last sequence numbers that were sent, so all later messages have
-        greater numbers.
-
-        `first`: the first sequence number that the reader wants. The messages use the numbers from
-            `first` to the last number that was sent. If these numbers are too few for all topics,
-            the messages also use lower numbers.
-        """
+        """Yields (number, topic, payload): a clear and the state. Reuses the numbers from
+        `first` to the last that was sent, and lower ones if these are too few, so that later
+        messages have greater numbers."""
         state = self._encoded_state(topics)
         clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]
         if self._of_endpoint is None:
@@ -682,8 +579,7 @@ class ZmqPublisher:
             state[0] = (state[0][0], clear + state[0][1])
             series = [(self._last_sent, state)]
         for last, of_topics in series:
-            # Send at least one message per topic, even if there are fewer sequence numbers from
-            # `first` on.
+            # At least one message per topic, even if numbers are too few.
             most = max(1, (last - first + 1) // len(of_topics))
             messages = [
                 (topic, part) for topic, events in of_topics for part in _parts(events, most)
@@ -695,9 +591,7 @@ class ZmqPublisher:
         return self._encoder.encode([time.time(), events, RANK])
 
     def _encoded_state(self, topics: Sequence[_Topic]) -> list[tuple[_Topic, list[msgspec.Raw]]]:
-        """Returns, for each topic, its present state: an encoded BlockStored event for each run
-        (consecutive blocks of a group) of cached blocks. In a sequence of blocks, earlier blocks
-        come first."""
+        """Encoded BlockStored events by topic; within a sequence, earlier blocks first."""
         by_key_space = {
             number: [topic for topic in topics if number in topic.key_spaces]
             for number in list(self._key_spaces)
@@ -721,8 +615,7 @@ def _sequence(number: int) -> bytes:
 
 
 def _parts(events: list[msgspec.Raw], most: int) -> list[list[msgspec.Raw]]:
-    """Splits encoded events into parts of about STATE_BYTES, one for each message. If that gives
-    more than `most` parts, returns at most `most` larger parts."""
+    """Parts of about STATE_BYTES; larger ones if there would be more than `most`."""
     num_bytes = sum(len(bytes(event)) for event in events)
     count = max(1, min(most, -(-num_bytes // STATE_BYTES)))
     step = max(1, -(-len(events) // count))

@@ -1,5 +1,4 @@
-"""Serves events over gRPC: to tools (`EventService`) and to engines (`EngineReader`). Converts
-events into protobuf messages."""
+"""Serves events over gRPC: to tools (`EventService`) and to engines (`EngineReader`)."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,24 +28,19 @@ MEDIA = {
 
 
 MOST_EVENTS = 256
-"""Most events in an answer to an engine."""
+"""In an answer to an engine."""
 ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
-"""Most bytes of the events in an answer to an engine, unless a single event is larger."""
+"""In an answer to an engine, unless one event is larger."""
 STATE_EVENTS = 32
-"""Most events of the present state (events for the cached blocks) in an answer to an engine."""
+"""Events for cached blocks in an answer to an engine."""
 
 State = Callable[[bytes | None], Iterator[StoredEvent | None]]
-"""Yields the present state: events for the cached blocks of the key space with this fingerprint, or
-of all key spaces for None. Yields None for a step that has no event."""
+"""Yields events for the cached blocks of the key space with this fingerprint (None: of all), and
+None for a step without event."""
 
 
 class EventService(events_pb2_grpc.EventServiceServicer):
-    """Sends events to tools over gRPC; `events.proto` describes the call.
-
-    `hub`: sends the node's events to this service.
-    `state`: yields the present state (events for the cached blocks), for subscribers that ask for
-        it before the first event.
-    """
+    """`state` is sent to subscribers that ask for it, before the first event."""
 
     def __init__(self, node: Node, hub: EventHub, state: State) -> None:
         self._node = node
@@ -92,14 +86,10 @@ class EventService(events_pb2_grpc.EventServiceServicer):
 
 
 class EngineReader:
-    """Reads the events of a key space (a model in a configuration) for an engine: first the
-    present state (events for all cached blocks), then the events as they happen.
+    """Reads a key space's events for an engine: first for the cached blocks, then as they happen.
 
-    `hub`: sends the node's events to this reader.
-    `state`: yields the present state of the key space, and None for a step that has no event.
-
-    Always true: if the present state and an event that is sent after it are about the same block,
-    the event is newer. If events are lost, the present state is sent again.
+    Always true: of two events about a block, the later one is newer. After a loss the cached
+    blocks are sent again.
     """
 
     def __init__(
@@ -119,21 +109,14 @@ class EngineReader:
         self._begins = True
 
     def close(self) -> None:
-        """Closes the feed (queue of events) of this reader, so that no further events are queued
-        for it."""
         self._stack.close()
 
     def read(self, most: int, *, begins_state: bool = False) -> session_pb2.ConnectResponse:
-        """Returns the answer to an engine that has asked for events. The answer has the next
-        events: at most `most` and at most MOST_EVENTS of them.
+        """At most `most` events (0: MOST_EVENTS). `begins_state` begins again with the cached
+        blocks.
 
-        `most`: 0 means MOST_EVENTS.
-        `begins_state`: True begins again with the present state.
-
-        The request and the answer are messages on the stream of the engine's session. Returns a
-        whole message of the stream, not only the field with the events. The reason: a caller that
-        put the field into a message would make protobuf copy the field, which takes long for long
-        prompts.
+        A whole message of the stream: protobuf copies a field that is put into a message, which
+        takes long for long prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         if begins_state and not self._begins:
@@ -155,9 +138,7 @@ class EngineReader:
         return whole
 
     def _of_state(self, present: Iterator[StoredEvent | None], most: int) -> Iterator[TimedEvent]:
-        """Yields the next events of the present state (events for all cached blocks), at most
-        `most`. Stops after SLICE_S, even if it has found no event. At the end of the state, sets
-        `_present` to None."""
+        """Stops after SLICE_S even without an event. At the end, `_present` becomes None."""
         left_bytes, count, ends_s = ANSWER_BYTES, 0, time.perf_counter() + event_loop.SLICE_S
         while count < most:
             try:
@@ -181,7 +162,6 @@ class EngineReader:
 
 
 def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
-    """Writes an event into an empty protobuf message."""
     value, key_space = item.event, item.key_space
     message.key_space_id = value.key_space_id
     message.unix_time_ms = int(item.unix_time_s * 1000)
@@ -207,6 +187,5 @@ def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
 
 
 def _is_of_host(item: TimedEvent) -> bool:
-    """Returns True if subscribers that did not ask for tiers receive the event: it is about blocks
-    in host memory, or it clears a key space (a model in a configuration)."""
+    """Whether subscribers that did not ask for tiers receive the event."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU

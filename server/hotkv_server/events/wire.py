@@ -1,17 +1,12 @@
-"""Converts hotkv's events (`events.drive`) into vLLM's event classes, which msgspec encodes for
-ZMQ.
+"""Converts events into vLLM's event classes, which msgspec encodes for ZMQ.
 
-The classes here copy `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the server sends
-the same bytes as an engine. The server does not import vLLM; a test compares the classes.
+The classes copy `vllm.distributed.kv_events` of vLLM 0.32 field by field, so that the bytes are an
+engine's; vLLM is not imported, a test compares. Host memory is medium "CPU"; tiers are "STORAGE"
+with locality "LOCAL" (disk) or "REMOTE". `ownership` names a shared store; a disk has none, as
+Dynamo's indexer counts a block for an engine only if its event names no owner.
 
-Host memory has vLLM's medium "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a
-disk and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk
-has no `ownership`, because Dynamo's indexer counts a block for an engine (a worker of Dynamo) only
-if the block's event names no owner.
-
-If the token ids of a run (consecutive blocks) are not known, its event has no tokens and block size
-0, as in vLLM's own events for such runs. A router that matches prompts by tokens skips this event;
-a router that matches hashes can use it.
+A run with unknown token ids has no tokens and block size 0, as in vLLM: routers that match
+tokens skip it, those that match hashes can use it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,9 +27,9 @@ MEDIA = {
     Medium.DISK: ("STORAGE", "LOCAL"),
     Medium.REMOTE: ("STORAGE", "REMOTE"),
 }
-"""vLLM's medium and locality for each medium of the server."""
+"""(medium, locality) of vLLM."""
 RANK = 0
-"""The data parallel rank in each message. The server has no rank, so it sends 0."""
+"""Data parallel rank; the server has none."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -42,21 +37,16 @@ KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.MAMBA: "mamba",
 }
-"""vLLM's `KVCacheSpecKind` for each kind of KV cache group. A test proves that no kind is
-missing."""
+"""vLLM's `KVCacheSpecKind`. A test proves that none is missing."""
 
 ExternalHash = bytes | int
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Base class of all events. An event is encoded as a map; its key `type` has the name of the
-    class."""
+    """Encoded as a map whose key `type` has the class's name."""
 
 
 class BlockStored(KVCacheEvent):
-    """An event: consecutive blocks of a sequence have become ready in a medium (host memory or a
-    tier). The fields are those of vLLM's class of this name."""
-
     block_hashes: list[ExternalHash]
     parent_block_hash: ExternalHash | None
     token_ids: msgspec.Raw
@@ -74,9 +64,6 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """An event: blocks were removed from a medium (host memory or a tier). The fields are those of
-    vLLM's class of this name."""
-
     block_hashes: list[ExternalHash]
     medium: str | None
     group_idx: int | None = None
@@ -84,13 +71,11 @@ class BlockRemoved(KVCacheEvent):
     ownership: str | None = None
 
 
-class AllBlocksCleared(KVCacheEvent):
-    """An event: all blocks of the publisher were removed (a *clear*)."""
+class AllBlocksCleared(KVCacheEvent): ...
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The payload of a ZMQ message: several events, in order. `ts`: time of the message, in seconds
-    since 1970."""
+    """Payload of a ZMQ message. `ts`: seconds since 1970."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -98,13 +83,11 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
-    """Returns block hashes in the form that vLLM's events use.
+    """Hashes in the form of vLLM's events. Source: `maybe_convert_block_hash` in vLLM 0.32.
 
-    `words`: the hashes, as uint32 words [n, 8] or [8].
-    `hash_bytes`: length of the key space's hashes; the rest of the 32 bytes is padding.
-    `as_ints`: True returns the last 8 bytes of each hash as an integer, False returns all bytes.
-
-    Source: `maybe_convert_block_hash` in vLLM 0.32.
+    `words`: uint32 [n, 8] or [8].
+    `hash_bytes`: the rest of the 32 bytes is padding.
+    `as_ints`: the last 8 bytes as an integer.
     """
     rows = words.reshape(-1, 8).view(np.uint8)
     first = hash_bytes - 8 if as_ints else 0
@@ -116,12 +99,11 @@ def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> l
 
 
 LONGEST_HEAD = 5
-"""Most bytes that `_array_head` returns."""
+"""Of `_array_head`, in bytes."""
 
 
 def _array_head(count: int) -> bytes:
-    """Returns the first bytes of a MessagePack array of `count` elements. Source: specification of
-    MessagePack, "array format family"."""
+    """MessagePack's "array format family"."""
     if count < 16:
         return bytes((0x90 | count,))
     if count < 1 << 16:
@@ -134,11 +116,7 @@ def _owner(event: StoredEvent | RemovedEvent) -> str | None:
 
 
 class Translator:
-    """Converts the server's events into vLLM's classes.
-
-    `key_spaces`: the key spaces by number.
-    `as_ints`: True sends the last 8 bytes of each hash as an integer, False sends all bytes.
-    """
+    """`as_ints`: send the last 8 bytes of each hash as an integer."""
 
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
@@ -148,11 +126,8 @@ class Translator:
     def translate(
         self, events: Iterable[Event], *, is_alone: bool
     ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """Converts events that are sent under one topic.
-
-        `is_alone`: True if no other key space shares the topic. A `KeySpaceCleared` then becomes an
-            AllBlocksCleared. Otherwise it becomes the removals of the key space's blocks.
-        """
+        """Converts events for one topic. `is_alone`: no other key space shares it, so that a
+        `KeySpaceCleared` may become an AllBlocksCleared; otherwise it becomes removals."""
         translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
             match event:
@@ -195,7 +170,6 @@ class Translator:
         )
 
     def _encoded(self, token_ids: NDArray[np.int32]) -> msgspec.Raw:
-        """Returns token ids as an encoded MessagePack array of integers."""
         count = len(token_ids)
         packed = np.empty(LONGEST_HEAD + self._kernels.MOST_BYTES * count, np.uint8)
         head = _array_head(count)

@@ -1,2 +1,2 @@
-"""Performs the actions that routers request by hints (retain, pin, demote, release or prefetch
-blocks), and records the outcome of each action."""
+"""Performs what routers ask for by hints (retain, pin, demote, release, prefetch blocks), and
+records the outcomes."""

@@ -1,5 +1,4 @@
-"""Registers hints of routers (advice about which blocks to load or keep) as a capability (optional
-part) of the node."""
+"""Connects hints to the node."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,26 +19,19 @@ from hotkv_server.settings import Settings
 from hotkv_server.wire.edge import Edge, full_name
 
 MAX_OPEN_LOADS = 4096
-"""Most requests with a load in flight that are remembered, over all engines. A request is
-remembered until its engine reports the end of the load."""
+"""Requests remembered until their engine reports the end of the load, over all engines."""
 
 
 def attach(settings: Settings, node: Node) -> "HintsCapability":
-    """Makes the capability (optional part) `hints` for this node."""
     return HintsCapability(node)
 
 
 class HintsCapability(Capability):
-    """Connects hints of routers to the node: forwards scheduled and ended requests to `HintDesk`,
-    and returns figures about hints."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         self.desk = HintDesk(node.core, node.tiers, node.effects)
-        # Two receipts (`SessionReceipt`, sums over requests) for each load that has not ended. The
-        # first is the receipt of the router's session, in which the load's hit was counted. The
-        # second has the negative counts of this hit; if the load fails, it is added to the first,
-        # so that the hit no longer counts.
+        # For each open load: the receipt that counted its hit, and what to add to it if the load
+        # fails.
         self._loads = OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]]()
 
     def __repr__(self) -> str:

@@ -1,10 +1,9 @@
-"""Receives hints of routers: with a scheduled request, at the end of a request, and without a
-request. A session here is a session of a router (such as a user's conversation), unless it is a
-`LiveSession` (a session of an engine).
+"""Receives hints: with a scheduled request, at its end, or without one. A session here is a
+router's, unless it is a `LiveSession`.
 
-Always true: an action that can't be done has an outcome with a reason. A tenant's actions are
-within its budget and affect only blocks of its own key spaces. An action that names a session of
-another tenant has the same outcome as if the session did not exist. Use on the event loop only.
+Always true: an action that can't be done has an outcome with a reason. A tenant acts within its
+budget and on its own key spaces only; another tenant's session is as good as none. Event loop
+only.
 """
 
 import asyncio
@@ -24,22 +23,20 @@ from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.removals import Effects
 
 END_DELAY_S = 1.0
-"""Time between the end of a request and the actions that were deferred until its end, in seconds.
-The request's last blocks are stored in this time."""
+"""From a request's end to its deferred actions: its last blocks are stored meanwhile."""
 MAX_WAITING_BYTES = 32 << 20
-"""Most bytes of block hashes of ended requests that wait for END_DELAY_S or `HintWork.hold`, over
-all tenants. If another ended request would exceed this bound, its deferred actions are rejected."""
+"""Hashes of ended requests that wait for END_DELAY_S or `HintWork.hold`, over all tenants.
+Beyond that, deferred actions are rejected."""
 GIVING_UP = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Kinds of actions after which the server evicts the action's blocks before other blocks."""
+"""After these, the action's blocks are evicted before others."""
 BYTES_OF_ENDED = 8 << 10
-"""Approximate bytes of an ended request that waits, in addition to its block hashes."""
+"""Of a waiting ended request, besides its hashes."""
 
 
 class HintDesk:
-    """Receives hints and records their outcomes (see the module). In its methods, `origin` is the
-    tenant that sent the hints, and the request that brought them, if any.
+    """Receives hints and records their outcomes.
 
-    num_actions: number of actions since the start, by the first status of their outcome.
+    num_actions: since the start, by the first status of their outcome.
     """
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None, effects: Effects) -> None:
@@ -55,8 +52,7 @@ class HintDesk:
         return f"HintDesk({self.book!r}, {len(self._tasks)} under way)"
 
     async def close(self) -> None:
-        """Cancels the actions of hints that still run in the background, and waits until they have
-        ended."""
+        """Cancels background actions and waits for them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -70,11 +66,9 @@ class HintDesk:
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """Records the prompt and the hits of a scheduled request. Counts the hits as reuse of
-        blocks for earlier actions on the same blocks. Ignores tenants whose routers have never
-        named a session or sent hints.
+        """Records a request's prompt and hits, also as reuse for earlier actions. Ignores tenants
+        whose routers never named a session or sent hints.
 
-        receipt: counts of tokens and hits of the request.
         tokens_per_s: the engine's prefill speed; 0 if unknown.
         """
         if origin.hashes is None or not len(origin.hashes):
@@ -109,11 +103,9 @@ class HintDesk:
     async def act(
         self, origin: Origin, hints: Hints, *, has_ended: bool = False
     ) -> list[HintOutcome]:
-        """Performs the actions that hints request. Returns the outcomes of the actions so far; long
-        actions continue in the background.
+        """Outcomes so far; long actions go on in the background.
 
-        has_ended: True if the request that brought the hints has ended. Then also performs the
-            actions that were deferred until its end.
+        has_ended: also performs what was deferred until the request's end.
         """
         if not hints:
             return []
@@ -147,8 +139,7 @@ class HintDesk:
                 await self._try(tenant, origin, action, outcome)
             self.num_actions[outcome.status] += 1
             outcomes.append(outcome)
-        # Record the rejected actions last, so that a rejection never replaces the outcome of an
-        # action with the same id.
+        # Last, so that a rejection never replaces the outcome of an action with the same id.
         return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
 
     async def _try(
@@ -160,16 +151,14 @@ class HintDesk:
         try:
             await self._work.do(tenant, origin, action, outcome)
         except HotKVError as error:
-            # The error means that the server has forgotten the key space during the action.
+            # The key space was forgotten during the action.
             tenant.settle(outcome, Status.MISSING, error.message)
         finally:
             self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
-        """Handles the end of a request: records its prompt for its session, asks the eviction
-        policy to keep the session's blocks (`_hold`), and schedules the actions that were deferred
-        until the end. These actions run END_DELAY_S later, when the request's last blocks are
-        stored."""
+        """Records the prompt, holds the session's blocks, and schedules the deferred actions for
+        END_DELAY_S later."""
         assert origin.hashes is not None, "a request has hashes"
         now_s = time.monotonic()
         if origin.session_id and len(origin.hashes):
@@ -190,14 +179,11 @@ class HintDesk:
         self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
     def _hold(self, sessions: HintSessions, origin: Origin, hints: Hints, now_s: float) -> None:
-        """Asks the eviction policy not to evict the blocks of a router's session (such as a user's
-        conversation) whose request has ended, for HELD_GAPS times the pause that is expected before
-        the session's next request.
+        """Asks the eviction policy to hold the session's blocks for HELD_GAPS times its expected
+        pause.
 
-        Does nothing in three cases: the hints of the request demote or release its blocks; the
-        hashes of ended requests would exceed MAX_WAITING_BYTES; or tenants have shares of the
-        arena. With shares, blocks that are kept for one tenant could make the server refuse blocks
-        of other tenants.
+        Not if the hints give the blocks up, if too many hashes wait, or if tenants have shares
+        of the arena: blocks held for one tenant could make the server refuse another's.
         """
         session = sessions.get(origin.session_id)
         hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0
@@ -217,8 +203,8 @@ class HintDesk:
                 is_release = one.kind == ActionType.RELEASE.value
                 if is_release and one.message_id == hints.message_id and _may_end(one):
                     tenant.settle(one, Status.REJECTED, "the session has gone on")
-            # `act` skips an action whose outcome is already settled. Hints without a message id
-            # have no such outcome, so remove their release actions here.
+            # `act` skips a settled action. Hints without a message id have no such outcome, so
+            # remove their releases here.
             others = tuple(one for one in hints.actions if one.kind is not ActionType.RELEASE)
             hints = replace(hints, actions=others)
         await self.act(origin, hints, has_ended=True)
@@ -249,6 +235,5 @@ class HintDesk:
 
 
 def _may_end(outcome: HintOutcome) -> bool:
-    """Returns True if an action was deferred and may be performed at the end of its request. This
-    is so for all deferred actions except prefetches."""
+    """Whether the action waits for its request's end; prefetches don't."""
     return outcome.status is Status.DEFERRED and outcome.kind != ActionType.PREFETCH.value

@@ -1,5 +1,4 @@
-"""Computes figures about hints for operators: the actions that routers requested, and their
-outcomes."""
+"""Figures about hints for operators."""
 
 import time
 
@@ -11,13 +10,8 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def hints(book: HintBook, filters: Filters) -> Figures:
-    """Returns the latest outcomes in the order in which their actions arrived, and totals of each
-    tenant. If `filters` names a session of a router (such as a user's conversation), also returns
-    the time of the session's last request, and sums over the session's requests.
-
-    filters: may limit the answer to a message, a router's session or a tenant, and the number of
-        outcomes.
-    """
+    """Latest outcomes in order of arrival, totals per tenant, and the session if `filters` names
+    one."""
     now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)
     message, session = filters.text("message_id"), filters.text("session_id")
     tenants = [one for one in book.all() if filters.text("tenant") in ("", one[0])]

@@ -1,9 +1,7 @@
-"""Serves the gRPC service HintService. Through it routers send hints that belong to no inference
-request, and ask for the outcomes of the actions that hints have started.
+"""Serves HintService: hints that belong to no request, and outcomes.
 
-Always true: a peer (the other end of a connection) acts for a tenant only if it proves that it may,
-by the same rules as an engine that opens a session. The peer sees and changes only that tenant's
-data. The answer about another tenant's data is the same as if the data did not exist.
+Always true: a peer proves that it may act for a tenant, by the rules for an engine's session.
+Another tenant's data looks as if it did not exist.
 """
 
 import time
@@ -25,14 +23,10 @@ from hotkv_server.wire.errors import answer
 
 Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
 Identify = Callable[[Any, Any], Peer]
-"""A function that returns the proven identity of a call's peer (the caller), given the request and
-the gRPC context. Raises HotKVError if a proof is not valid."""
+"""(request, context) → the call's proven identity. Raises HotKVError."""
 
 
 class HintService(hints_pb2_grpc.HintServiceServicer):
-    """Serves the gRPC calls of `hints.proto`, with which routers send hints and ask for
-    outcomes."""
-
     def __init__(
         self, node: Node, desk: HintDesk, access: AccessControl, identify: Identify
     ) -> None:
@@ -42,9 +36,8 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
         self._identify = identify
 
     def _admit(self, request: Asking, context: Any) -> str:
-        """Returns the tenant that the request names, after checking that the peer (the caller) may
-        act for it. Raises UNAUTHENTICATED if the peer proves no identity, NOT_ALLOWED if it may not
-        act for the tenant."""
+        """The tenant. Raises UNAUTHENTICATED if the peer proves no identity, NOT_ALLOWED if it
+        may not act for the tenant."""
         tenant = fields.name("tenant", request.tenant)
         self._access.admit(self._identify(request, context), tenant)
         return tenant
@@ -81,8 +74,8 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             known = self._desk.book.known(tenant)
             if known is None:
                 return hints_pb2.GetHintOutcomesResponse(next_cursor=max(0, request.cursor))
-            # Sequence numbers begin at the time of the monotonic clock, which starts at 0 when the
-            # machine restarts. So a cursor from before may be too high.
+            # The monotonic clock, where sequence numbers begin, restarts with the machine: an
+            # old cursor may be too high.
             cursor = request.cursor if request.cursor <= known.last_sequence else 0
             found = known.since(cursor, request.message_id, page_size(request.page_size))
             return hints_pb2.GetHintOutcomesResponse(
@@ -94,11 +87,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
 
 
 def page_size(asked: int) -> int:
-    """Returns the most outcomes that an answer may have.
-
-    asked: the page size that the request names; 0: the default. Raises INVALID_FIELD if it is out
-        of range.
-    """
+    """`asked`: 0: the default. Raises INVALID_FIELD if out of range."""
     if not 0 <= asked <= MAX_PAGE:
         raise invalid(f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
     return asked or DEFAULT_PAGE
@@ -107,7 +96,6 @@ def page_size(asked: int) -> int:
 def outcomes(
     found: Sequence[HintOutcome], tenant: str, now_s: float
 ) -> list[hints_pb2.HintOutcome]:
-    """Converts outcomes of actions into protobuf messages."""
     return [
         hints_pb2.HintOutcome(
             message_id=one.message_id,

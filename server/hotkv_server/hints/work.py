@@ -1,10 +1,7 @@
-"""Performs the actions of hints: finds an action's blocks, then retains, demotes or prefetches
-them, and sets the action's outcome.
+"""Performs actions: finds their blocks, retains, demotes or prefetches them, settles outcomes.
 
-Always true: blocks that other sessions (of a router, such as users' conversations) or recent
-requests may use again are not demoted. A tenant's prefetches stay within their share of the arena.
-Use on the event loop only; long work runs in slices, between which other tasks run. An `Origin`
-names the tenant that sent the hints, and the request that brought them.
+Always true: blocks that other sessions or recent requests may use again are not demoted. A
+tenant's prefetches stay within their share of the arena. Event loop only, in slices.
 """
 
 import asyncio
@@ -28,28 +25,24 @@ from hotkv_server.node.event_loop import Breaks, in_slices
 from hotkv_server.node.removals import Effects
 
 PREFETCH_SHARE = 1 / 16
-"""Largest share of the arena for the blocks that a tenant's prefetches are fetching."""
+"""Of the arena, for what a tenant's prefetches are fetching."""
 PREFETCH_BLOCKS = 256
-"""Number of hash blocks (ranges of `hash_block_tokens` tokens) in each part of a prefetch. A
-prefetch fetches a prompt part by part, from the first block on."""
+"""Hash blocks per part; parts are fetched from the prompt's first block on."""
 PREFETCH_PAUSE_S = 0.05
-"""Pause before a prefetch checks again whether there is room within PREFETCH_SHARE, in seconds."""
+"""Before it looks again for room within PREFETCH_SHARE."""
 BLOCKS_PER_ACTION = 4096
-"""Number of hash blocks (ranges of `hash_block_tokens` tokens) that cost as much as an action. An
-action on n hash blocks takes n / BLOCKS_PER_ACTION actions from the tenant's budget, in addition to
-itself."""
+"""Hash blocks that cost the tenant's budget one more action."""
 MAX_PREFETCHES = 64
-"""Most prefetches that a tenant may run at the same time."""
+"""Of a tenant, at a time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
-"""A function that starts a coroutine in the background."""
+"""Starts a coroutine in the background."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt to which an action applies, as the hashes of its blocks.
+    """An action applies to `hashes[start:stop]`.
 
-    hashes: uint32 [n, 8], a hash for each `hash_block_tokens` tokens, from the first token on.
-    start, stop: the action applies to `hashes[start:stop]`.
+    hashes: one per `hash_block_tokens`, from the first token on, uint32 words [n, 8].
     """
 
     key_space_id: int
@@ -60,13 +53,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of hints: a tenant, and a request if the hints came with a request.
+    """Tenant that sent hints, and the request that brought them, if any.
 
-    hashes: hashes of the request's hash blocks, uint32 words [n, 8]; None without a request.
-    session_id: the router's session that the request names; empty without a session.
-    noted: the retention (priority, time to live, pin) with which the request's use of its blocks
-        was already recorded.
-    is_running: True if the request has not ended.
+    hashes: of hash blocks, words [n, 8]; None without a request.
+    session_id: empty without a session.
+    noted: with which the request's use of its blocks was already recorded.
     """
 
     tenant: str
@@ -78,18 +69,15 @@ class Origin:
 
 
 class HintedBlocks:
-    """Finds the blocks to which actions of hints apply, and performs these actions in slices of
-    time."""
+    """Finds and processes the blocks of actions, in slices of time."""
 
     def __init__(self, core: CacheCore, effects: Effects) -> None:
         self.core = core
         self._effects = effects
 
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
-        """Returns the prompts to which an action applies, each with the range of its hashes to
-        which it applies. These are the latest prompts of the session that `target` names (one for
-        each key space), or the prompt of the hints' request if `target` names no session. Skips key
-        spaces that the server does not know any more."""
+        """The latest prompts of the target's session, one per key space, or the request's if it
+        names none. Forgotten key spaces are skipped."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)
@@ -110,11 +98,10 @@ class HintedBlocks:
         return found
 
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
-        """Returns the blocks in a prompt's range, by group.
+        """Blocks of the range by group.
 
-        whole: False includes blocks that begin before the range and end in it (blocks of different
-            groups have different sizes). True leaves them out: the result begins at the first
-            position in the range at which blocks of all groups begin.
+        whole: begin at the first position where blocks of all groups begin. False includes
+            blocks that only end in the range.
         """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start
@@ -124,13 +111,10 @@ class HintedBlocks:
         return hint_actions.lists_of(space, prompt.hashes, start, prompt.stop)
 
     async def run(self, parts: hint_actions.Parts) -> Done:
-        """Performs the action of a hint in slices of time, and returns its result. Other tasks run
-        between the slices."""
         return await in_slices(parts, self._effects.run)
 
     async def count(self, prompts: list[Prompt]) -> Done:
-        """Counts the blocks of prompts (`num_blocks` of the result), and how many of them are ready
-        in host memory (`num_done`). Other tasks run between parts of the work."""
+        """`num_done`: ready in host memory."""
         done, breaks = Done(), Breaks()
         for one in prompts:
             for listed in self.lists(one):
@@ -144,11 +128,10 @@ class HintedBlocks:
 
 
 class HintWork:
-    """Performs the actions that hints of routers request: retains, pins, demotes, releases or
-    prefetches blocks (see the module).
+    """Performs actions and settles their outcomes.
 
-    below: fetches blocks from tiers below host memory; None if there is no tier.
-    spawn: starts background work, which is cancelled when the node closes.
+    below: None without a tier below host memory.
+    spawn: its work is cancelled when the node closes.
     """
 
     def __init__(
@@ -214,9 +197,7 @@ class HintWork:
             self._settle_there(tenant, outcome, action.clipped)
 
     async def hold(self, origin: Origin, until_s: float) -> None:
-        """Asks the eviction policy to keep the blocks of an ended request until `until_s`. The
-        policy may keep only some of them. Does nothing if the key space (a model in a
-        configuration) has been forgotten."""
+        """The policy may hold only some. Nothing happens if the key space was forgotten."""
         assert origin.hashes is not None
         prompt = Prompt(origin.key_space_id, origin.hashes, 0, len(origin.hashes))
         with contextlib.suppress(HotKVError):
@@ -226,12 +207,8 @@ class HintWork:
             )
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
-        """Sets the outcome of an action that was done for all of its blocks that are ready in host
-        memory.
-
-        clipped: reason why less was done than the action requested, for example with a reduced
-            value; empty if there is no such reason.
-        """
+        """Settles an action done for all blocks in host memory. `clipped`: why less was done
+        than asked, or empty."""
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
         elif outcome.num_done < outcome.num_blocks:

@@ -1,2 +1,1 @@
-"""Counts the savings of the cache for each engine, and forecasts the savings of a larger cache.
-`book/` is pure: no clock, no I/O, no threads."""
+"""Counts what the cache saves each engine, and forecasts what a larger one would."""

@@ -1,5 +1,4 @@
-"""Registers the ledger as a capability (optional part) of the node. The ledger counts the savings
-of the cache."""
+"""Connects the ledger to the node."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,16 +13,12 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "LedgerCapability":
-    """Makes the capability (optional part) `ledger` for this node. Its ledger, which counts the
-    savings of the cache, continues the ledger of an earlier server."""
+    """The ledger continues an earlier server's."""
     tiers = node.tiers.names if node.tiers is not None else ()
     return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers, settings.policy))
 
 
 class LedgerCapability(Capability):
-    """Connects the ledger, which counts the savings of the cache, to the node: forwards requests
-    and transfers to the ledger, and returns its figures."""
-
     def __init__(self, node: Node, ledger: LiveLedger) -> None:
         self._clerk = node.clerk
         self._names = node.names

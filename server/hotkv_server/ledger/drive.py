@@ -1,12 +1,9 @@
-"""Keeps the ledger of a running node: counts reports and transfers, updates the forecast of a
-larger cache, and saves both.
+"""Keeps the ledger of a running node: counts reports and transfers, feeds the forecast, saves both.
 
-Always true: counting a request never waits. Updating the forecast takes longer, so requests first
-go to a bounded list, which the node's timer processes; if the list is full, the oldest requests are
-dropped from it. Counts are written to the ledger's file about every SAVE_S, so a kill loses the
-counts of that time. If an existing file can't be used, a new ledger starts and one line is logged;
-such a file never makes the server's start fail. Runs on the event loop; a thread (`Clerk`) writes
-the file.
+Always true: counting never waits. The forecast is slower, so requests go through a bounded list
+that the node's timer works off; a full list drops its oldest. Counts are saved about every
+SAVE_S, which is what a kill loses. An unusable file starts a new ledger and never fails a start.
+Event loop only; a thread (`Clerk`) writes the file.
 """
 
 import asyncio
@@ -42,35 +39,27 @@ from hotkv_server.node.names import digits_of
 log = logging.getLogger(__name__)
 
 LEDGER_FILE = "ledger"
-"""Name of the file in the arena's directory. It is no part of the cache: it stays when the cache is
-created anew, and is deleted only with the directory."""
+"""In the arena's directory, but it outlives a cache that is created anew."""
 SAVE_S = 2.0
 CLOSE_S = 5.0
 SEEN_S = 30.0
-"""Interval, in seconds, at which the keys that the forecast has seen are copied for the file. It is
-longer than SAVE_S, because the keys take half a megabyte. A kill then loses the newest keys, which
-changes the forecast little."""
+"""Interval at which the forecast's seen keys, half a megabyte, are copied for the file. A kill
+loses the newest, which changes little."""
 MAX_FOLLOWING = 1024
 MAX_FOLLOWING_BLOCKS = 1 << 18
-"""Limits of the list of requests that wait for the forecast: at most MAX_FOLLOWING requests with
-MAX_FOLLOWING_BLOCKS blocks (2 MiB of keys)."""
+"""Bounds of the requests that wait for the forecast (2 MiB of keys)."""
 MAX_OPEN_LOADS = 4096
-"""Most requests with a load in flight that are remembered, over all engines. A request is
-remembered until its engine reports the end of the load."""
+"""Requests remembered until their engine reports the end of the load, over all engines."""
 DEFAULT_POLICY = "hotness"
 
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """The ledger's sums over a window of time.
+    """Sums over a window of time.
 
-    rows: for each account (a tenant, a key space and an engine) its usage (counts of tokens,
-        seconds and bytes), the most recently used account first.
-    total: usage of all accounts together.
-    outlook: forecast for a larger cache.
-    began_unix_s: when counting began, seconds since 1970.
-    num_folded: number of accounts that were merged into other accounts.
-    capacity_bytes: size of the arena.
+    rows: by account, the most recently used first.
+    num_folded: accounts that were merged into others.
+    capacity_bytes: of the arena.
     """
 
     rows: list[tuple[Account, Usage]]
@@ -83,11 +72,10 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class _OpenLoad:
-    """A request whose load from the cache has not ended.
+    """A request whose load has not ended.
 
-    account: the account in which the request was counted.
-    usage: the usage that was counted. If the load fails, its hits are subtracted again.
-    minute: minute in which the request was counted, since 1970.
+    usage: as counted; a failed load takes its hits back.
+    minute: of the count, since 1970.
     """
 
     account: Account
@@ -96,16 +84,13 @@ class _OpenLoad:
 
 
 class LiveLedger:
-    """The ledger of a running node: counts the usage of the cache (hits, misses, saved time, moved
-    bytes), and forecasts the savings of a larger cache (see the module).
+    """Counts usage and forecasts savings of more memory.
 
-    directory: directory of the file; None for a ledger that ends with the process.
-    tiers: names of the tiers below host memory, in the order of their numbers in `Space.origins`.
-    policy: the node's eviction policy, which the forecast simulates.
-    taken_back_s: saved seconds that were subtracted because of failed loads, since this server
-        started.
-    num_lost: number of requests that were dropped, because too many requests waited for the
-        forecast.
+    directory: None: the ledger ends with the process.
+    tiers: below host memory, in the order of their numbers in `Space.origins`.
+    policy: the node's, which the forecast simulates.
+    taken_back_s: saved seconds subtracted for failed loads, since this server's start.
+    num_lost: requests dropped before the forecast saw them.
     """
 
     def __init__(
@@ -121,8 +106,7 @@ class LiveLedger:
         kept = _read(directory)
         minute = _minute()
         self._accounts = Accounts(pack.columns_for(tiers, kept), minute)
-        # For each session (connection of an engine): how many bytes it has loaded and stored since
-        # the last call of `_fold_moved`, which adds them to the accounts.
+        # (loaded, stored) bytes since the last `_fold_moved`.
         self._moved: dict[LiveSession, tuple[int, int]] = {}
         self.forecast = Forecast(POLICIES[policy], minute)
         if kept is not None:
@@ -138,7 +122,7 @@ class LiveLedger:
         self._saved_s = self._seen_s = time.monotonic()
         self._seen = (self.forecast.seen(), self.forecast.seen_share)
         self._saving: Future[None] | None = None
-        # True if the last write of the file has failed. Only the first failure in a row is logged.
+        # Only the first failure in a row is logged.
         self._is_broken = False
 
     def __repr__(self) -> str:
@@ -146,14 +130,13 @@ class LiveLedger:
 
     @property
     def accounts(self) -> Accounts:
-        """Returns the ledger's accounts, including all counts until now."""
+        """With all counts until now."""
         self._fold_moved()
         return self._accounts
 
     # Events
 
     def report(self, session: LiveSession, report: Report) -> None:
-        """Counts a request that an engine has scheduled."""
         outcome = note_outcome(
             self._core,
             session.record.key_space_id,
@@ -186,24 +169,20 @@ class LiveLedger:
         self._follow(session, report)
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        """Counts the wait for a load. If the load failed, subtracts the hit and its saved time,
-        counts the hit's tokens as missed, and counts a failed load. Does not count a failed load if
-        the request ended before its load (`wait_s` is 0), or if the engine itself cancelled the
-        load."""
+        """Counts the wait. A failed load also takes its hit back as missed, and counts as failed
+        unless the request ended first (`wait_s` 0) or the engine cancelled it."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
-            # Count only the wait if the load has succeeded, or if its request is not remembered.
-            # The request was then forgotten, or an earlier load of it was counted: after a
-            # preemption a request may load again.
+            # Also if the request was forgotten, or an earlier load of it was counted: after a
+            # preemption it may load again.
             self._count(_account(session), Usage(waited_s=end.wait_s))
         else:
             failed = int(end.wait_s > 0 and end.miss is Miss.FAILED_LOAD)
             self._take_back(was, Usage(waited_s=end.wait_s, failed_loads=failed), end.miss)
 
     def _take_back(self, load: _OpenLoad, more: Usage, why: Miss = Miss.FAILED_LOAD) -> None:
-        """Subtracts the hit of a load, counts its tokens as missed for the reason `why`, and adds
-        the usage `more`. Adds all of this to the minute in which the hit was counted, so that no
-        window of time has a negative number of hits."""
+        """Counts the hit's tokens as missed, in the minute of the hit, so that no window has
+        negative hits."""
         hits = load.usage.hit_tokens
         self._count(
             load.account,
@@ -217,16 +196,13 @@ class LiveLedger:
         )
 
     def session_closed(self, session: LiveSession) -> None:
-        """Subtracts the hits of those loads of a closed session (connection of an engine) whose end
-        was not reported, because the engine or the request ended first. Does not count these loads
-        as failed, because operators watch the number of failed loads."""
+        """Takes back hits whose load never ended. They don't count as failed loads, which
+        operators watch."""
         for key in [key for key in self._loads if key[0] == session.secret_id]:
             self._take_back(self._loads.pop(key), Usage())
 
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
-        """Counts the bytes of a transfer (load or store) for a session (connection of an engine).
-        They are added to the accounts at the next turn of the timer, or when the accounts are next
-        read."""
+        """Reaches the accounts at the timer's next turn, or when they are read."""
         if loaded_bytes or stored_bytes:
             loaded, stored = self._moved.get(session, (0, 0))
             self._moved[session] = loaded + loaded_bytes, stored + stored_bytes
@@ -266,14 +242,12 @@ class LiveLedger:
             self.num_lost += 1
 
     def follow(self) -> Iterator[None]:
-        """Forwards the requests reported so far to the forecast, one request per step of the
-        generator. Requests that arrive between two steps wait for the next call, so the generator
-        always ends."""
+        """Feeds waiting requests to the forecast, one per step; later ones wait for the next
+        call, so it ends."""
         capacity_bytes = self._core.space.pool.capacity_bytes
         for _ in range(len(self._following)):
             if not self._following:
-                # The list can be empty: between two steps a large new request may have arrived, for
-                # which the waiting requests were dropped.
+                # A large request may have arrived meanwhile and pushed out all others.
                 return
             demand, now_s = self._following.popleft()
             self._following_blocks -= len(demand.keys)
@@ -282,8 +256,7 @@ class LiveLedger:
             yield
 
     async def turn(self, clerk: Clerk) -> None:
-        """Forwards waiting requests to the forecast. If SAVE_S has passed since the last write,
-        also makes the thread of `clerk` write the ledger's file. Called by the node's timer."""
+        """Called by the node's timer."""
         self._fold_moved()
         async for _ in slices(self.follow()):
             pass
@@ -299,13 +272,12 @@ class LiveLedger:
             self._saving = clerk.do(lambda: self._write(directory, pieces))
 
     async def close(self) -> None:
-        """Waits until a running write of the ledger's file has ended, at most CLOSE_S."""
+        """Waits for a running write, at most CLOSE_S."""
         if self._saving is not None:
             await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 
     def save(self) -> None:
-        """Forwards waiting requests to the forecast and writes the ledger's file. Blocks the
-        calling thread."""
+        """Feeds waiting requests to the forecast and writes the file. Blocks."""
         for _ in self.follow():
             pass
         self._note_seen()
@@ -313,7 +285,7 @@ class LiveLedger:
             self._write(self._directory, self._pieces())
 
     def _write(self, directory: Path, pieces: list[bytes]) -> None:
-        """Writes the ledger's file. Called on the clerk's thread."""
+        """On the clerk's thread."""
         try:
             replace_file(directory / LEDGER_FILE, [pack.seal(pieces)])
             self._is_broken = False
@@ -332,10 +304,9 @@ class LiveLedger:
     # Queries
 
     def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
-        """Returns the sums over the last `since_s` seconds. Rounds `since_s` up to whole minutes,
-        or to whole hours if it is above two hours. 0 means all time.
+        """Sums over `Buckets.since`'s window.
 
-        has_rows: False returns only the total, which is faster.
+        has_rows: False: only the total, which is faster.
         """
         minute, columns = _minute(), self.accounts.columns
         rows = self.accounts.since(since_s, minute) if has_rows else []
@@ -349,14 +320,11 @@ class LiveLedger:
         )
 
     def outlook(self, since_s: float) -> Outlook:
-        """Returns the forecast for a larger cache, computed from the requests of the last `since_s`
-        seconds; 0: all requests.
+        """Forecast from the requests of the last `since_s` (0: all).
 
-        The forecast estimates the hits of an endless cache from a sample, so the estimate may be
-        too low. If it is lower than the hits that were counted, the counted hits are returned.
-        Limits the gain that is forecast for more memory. The limit is the share of tokens that an
-        endless cache would hit, minus the share of tokens that have hit in any tier. Without this
-        limit, a block that hits in a tier below host memory already would count as a gain.
+        The endless cache is estimated from a sample, so it counts at least the hits that
+        happened. Gains stop at what it would hit beyond today's hits in any tier: otherwise hits
+        below host memory would count as a gain.
         """
         minute = _minute()
         found = self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, minute)
@@ -374,21 +342,18 @@ class LiveLedger:
         )
 
     def minutes(self) -> Values:
-        """Returns the usage of each of the last minutes, the oldest minute first. The current
-        minute comes last."""
+        """Oldest first; the current minute is last."""
         return self.accounts.total.minutes(_minute())
 
     @property
     def num_folded(self) -> int:
-        """Returns the number of accounts (each a tenant, key space and engine) that were merged
-        into other accounts since this server started."""
+        """Since this server's start."""
         return self.accounts.num_folded - self._folded_before
 
     @property
     def grown(self) -> Usage:
-        """Returns the usage (hits, saved prefill time, moved bytes and so on) counted since this
-        server started. Hits of loads that failed later are not subtracted, because Prometheus
-        requires that counters never fall."""
+        """Counted since this server's start. Failed loads are not subtracted: Prometheus'
+        counters never fall."""
         self._fold_moved()
         return self._accounts.columns.usage(self._grown)
 
@@ -404,26 +369,22 @@ def _account(session: LiveSession) -> Account:
 
 
 def _keys(hashes: Words, fingerprint: bytes) -> Keys:
-    """Returns a 64-bit key for each block hash, uint64 [n]. It is mixed with the key space's
-    fingerprint, and stays the same after a restart."""
+    """uint64 [n], mixed with the key space's fingerprint; the same after a restart."""
     salt = np.uint64(int.from_bytes(fingerprint[:8], "little"))
     keys: Keys = np.ascontiguousarray(hashes[:, :2]).view(np.uint64)[:, 0] ^ salt
     return keys
 
 
 def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
-    """Returns how many bytes of the arena `block_tokens` tokens of a prompt take.
-
-    Counts only the groups in which a hit needs every block, because other groups store few blocks
-    of a prompt. If there is no such group, counts the first group.
-    """
+    """Bytes of the arena that `block_tokens` tokens take, over the groups in which a hit needs
+    every block (others store few), or else the first group."""
     groups = core.key_space(key_space_id).groups
     closed = [group for group in groups if group.kind in PREFIX_CLOSED] or [groups[0]]
     return sum(group.slot_bytes * block_tokens // group.block_tokens for group in closed)
 
 
 def _read(directory: Path | None) -> pack.Kept | None:
-    """Reads an earlier server's ledger. Returns None if the file is missing or can't be used."""
+    """An earlier server's ledger; None if it is missing or unusable."""
     if directory is None:
         return None
     try:

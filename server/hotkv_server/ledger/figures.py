@@ -1,4 +1,4 @@
-"""Converts the ledger's values into plain figures for operators, the status page and metrics."""
+"""Converts the ledger's values into figures for operators, the status page and metrics."""
 
 import time
 
@@ -12,15 +12,12 @@ from hotkv_server.node.capability import Figures, Samples
 from hotkv_server.node.names import DisplayNames
 
 RECENT_S = 3600.0
-"""Window, in seconds, of the figures on the status page and of the forecast of a larger cache in
-the metrics: they are computed from the requests of the last hour."""
+"""Window of the status page, and of the forecast in the metrics."""
 DEVICE = "device"
-"""Name of an engine's device memory in metrics and figures that list tiers by name."""
+"""The engine's own memory, where tiers are listed by name."""
 
 
 def savings_figures(found: Savings, names: DisplayNames) -> Figures:
-    """Returns the counted usage, in total and in a row for each account (tenant, model, key space
-    and engine), and the outlook for a larger cache."""
     outlook = found.outlook
     return {
         "rows": [
@@ -67,12 +64,9 @@ def _usage(usage: Usage) -> Figures:
 def status(
     ledger: LiveLedger, history: LiveHistory, names: DisplayNames, *, has_names: bool
 ) -> Figures:
-    """Returns the figures for the status page: savings of the last hour and of all time, and the
-    growth of the ledger's sums per 5 seconds and per minute. Some values are callables, which the
-    caller may call later, on any thread.
+    """Values that are callables may be called later, on any thread.
 
-    has_names: True includes a row for each account (tenant, key space and engine) in the last
-        hour's savings.
+    has_names: include a row per account in the last hour's savings.
     """
     now_s, now_unix_s = time.monotonic(), time.time()
     samples, sample_age_s = history.samples(now_s)
@@ -96,8 +90,6 @@ def status(
 
 
 def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
-    """Converts samples of the ledger's counts (a value for each interval of time) to the fields
-    that the status page reads."""
     whole = {name: values.astype(np.int64).tolist() for name, values in samples.items()}
     figures: Figures = {
         "prompt_token_counts": whole["prompt_tokens"],
@@ -119,8 +111,7 @@ def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
 
 
 def tokens(ledger: LiveLedger) -> list[Samples]:
-    """Returns two counters, counted since the server started: prompt tokens that hit, by tier, and
-    prompt tokens that missed, by reason."""
+    """Tokens hit by tier and missed by reason, since the server's start."""
     grown = ledger.grown
     hits = {DEVICE: grown.device_hit_tokens, **grown.hit_tokens}
     return [

@@ -1,9 +1,7 @@
-"""Records for fixed intervals of time the growth of the ledger's sums, the number of evicted
-blocks, and the longest delay of the event loop.
+"""Growth of the ledger's sums, evicted blocks and the event loop's longest delay per interval.
 
-Always true: memory is fixed, and the latest `num_samples` intervals are stored. Growth is counted
-in the interval in which `note` is called; an interval without a call shows 0. A call takes some
-microseconds and never waits. Use on the event loop only.
+Always true: memory is fixed. Growth counts in the interval of `note`; one without a call shows
+0. Event loop only; a call takes µs.
 """
 
 import time
@@ -19,23 +17,21 @@ from hotkv_server.node.event_loop import LoopLag
 
 STEP_S = 5.0
 NUM_SAMPLES = 720
-"""Number of intervals of STEP_S that are stored: an hour."""
+"""An hour of STEP_S."""
 EVICTED, LAG = "evicted_blocks", "loop_lag_s"
 FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_bytes")
-"""Columns (counts) of the ledger whose growth is recorded, in addition to the hits of each tier."""
+"""Recorded besides the hits of each tier."""
 
 
 # ------------------------------------------------------------------------------------------ samples
 
 
 class History:
-    """A ring buffer with a sample for each of the latest intervals of time.
+    """A ring of samples of the latest intervals, which the caller numbers in rising order.
 
-    The caller numbers the intervals; the numbers of successive calls increase.
-
-    counters: names of values that are stored as growth within the interval.
-    levels: names of values that are stored as they are.
-    number: number of the latest stored interval.
+    counters: stored as growth.
+    levels: stored as they are.
+    number: latest stored interval.
     """
 
     __slots__ = ("_cells", "_first", "_totals", "counters", "levels", "number")
@@ -48,17 +44,12 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """Makes an empty ring buffer for `num_samples` intervals. The first interval to store is
-        the interval after `number`. For `counters` and `levels` see the class.
-
-        totals: values of the counters at the end of interval `number` [counters].
-        """
+        """Begins behind interval `number`, at whose end the counters were `totals` [counters]."""
         self.counters, self.levels = tuple(counters), tuple(levels)
         self.number = number
         self._first = number + 1
         self._totals = totals.copy()
-        # A ring: the row of an interval is its number modulo `num_samples`. The columns are the
-        # counters, then the levels.
+        # Row: number modulo `num_samples`. Columns: counters, then levels.
         self._cells: Values = np.zeros((num_samples, len(counters) + len(levels)))
 
     def __repr__(self) -> str:
@@ -68,10 +59,9 @@ class History:
         return min(self.number - self._first + 1, len(self._cells))
 
     def note(self, number: int, totals: Values, levels: Sequence[float]) -> None:
-        """Stores the sample of interval `number`, which must be later than all intervals before.
+        """Stores interval `number`, later than all before.
 
-        totals: values of the counters [counters]. Their growth since the last call is stored.
-        levels: values to store as they are [levels].
+        totals: [counters]; levels: [levels].
         """
         assert number > self.number, "time went back"
         missed = np.arange(max(self.number + 1, number - len(self._cells) + 1), number)
@@ -83,8 +73,7 @@ class History:
         self.number = number
 
     def samples(self) -> dict[str, NDArray[np.float64]]:
-        """Returns copies of the samples [len(self)] of each counter and level, by name, the oldest
-        sample first."""
+        """Copies [len(self)] by name, oldest first."""
         at = np.arange(self.number - len(self) + 1, self.number + 1) % len(self._cells)
         names = (*self.counters, *self.levels)
         return {name: self._cells[at, place] for place, name in enumerate(names)}
@@ -94,8 +83,7 @@ class History:
 
 
 class LiveHistory:
-    """Records the history of a running node's ledger: the growth of its counts in each interval of
-    time. The first interval is the interval in which the object is created."""
+    """The first interval is the one in which the object is made."""
 
     def __init__(self, core: CacheCore, ledger: LiveLedger, lag: LoopLag) -> None:
         self._core, self._ledger, self._lag = core, ledger, lag
@@ -110,23 +98,19 @@ class LiveHistory:
         return f"LiveHistory({self.history!r})"
 
     def turn(self, now_s: float) -> None:
-        """Stores a sample for the last completed interval before `now_s` (the growth of the
-        ledger's counts in it), unless the sample is stored already."""
-        # If the event loop was blocked for several intervals, the next turn stores the growth of
-        # all of them.
+        """Stores the last completed interval, once."""
+        # After a blocked event loop, one sample has the growth of several intervals.
         number = _number(now_s) - 1
         if number > self.history.number:
             self.history.note(number, self._totals(), (self._lag.longest_s(STEP_S),))
 
     def samples(self, now_s: float) -> tuple[dict[str, NDArray[np.float64]], float]:
-        """Returns the samples of each count (a value for each interval of time), by name, and the
-        number of seconds since the latest interval ended."""
+        """By name; and seconds since the latest interval ended."""
         return self.history.samples(), now_s - (self.history.number + 1) * STEP_S
 
     def minutes(self) -> dict[str, NDArray[np.float64]]:
-        """Returns, by name, the growth of the ledger's columns in each of the last minutes, the
-        oldest minute first. The current minute comes last. Minutes before this server's start are
-        included."""
+        """Growth by name and minute, oldest first; the current minute is last. Includes minutes
+        before this server's start."""
         values = self._ledger.minutes()[:, self._places]
         return dict(zip(self.history.counters, values.T, strict=False))
 

@@ -1,2 +1,2 @@
-"""Residencies: each pins the blocks of a running request in host memory, where its engine reads
-them directly. So a request's context may exceed the engine's device memory. See README.md."""
+"""Pins the blocks of running requests in host memory, where engines read them, so that a context
+may exceed the device's memory. See README.md."""

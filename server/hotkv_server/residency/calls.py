@@ -1,9 +1,5 @@
-"""Answers the calls that open, extend and close residencies (requests whose KV stays in host
-memory). Functions accept and return protobuf messages.
-
-Clients read a residency's blocks in the arena, which they map. So only a session (connection of an
-engine) that has received the arena's file descriptor may open or extend a residency.
-"""
+"""Answers the calls that open, extend and close residencies. Only a session that was given the
+arena may open or extend one: its client reads the blocks there."""
 
 import numpy as np
 
@@ -17,15 +13,12 @@ from hotkv_server.residency.drive import ResidencyDesk
 
 
 def residency_id(text: str) -> str:
-    """Returns the id of a residency (a request whose KV stays in host memory) unchanged. Raises
-    INVALID_FIELD if it has characters that can't be printed, because operators see the id, and
-    TOO_LARGE if it is too long."""
+    """Raises INVALID_FIELD for unprintable characters (operators see the id), TOO_LARGE if it is
+    too long."""
     return fields.name("residency_id", text)
 
 
 def _check_reads(session: LiveSession) -> None:
-    """Raises NOT_ALLOWED unless the session (connection of an engine) has received the arena's file
-    descriptor, without which its client can't map the arena and read the blocks of a residency."""
     if not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
@@ -37,7 +30,6 @@ def _check_reads(session: LiveSession) -> None:
 async def open_residency(
     desk: ResidencyDesk, session: LiveSession, request: residency_pb2.OpenResidencyRequest
 ) -> residency_pb2.OpenResidencyResponse:
-    """Opens a residency: reserves room in the arena for a request's blocks."""
     _check_reads(session)
     fields.check_lists("groups", request.groups)
     num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
@@ -58,12 +50,8 @@ async def extend_residency(
     session: LiveSession,
     request: residency_pb2.ExtendResidencyRequest,
 ) -> residency_pb2.ExtendResidencyResponse:
-    """Pins further blocks of a running request in the arena, and returns their offsets there.
-
-    Waits if blocks must first be compared with their checksums, or if a tier that
-    nodes share must first confirm that the key space was not flushed. If no tier confirms it in
-    time, pins nothing, and every offset in the answer is -1.
-    """
+    """Waits for checksums, and for a shared tier to confirm that the key space was not flushed.
+    If none does so in time, all offsets are -1."""
     _check_reads(session)
     group_index = session.group_index(request.group_index)
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
@@ -80,8 +68,6 @@ async def extend_residency(
 async def close_residency(
     desk: ResidencyDesk, session: LiveSession, request: residency_pb2.CloseResidencyRequest
 ) -> residency_pb2.CloseResidencyResponse:
-    """Closes a residency: unpins the blocks of a request, and releases the room that was reserved
-    for it."""
     return residency_pb2.CloseResidencyResponse(
         closed=await desk.close(session, residency_id(request.residency_id))
     )

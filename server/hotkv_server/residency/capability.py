@@ -1,5 +1,4 @@
-"""Registers residencies as a capability (optional part) of the node. A residency pins the blocks of
-a running request in host memory."""
+"""Connects residencies to the node."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,15 +13,10 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "ResidencyCapability":
-    """Makes the capability (optional part) `residency` for this node."""
     return ResidencyCapability(node)
 
 
 class ResidencyCapability(Capability):
-    """Connects residencies to the node: serves the calls of engines that open, extend and close
-    residencies, and returns figures about them. A residency pins the blocks of a running request in
-    host memory (see the README of this folder)."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         self.desk = ResidencyDesk(node.core, node.verifier, node.effects.run)

@@ -1,11 +1,8 @@
-"""Opens, extends and closes the residencies of a node. Use on the event loop only.
+"""Opens, extends and closes residencies on the event loop; `residency.book` decides.
 
-`residency.book` makes the decisions. This module compares blocks first: a block that a restart has
-restored is compared with its checksum before a residency pins it.
-
-Always true: a client learns the offset of a restored block only after the block's bytes have
-matched the checksum. During the comparison the blocks are pinned, and the session stays open. A
-residency is closed in parts, and other tasks run between the parts.
+Always true: a client learns the offset of a restored block only after its checksum matched.
+Meanwhile the block is pinned and the session stays open. Closing goes in parts, between which
+other tasks run.
 """
 
 import asyncio
@@ -23,18 +20,11 @@ from hotkv_server.node.live_session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
-"""Two arrays of slot offsets in the arena, in bytes, with an item per block. First array: offset of
-the block; -1 if the block is not pinned. Second array: offset of its sketch (compact form
-of keys, for sparse attention); -1 if the block has no pinned sketch."""
+"""Offsets in the arena, in bytes, of blocks and of their sketches; -1 if not pinned."""
 
 
 class ResidencyDesk:
-    """Opens, extends and closes the residencies of a node, on its event loop. A residency pins the
-    blocks of a running request in host memory.
-
-    tell: called after blocks have been evicted, or condemned because their bytes do not match their
-        checksums. It sends notices and events about the removed blocks to clients.
-    """
+    """`tell`: called after blocks were evicted or condemned; sends notices and events of them."""
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
         self.residencies = Residencies(core)
@@ -48,14 +38,11 @@ class ResidencyDesk:
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
-        """Opens a residency (reserves room for the blocks of a running request), or reserves more
-        room for an open residency. First frees the slabs (pieces of the arena) that the residency
-        needs, then reserves the room. Other tasks run while slabs are freed.
+        """Opens a residency, or reserves more room for it. First frees slabs, in slices.
+        `num_blocks`: in total, by group.
 
-        num_blocks: number of blocks to reserve in total, by group.
-
-        Raises UNKNOWN_SESSION if the session begins to close meanwhile, because later nothing would
-        close the residency.
+        Raises UNKNOWN_SESSION if the session begins to close meanwhile: nothing would close the
+        residency.
         """
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
@@ -75,21 +62,14 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> Extended:
-        """Pins those blocks of `hashes` that are ready and verified. Returns the offsets of their
-        slots (places in the arena), and of the slots of their sketches (compact forms of
-        keys, for sparse attention). Waits only if ready blocks must first be compared with their
-        checksums.
-
-        first_position: position of the first block in the request; the other blocks follow it.
-        hashes: hashes of the blocks, each a row of eight uint32 words.
-        """
+        """Pins the ready blocks of `hashes` (words [n, 8]), of which the first is at
+        `first_position` in the request. Waits only for checksums."""
         waiting = self.residencies.begin_comparing(
             session.record, residency_id, group_index, hashes
         )
         if len(waiting):
             session.num_reads += 1
-            # Shield the comparison from cancellation: it reads the arena, and must run to its end
-            # even if the client disconnects.
+            # It reads the arena, so it must run to its end even if the client disconnects.
             await asyncio.shield(asyncio.create_task(self._compare(session, waiting)))
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
@@ -112,9 +92,8 @@ class ResidencyDesk:
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
-        """Closes a residency: unpins its blocks, in parts between which other tasks run. Returns
-        False if the residency is not open. In that case, deletes the recorded refusal of this
-        residency, because its request no longer waits for room."""
+        """Unpins in parts. False if it is not open; then drops its refusal: its request no
+        longer waits."""
         book = self.residencies.book
         residency = book.named(session.record, residency_id)
         if residency is None:

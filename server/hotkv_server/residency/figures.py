@@ -1,5 +1,4 @@
-"""Figures about residencies for operators. A residency pins the blocks of a running request in host
-memory."""
+"""Figures about residencies for operators."""
 
 import math
 import time
@@ -13,18 +12,14 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figures:
-    """Returns figures of the residencies (each pins the blocks of a running request): the largest
-    residencies, the latest refusal of each engine that waits for room (most attempts first), and
-    totals.
+    """The largest residencies, up to the filters' page size; the latest refusals, most attempts
+    first; totals in bytes of the arena:
 
-    The totals are bytes of the arena. A slot's bytes include its share of the unused end of a slab:
-    `pinned_byte_count`: pinned by residencies; a block that several residencies pin counts once.
-    `promised_byte_count`: reserved by residencies, but not yet pinned.
-    `bound_byte_count`: limit for the sum of pinned and promised bytes.
-    `grace_byte_count`: kept for another `grace_s` seconds, because clients that began to read these
-        slots before the server's restart may still be reading them.
-
-    filters: its page size limits the number of residencies.
+    `pinned_byte_count`: a block that several pin counts once.
+    `promised_byte_count`: reserved, not yet pinned.
+    `bound_byte_count`: of both together.
+    `grace_byte_count`: kept for `grace_s` more for clients that read before the server's
+        restart.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
     bound, book, grace = residencies.bound, residencies.book, node.core.grace
@@ -55,8 +50,7 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
 
 
 def _residency(node: Node, residencies: Residencies, one: Residency, now_s: float) -> Figures:
-    """Returns the figures of one residency. Its `pinned_byte_count` counts all slots that the
-    residency pins, including slots that other residencies pin too."""
+    """Its `pinned_byte_count` includes slots that others pin too."""
     index = node.core.space.index
     return {
         "engine_id": one.engine_id,

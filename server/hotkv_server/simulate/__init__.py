@@ -1,2 +1,1 @@
-"""Simulates the cache: replays traces of requests through the cache core. The times in the trace
-serve as the clock."""
+"""Replays traces of requests through the cache core; the trace's times are the clock."""

@@ -41,8 +41,7 @@ from hotkv_server.simulate.trace import Int64s, Trace, TraceError, load_trace
 USAGE_ERROR = 2
 MIB, BYTES_PER_GB = 1 << 20, 1e9
 LEAST_SIZE, MOST_SIZE, MOST_COUNT = 1e-6, 1e15, 1 << 30
-"""Bounds of sizes, speeds and counts in options. Within them all figures of the report are
-finite."""
+"""Within these bounds all figures are finite."""
 MOST_BYTES = 1 << 60
 TIERS = ("disk",)
 AUTO, DEFAULT_POLICY = "auto", "hotness"
@@ -50,7 +49,6 @@ DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `hotkv-server simulate` to the command's parser."""
     parser.description = (
         "Replays traces of requests (Mooncake's format: JSON lines with timestamp in ms and "
         "hash_ids) through the cache's own core and "
@@ -146,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command `hotkv-server simulate`. Returns the exit status: 0, or 2 for bad input."""
+    """Exit status: 0, or 2 for bad input."""
     try:
         if options.plot is not None:
             check_plot(options.plot)
@@ -177,13 +175,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 class UnitsError(ValueError):
-    """Raised if options contradict each other, or if they need the size of a block and it is not
-    given."""
+    """Options contradict each other, or need the size of a block."""
 
 
 def _check_units(options: argparse.Namespace) -> None:
-    """Raises UnitsError if a size in bytes is given without the size of a block, or if options
-    contradict each other."""
     tier: TierSize | None = options.tier
     if (options.arena is None) != (options.bytes_per_token is None):
         raise UnitsError("--arena and --bytes-per-token: give both or neither")
@@ -209,22 +204,14 @@ def _check_units(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The size of a tier below host memory, as an option gives it.
-
-    percent: the size in percent of all different blocks of the trace; None if it is given in MiB.
-    mib: the size in MiB; None if it is given in percent.
-    """
+    """Either in percent of all different blocks, or in MiB; the other is None."""
 
     name: str
     percent: float | None
     mib: float | None
 
     def blocks(self, trace: Trace, block_mib: float | None) -> int:
-        """Returns the number of blocks of a trace that fit into the tier: at least 1, at most all
-        different blocks.
-
-        block_mib: size of a block, needed if the tier's size is in MiB.
-        """
+        """At least 1, at most all different blocks. `block_mib`: needed for a size in MiB."""
         if self.percent is not None:
             return trace.capacity_blocks(self.percent)
         assert self.mib is not None and block_mib is not None, "sizes were not checked"
@@ -232,8 +219,7 @@ class TierSize:
 
 
 def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRow]:
-    """Replays the traces and returns the rows of the report, ordered by trace and capacity. For
-    each capacity the rows of the policies come first, then the rows of the ideal caches."""
+    """Rows by trace and capacity; at each, policies before ideal caches."""
     percents = sorted(set(options.capacity_percent))
     rows: list[ReportRow] = []
     with _progress_bar(
@@ -251,8 +237,7 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRo
 
 
 def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
-    """Returns the output of the command with `--arena`: the estimates of `sizing`. Raises
-    TraceError if the tokens of a block can't be found from a trace."""
+    """For `--arena`."""
     policy = options.policy[0] if len(options.policy) == 1 else DEFAULT_POLICY
     wanted = Wanted(
         options.arena,
@@ -280,7 +265,7 @@ def _replayed(
         hints = derive_hints(trace) if options.hints else None
         done = replay(trace, capacity, POLICIES[policy], progress, hints)
     else:
-        # Imported here, so that a single tier can be simulated if the folder `tiers` is removed.
+        # A single tier can be simulated without the folder `tiers`.
         from hotkv_server.simulate.two_tiers import replay_two_tiers
 
         gb_per_day = options.disk_write_gb_per_day
@@ -310,7 +295,6 @@ def _replayed(
 
 
 def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> float:
-    """Returns the size of a tier in percent of all different blocks of the trace."""
     blocks = tier.blocks(trace, options.block_mib)
     return tier.percent or round(100 * blocks / trace.num_unique_blocks, 2)
 
@@ -318,13 +302,8 @@ def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> fl
 def _bounds(
     trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
 ) -> list[ReportRow]:
-    """Returns the rows of two ideal caches, whose hit rates are upper bounds: a cache that knows
-    the future, and an unbounded cache.
-
-    If a tier below host memory is simulated, each row also has the gain of that tier,
-    `lower.hit_rate`. The gain is the hit rate of an ideal cache as large as host memory and tier
-    together, minus the hit rate with host memory alone. For the unbounded cache, the gain is 0.
-    """
+    """Two ideal caches. With a lower tier, `lower.hit_rate` is what an ideal cache as large as
+    both tiers gains over host memory alone; 0 for the unbounded cache."""
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []
     for name in (CLAIRVOYANT, UNBOUNDED):
@@ -351,7 +330,7 @@ def _bounds(
 
 @contextmanager
 def _progress_bar(num_requests: int) -> Iterator[Progress | None]:
-    """Shows a progress bar on standard error, if that is a terminal and tqdm is installed."""
+    """On standard error, if it is a terminal and tqdm is installed."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -407,7 +386,7 @@ def _size(text: str) -> float:
 
 
 def _bytes_list(text: str) -> tuple[int, ...]:
-    """Parses sizes in bytes; empty for `auto`."""
+    """Empty for `auto`."""
     return () if text == AUTO else tuple(_bytes(part.strip()) for part in text.split(","))
 
 

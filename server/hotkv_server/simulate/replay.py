@@ -1,9 +1,7 @@
-"""Replays a trace of requests through the cache core: each request looks up its blocks, records a
-use of the blocks that hit, and stores its missing blocks.
+"""Replays a trace: each request looks up its blocks, uses those that hit, and stores the others.
 
-A `SimulatedTier` is a space of slots of the core (`cache.room.space`) in which every block has the
-same size. Always true: blocks that a request finds are not evicted before its missing blocks are
-stored. The clock shows the trace's times. A request ends before the next request begins.
+Always true: blocks that a request finds are not evicted before its missing ones are stored. The
+clock shows the trace's times. A request ends before the next begins. All blocks have one size.
 """
 
 import contextlib
@@ -24,35 +22,28 @@ from hotkv_server.cache.values import Entries
 from hotkv_server.simulate.trace import Int64s, Trace
 
 # --------------------------------------------------------------------------------- Hints of a trace
-# Hints that the sessions of a trace could have given: which request was the last of a session, and
-# after which request the session paused for long.
-#
-# The next request of a session is the first later request that has all blocks of the request before
-# it, except its last block, which may be partial. The ends and pauses of sessions are taken from
-# later requests, because an agent knows its plans. But whether sessions share a block is taken only
-# from earlier requests.
+# Hints that the trace's sessions could have given: which request was a session's last, and after
+# which it paused for long. A session goes on with the first later request that has all of its
+# blocks but perhaps the last, which may be partial. Ends and pauses are taken from later
+# requests, as an agent knows its plans; whether blocks are shared, only from earlier ones.
 
 SHARED = -1
 LONG_PAUSE_S = 30.0
-"""If the time until a session's next request is at least this long, in seconds, a simulated hint
-demotes the session's blocks (marks them to be evicted first)."""
+"""From this pause on, a hint demotes the session's blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayHints:
-    """Hints for each of R requests.
+    """For each of R requests.
 
-    pauses_s: seconds until the session's next request [R]; infinite for its last request.
-    own_from: index in the request of the first block after the last shared block [R]. So far, only
-        the request's session has used the blocks from this index on.
-    sessions: id of the request's session [R]: the index in the trace of the session's first
-        request.
+    pauses_s: until the session's next request [R]; infinite for its last.
+    own_from: in the request, first block behind the last shared one so far [R].
+    sessions: index of the session's first request [R].
     """
 
     def cold_from(self, request: int) -> int | None:
-        """Returns the index in the request of the first block to demote (mark to be evicted first).
-        If the session ends or pauses for long after the request, this is the first block that only
-        the session uses. Otherwise returns None."""
+        """First block to demote: the first that only the session uses, if it ends or pauses for
+        long."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 
@@ -62,16 +53,14 @@ class ReplayHints:
 
 
 def derive_hints(trace: Trace) -> ReplayHints:
-    """Finds the sessions of a trace, and returns the hints that a router could have given: when a
-    session ends, and when a session pauses for long. Takes time linear in the number of block
-    accesses."""
+    """Takes time linear in the number of accesses."""
     starts, blocks = trace.starts.tolist(), trace.blocks.tolist()
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)
     own_from = np.zeros(num_requests, np.int64)
-    # `waiting`: by block, the latest request whose last block but one (or only block) is this
-    # block. The next request that has this block continues the request's session. `owner`: by
-    # block, the only session that has used the block; SHARED if several have used it.
+    # `waiting`: by block, the latest request whose last block but one (or only block) it is; the
+    # next request with this block continues its session. `owner`: by block, its only
+    # session, or SHARED.
     waiting: dict[int, int] = {}
     owner: dict[int, int] = {}
     session_of = list(range(num_requests))
@@ -96,27 +85,24 @@ def derive_hints(trace: Trace) -> ReplayHints:
 # ------------------------------------------------------------------------------------------ Replays
 
 MakePolicy = Callable[[int], Policy]
-"""A function that makes an eviction policy for a cache. The argument is the cache's capacity in
-blocks; the policy knows the blocks by entry numbers from 1 to the capacity."""
+"""Takes the capacity in blocks; the policy knows them by entry numbers from 1."""
 Progress = Callable[[int], None]
-"""A function that is called with the number of requests that were replayed since its last call."""
+"""Called with the number of requests replayed since its last call."""
 
 KEY_SPACE, GROUP, LEASE = 1, 0, 1
 WARM_UP_REQUESTS, WARM_UP_BLOCKS = 64, 16
 STEP_REQUESTS = 500
-"""Number of requests between two reports of progress."""
+"""Between two reports of progress."""
 BLOCK_TOKENS = 512
-"""Tokens of a block in Mooncake's traces."""
+"""Of Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of a replay.
+    """Result of a replay.
 
-    prefix: for each request [R], the number of its leading blocks that hit, over all tiers.
-    seconds: wall time of the replay.
-    num_second_tier_hits: number of hit blocks that came from the second tier.
-    num_second_tier_writes: number of blocks written to the second tier.
+    prefix: leading blocks that hit, over all tiers [R].
+    seconds: wall time.
     """
 
     prefix: Int64s
@@ -126,8 +112,7 @@ class Replayed:
 
 
 class SimulatedTier:
-    """A tier of the simulation: a space of the core with its own block table, in which each block
-    takes one slot. There is no memory for the blocks' bytes."""
+    """A space of the core in which each block takes one slot, without memory for bytes."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -140,40 +125,37 @@ class SimulatedTier:
         return f"SimulatedTier({self.space!r})"
 
     def find(self, hashes: Words) -> Entries:
-        """Returns the entry of each block [n]; 0 if the block is missing."""
+        """Entries [n]; 0 if missing."""
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Demotes the blocks that the tier has: marks them to be evicted before other blocks.
-
-        hashes: the blocks in the order of the request.
-        """
+        """`hashes`: in the order of the request."""
         entries = self.find(hashes)
         entries = entries[entries != 0]
         self.space.policy.demote(entries, self.space.index.mixed(entries), now_s)
 
     @contextlib.contextmanager
     def staying(self, entries: Entries) -> Iterator[None]:
-        """Pins these entries during the `with` block, so that making room does not evict them."""
+        """Keeps `entries` from eviction."""
         self.space.index.pin(entries, 1)
         yield
         self.space.index.pin(entries, -1)
 
     def make_room(self, count: int, keep_at_s: float | None = None) -> None:
-        """Evicts blocks until `count` blocks fit, or no more blocks can be evicted.
+        """Evicts until `count` blocks fit, or nothing can be evicted.
 
-        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
-            soon; None if the policy must not hold entries back.
+        keep_at_s: now, if the policy may hold back entries that it expects to be used soon; else
+            None.
         """
         making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
-        """Records a use of the blocks of a request that the tier has, and stores as many of its
-        missing blocks as fit. Returns the number of stored blocks.
+        """Uses a request's present blocks and stores as many of the others as fit. Returns how
+        many.
 
-        hashes: the request's blocks in order, uint32 words [n, 8].
-        entries: the result of `find` for the hashes; the first `num_held` blocks are present.
+        hashes: in order, words [n, 8].
+        entries: `find` of them; the first `num_held` are present.
         """
         space = self.space
         if entries[num_held:].any():
@@ -202,17 +184,11 @@ class SimulatedTier:
 
 
 class OneTier:
-    """A cache with a single tier."""
-
     def __init__(self, tier: SimulatedTier) -> None:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Serves a request: records a use of its blocks that the tier has, and stores its missing
-        blocks. Returns the number of leading blocks that hit.
-
-        hashes: the request's blocks in order, uint32 words [n, 8].
-        """
+        """Leading blocks that hit. `hashes`: in order, words [n, 8]."""
         entries = self.tier.find(hashes)
         prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)
@@ -221,7 +197,7 @@ class OneTier:
 
 
 def prefix_of(entries: Entries) -> int:
-    """Returns the number of leading entries that are not 0."""
+    """Leading entries that are not 0."""
     at = int(np.argmin(entries))
     return at if entries[at] == 0 else len(entries)
 
@@ -233,12 +209,9 @@ def replay(
     progress: Progress | None = None,
     hints: ReplayHints | None = None,
 ) -> Replayed:
-    """Replays a trace over a single tier.
+    """Replays over one tier.
 
-    make_policy: makes the tier's eviction policy for entry numbers from 1 to the given capacity.
-    progress: called from time to time with the number of requests replayed since its last call.
-    hints: hints of the trace's sessions. The hint of a request is applied after the request. None:
-        no hints.
+    hints: applied after each request; None: none.
     """
     warm_up(trace, make_policy)
     tier = SimulatedTier(capacity_blocks, make_policy)
@@ -259,12 +232,9 @@ def timed(
     progress: Progress | None,
     tell: Callable[[int, Words, float], None] | None = None,
 ) -> tuple[Int64s, float]:
-    """Serves all requests of a trace in order. Returns the number of leading blocks of each request
-    that hit [R], and the wall time in seconds.
+    """Leading blocks that hit [R], and wall time in seconds.
 
-    serve: serves a request, given its hashes and time, and returns the number of leading blocks
-        that hit.
-    progress: called from time to time with the number of requests served since its last call.
+    serve: (hashes, time) → leading blocks that hit.
     tell: called after each request with its number, hashes and time.
     """
     prefix = np.zeros(trace.num_requests, np.int64)
@@ -284,11 +254,8 @@ def timed(
 
 
 def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
-    """Serves a few requests of the trace with a temporary cache, so that the measured times do not
-    include compilation of kernels.
-
-    make_policy: makes the cache's eviction policy.
-    """
+    """Serves a few requests with a temporary cache, so that measured times include no
+    compilation."""
     cache = OneTier(SimulatedTier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):
@@ -296,25 +263,19 @@ def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
 
 
 # ------------------------------------------------------------------- Bounds that no policy can beat
-# The hits of two ideal caches: an unbounded cache, and a cache that knows the future.
-#
-# As for real caches, only the blocks before a request's first miss count as hits. The functions
-# require that an id of the trace stands for a block and all blocks before it. Then a request that
-# uses a block also uses the block before it. So the next use of a block is never earlier than the
-# next use of the block before it.
+# As for real caches, only blocks before a request's first miss hit. An id must stand for a block
+# with all before it: then a block is never used again earlier than the block before it.
 
 
 def unbounded(trace: Trace) -> Int64s:
-    """Returns the number of leading blocks of each request that hit [R] if no block is ever
-    evicted."""
+    """Leading blocks that hit [R] if nothing is evicted."""
     first = np.zeros(len(trace.blocks), np.bool_)
     first[np.unique(trace.blocks, return_index=True)[1]] = True
     return trace.prefix_lengths(~first)
 
 
 def next_uses(blocks: Int64s) -> Int64s:
-    """Returns for each block access of a trace [B] the index of the next access to the same block;
-    B if there is no later access."""
+    """For each access [B], the index of the next to the same block; B if there is none."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]
@@ -323,22 +284,19 @@ def next_uses(blocks: Int64s) -> Int64s:
 
 
 def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = None) -> Int64s:
-    """Simulates the best possible cache with `capacity_blocks` blocks, which knows all later
-    requests (Belady's rule with bypass). Returns the number of leading blocks of each request that
-    hit [R].
+    """Leading blocks that hit [R] in the best possible cache, which knows the future (Belady's rule
+    with bypass).
 
-    After each request, the cache chooses among the blocks that it held and the request's blocks. It
-    keeps the blocks that are used again soonest. This choice serves the most blocks (greedy
-    colouring of interval graphs, Carlisle and Lloyd 1995). Of blocks that the same later request
-    uses again, the cache drops the last blocks first. So if the cache holds a block, it holds all
-    blocks before this block in the prompt.
+    After each request it keeps the blocks that are used again soonest, which serves the most
+    (greedy colouring of interval graphs, Carlisle and Lloyd 1995). Of blocks with the same next use
+    it drops the last first, so with a block it holds all before it.
 
-    following: the result of `next_uses`, if the caller has already computed it.
+    following: `next_uses`, if known.
     """
     kept = bytearray(len(trace.blocks))
     uses = (next_uses(trace.blocks) if following is None else following).tolist()
-    # A heap of the next uses of held blocks, the farthest use first. Uses that have passed stay in
-    # the heap: they come last, and `num_held` does not count them.
+    # Next uses of held blocks, farthest first. Passed uses stay: they come last, and `num_held`
+    # does not count them.
     farthest: list[int] = []
     num_held = 0
     starts = trace.starts.tolist()

@@ -1,5 +1,4 @@
-"""Formats the results of a simulation: as a table for people, as JSON for programs, and as a plot.
-Hit rates are shares of all block accesses."""
+"""Formats results as table, JSON or plot. Hit rates are shares of all block accesses."""
 
 import importlib
 import json
@@ -23,12 +22,11 @@ MIB_PER_GIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class LowerFigures:
-    """Figures of the tier below host memory.
+    """The tier below host memory.
 
-    capacity_percent: the tier's size, in percent of all different blocks of the trace.
-    hit_rate: share of block accesses that the tier served.
-    num_reads, num_writes: number of blocks read from the tier and written to it; 0 for an ideal
-        cache.
+    capacity_percent: of all different blocks.
+    hit_rate: of that tier alone.
+    num_reads, num_writes: blocks; 0 for an ideal cache.
     """
 
     name: str
@@ -40,12 +38,7 @@ class LowerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Sizes of a trace's blocks, and the speed of an engine.
-
-    block_tokens: tokens of a block.
-    block_mib: size of a block in MiB; None if unknown.
-    tokens_per_s: prefill speed of an engine; None if unknown.
-    """
+    """block_mib, tokens_per_s: None if unknown. The speed is of prefill."""
 
     block_tokens: int
     block_mib: float | None = None
@@ -54,15 +47,11 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """The result of replaying a trace with one capacity and with one policy (or one ideal cache of
-    BOUNDS).
+    """A trace at one capacity with one policy, or one ideal cache of BOUNDS.
 
-    capacity_percent: size of the first tier, in percent of all different blocks of the trace.
-    hit_rate: share of block accesses that the first tier served. Only accesses before a request's
-        first miss count as served.
-    block_accesses: number of block accesses of the trace.
-    seconds: wall time of the replay.
-    lower: figures of a tier below; None without such a tier.
+    capacity_percent: of the first tier, in percent of all different blocks.
+    hit_rate: of the first tier; only accesses before a request's first miss hit.
+    seconds: wall time.
     """
 
     trace: str
@@ -76,18 +65,16 @@ class ReportRow:
 
     @property
     def total_hit_rate(self) -> float:
-        """Returns the hit rate over all tiers."""
+        """Over all tiers."""
         return self.hit_rate + (self.lower.hit_rate if self.lower else 0.0)
 
     @property
     def missed_blocks(self) -> int:
-        """Returns the number of block accesses that no tier served. The engine would compute these
-        blocks."""
+        """What the engine would compute."""
         return round((1 - self.total_hit_rate) * self.block_accesses)
 
 
 def as_json(rows: Iterable[ReportRow], units: Units) -> str:
-    """Returns a JSON object whose list `results` has an object for each row."""
     return json.dumps({"results": [_fields(row, units) for row in rows]})
 
 
@@ -118,8 +105,7 @@ def _fields(row: ReportRow, units: Units) -> dict[str, object]:
 
 
 def as_table(rows: Sequence[ReportRow], traces: Sequence[Trace], units: Units) -> str:
-    """Returns a table per trace, each below a line that describes the trace. Blank lines separate
-    capacities."""
+    """A table per trace; blank lines separate capacities."""
     parts = []
     for trace in traces:
         mine = [row for row in rows if row.trace == trace.name]
@@ -168,30 +154,29 @@ def _cells(row: ReportRow, units: Units) -> list[str]:
 
 
 def _size(num_blocks: int, units: Units) -> str:
-    """Formats a number of blocks: in GiB, or as a number if the size of a block is unknown."""
+    """In GiB, or in blocks if their size is unknown."""
     if units.block_mib is None:
         return f"{num_blocks:,}"
     return f"{num_blocks * units.block_mib / MIB_PER_GIB:,.1f}"
 
 
 # ----------------------------------------------------------------------------------------- The plot
-# The plot shows the hit rate over capacity as a PNG, with a panel for each trace and a line for
-# each policy. It needs matplotlib, from the extra `simulate`.
+# A PNG of hit rate over capacity: a panel per trace, a line per policy. Needs matplotlib (extra
+# `simulate`).
 
 PANEL_INCHES = (6.4, 4.6)
 DOTS_PER_INCH = 130
 MARKERS = "osD^vPX*"
 MAX_TICKS = 8
-"""Most labels on the capacity axis of a panel."""
+"""Labels on a panel's capacity axis."""
 
 
 class PlotError(ValueError):
-    """Raised if the plot can't be made. The message names the fix."""
+    """The message names the fix."""
 
 
 def check_plot(path: Path) -> None:
-    """Raises PlotError if a plot can't be made at this path. Call it before the replays, because
-    they take long."""
+    """Raises PlotError if the plot can't be made; called before the long replays."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -203,10 +188,9 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[ReportRow], block_mib: float | None) -> None:
-    """Draws the hit rate of all tiers together over capacity, and writes the PNG. Raises OSError if
-    the file can't be written.
+    """Hit rate of all tiers together. Raises OSError.
 
-    block_mib: size of a block in MiB. The labels then show capacities in GiB. None: in blocks.
+    block_mib: None: capacities are labelled in blocks, else in GiB.
     """
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
@@ -251,8 +235,7 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[ReportRow], block_mib: fl
 
 
 def _spaced(percents: Sequence[float], most: int) -> list[float]:
-    """Returns the percentages, ascending, that get a label on the logarithmic axis of a plot.
-    Leaves out a percentage whose label would be too close to the label before it."""
+    """Ascending percentages that are far enough apart on a logarithmic axis for a label each."""
     step = math.log(percents[-1] / percents[0]) / most
     chosen = [percents[0]]
     for percent in percents[1:]:

@@ -1,11 +1,10 @@
-"""Estimates for arenas of given sizes how many prompt tokens of a trace would hit, and how many
-seconds of prefill that would save.
+"""Estimates how many prompt tokens of a trace would hit in arenas of given sizes, and the prefill
+that this saves.
 
-Always true: tokens that hit in the engine's own device cache (if the trace contains their number)
-count as hits, but not as saved. In the arena only whole blocks before a prompt's first miss hit,
-and never the prompt's last token, which an engine always computes. A hit's lease pins at most
-LEASED_SHARE of the arena, so a longer hit is cut. The figures are estimates: an engine's blocks are
-smaller than the trace's blocks, and the time to load blocks is not subtracted.
+Always true: hits on the device count as hits, not as saved. Only whole blocks before a prompt's
+first miss hit, never its last token, which an engine always computes. A hit's lease pins at most
+LEASED_SHARE of the arena; longer hits are cut. Estimates: an engine's blocks are smaller than
+the trace's, and loads take time.
 """
 
 import json
@@ -23,29 +22,27 @@ from hotkv_server.simulate.trace import Int64s, Trace, TraceError
 
 GIB = 1 << 30
 BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
-"""Block sizes, in tokens, that `block_tokens_of` tries if the trace's block size is not given."""
+"""In tokens; tried by `block_tokens_of`."""
 AGREE_RATIO = 0.98
-"""A block size is accepted only if, in at least this share of requests, the prompt's length in
-tokens fits the number of blocks that the trace lists."""
+"""Requests whose length in tokens must fit their number of blocks for a block size to be
+accepted."""
 ENOUGH_RATIO = 0.95
-"""An arena counts as large enough if at least this share of the tokens hits that would hit in a
-cache that never evicts."""
+"""Share of the endless cache's hits with which an arena counts as large enough."""
 LEASED_SHARE = float(LeaseSettings.model_fields["unadmitted_share"].default)
-"""Largest share of the arena that the blocks of one hit can take, with the server's default
-settings: the share that leases may pin while no load has begun under them."""
+"""Of the arena, for one hit at default settings: what leases may pin before a load begins."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Arena sizes to simulate if no sizes are given, as shares of all different blocks of the trace."""
+"""Of all different blocks: the sizes if none are given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The input of an estimate.
+    """What to estimate.
 
-    arena_bytes: sizes of arenas to simulate; empty: DEFAULT_SHARES of the trace's blocks.
-    bytes_per_token: bytes of a token's KV in all layers.
-    block_tokens: tokens of a block of the trace; 0: find it from the lengths of prompts.
-    tokens_per_s: prefill speed of an engine; None if unknown.
-    seconds: duration of the recording; 0: the time from the first to the last request of the trace.
+    arena_bytes: empty: DEFAULT_SHARES.
+    bytes_per_token: in all layers.
+    block_tokens: of the trace; 0: found from the prompts' lengths.
+    tokens_per_s: prefill speed; None if unknown.
+    seconds: of the recording; 0: from first to last request.
     """
 
     arena_bytes: tuple[int, ...]
@@ -57,10 +54,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The result for an arena of `arena_bytes`.
+    """Tokens of the trace that hit in one arena.
 
-    hit_tokens: prompt tokens of the whole trace that hit on the engine's device or in the arena.
-    saved_tokens: those hit tokens that did not already hit on the device.
+    hit_tokens: on the device or in the arena.
+    saved_tokens: of these, not on the device.
     """
 
     arena_bytes: int
@@ -72,10 +69,10 @@ class Size:
 class Sizing:
     """The estimate for a trace.
 
-    wanted: the input, with the sizes and the block size that were used.
-    trace_s: duration of the recording; at least the time from the first to the last request.
-    sizes: results, by ascending size.
-    endless: result of a cache that never evicts; its size is the size of all different blocks.
+    wanted: with the sizes and the block size that were used.
+    trace_s: at least from first to last request.
+    sizes: ascending.
+    endless: of a cache that never evicts, with the size of all different blocks.
     """
 
     trace: str
@@ -91,26 +88,22 @@ class Sizing:
         return one.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def saved_s_per_hour(self, one: Size) -> float | None:
-        """Returns the seconds of prefill that the hits of the result `one` save per hour of the
-        trace's traffic. Returns None if the engine's prefill speed is unknown. Also returns None if
-        the duration of the recording is unknown: all requests have the same time, and the caller
-        gave no duration."""
+        """None if the speed is unknown, or the duration: all requests have one time and none was
+        given."""
         if self.wanted.tokens_per_s is None or not self.trace_s:
             return None
         return one.saved_tokens / self.wanted.tokens_per_s * 3600 / self.trace_s
 
     @property
     def enough(self) -> Size:
-        """Returns the result for the smallest size whose hit tokens are at least ENOUGH_RATIO of
-        the hit tokens of a cache that never evicts. If no size suffices, returns the result for the
-        largest size."""
+        """Smallest size with ENOUGH_RATIO of the endless cache's hits, else the largest."""
         goal = ENOUGH_RATIO * self.endless.hit_tokens
         return next((one for one in self.sizes if one.hit_tokens >= goal), self.sizes[-1])
 
 
 def block_tokens_of(trace: Trace) -> int:
-    """Finds the number of tokens of a block, from the prompts' lengths and their numbers of blocks.
-    Raises TraceError unless exactly one block size fits."""
+    """Tokens of a block, from the prompts' lengths. Raises TraceError unless exactly one size
+    fits."""
     known = trace.prompt_tokens > 0
     prompts, lengths = trace.prompt_tokens[known], trace.lengths[known]
 
@@ -129,16 +122,11 @@ def block_tokens_of(trace: Trace) -> int:
 def size(
     trace: Trace, wanted: Wanted, make_policy: MakePolicy, progress: Progress | None = None
 ) -> Sizing:
-    """Replays the trace for each size and returns the estimate. Raises TraceError if the number of
-    tokens of a block can't be found.
-
-    make_policy: makes an eviction policy for entry numbers from 1 to the given capacity.
-    progress: called from time to time with the number of requests replayed since its last call.
-    """
+    """Replays the trace for each size. Raises TraceError if the block size can't be found."""
     block_tokens = wanted.block_tokens or block_tokens_of(trace)
     block_bytes = wanted.bytes_per_token * block_tokens
     arenas = wanted.arena_bytes or tuple(
-        # Rounds up to whole bytes: with fewer bytes, the last block would not fit.
+        # Up to whole bytes, or the last block would not fit.
         math.ceil(math.ceil(share * trace.num_unique_blocks) * block_bytes)
         for share in DEFAULT_SHARES
     )
@@ -177,7 +165,6 @@ def size(
 
 
 def as_json(sizings: Sequence[Sizing]) -> str:
-    """Returns a JSON object whose list `traces` has an object for each estimate."""
     return json.dumps({"traces": [_fields(one) for one in sizings]}, indent=2)
 
 
@@ -207,7 +194,7 @@ def _fields(one: Sizing) -> dict[str, object]:
 
 
 def as_text(sizings: Sequence[Sizing]) -> str:
-    """Formats a table and a summary sentence for each trace."""
+    """A table and a sentence per trace."""
     return "\n\n".join(map(_text, sizings))
 
 
@@ -231,8 +218,7 @@ def _cells(name: str, one: Sizing, size: Size) -> tuple[str, str, str]:
 
 
 def sentence(one: Sizing) -> str:
-    """Returns a sentence about the smallest arena that is large enough: how many tokens hit in it
-    and how much time it saves."""
+    """On the smallest arena that is large enough."""
     best = one.enough
     saved_s = one.saved_s_per_hour(best)
     saves = f", which saves about {_duration(saved_s)} of prefill an hour" if saved_s else ""

@@ -1,13 +1,12 @@
 """Reads traces of requests in Mooncake's format into arrays.
 
-A file has a JSON object per line, for one request. Its fields are `timestamp` (ms) and `hash_ids`,
-the ids of the request's blocks in the order of its prompt. In the whole file, an id identifies a
-block together with all blocks before it. Two further fields are read if they are whole numbers:
-`input_length` (tokens of the prompt) and `device_hit_length` (tokens that hit in the engine's own
-cache). Other fields are ignored. Files may be gzipped.
+A line is a JSON object with `timestamp` (ms) and `hash_ids`, the request's blocks in order; an id
+stands for a block with all before it, in the whole file. Read if they are whole numbers:
+`input_length` and `device_hit_length` (tokens; the latter hit in the engine's own cache). Files may
+be gzipped.
 
-Always true of a `Trace`: requests are in order of time. A request lists each block once. Block ids
-are renumbered from 0 without gaps.
+Always true of a `Trace`: requests are in order of time and list each block once; block ids count
+from 0 without gaps.
 """
 
 import gzip
@@ -28,46 +27,39 @@ Int64s = NDArray[np.int64]
 GZIP_MAGIC = b"\x1f\x8b"
 MIN_ID, MAX_ID = -(1 << 63), (1 << 64) - 1
 MAX_TIME_MS = 1e300
-"""Largest timestamp that is accepted. Differences of larger times might not be finite."""
+"""Differences of larger times might not be finite."""
 MAX_TOKENS = 1 << 40
-"""Largest number of a prompt's tokens. A larger number in a file is ignored."""
+"""Larger numbers in a file are ignored."""
 W_ID = 2
-"""Column of a block's hash words that contains the block's id, so that the id of an evicted block
-can be read from its hash."""
+"""Column of a hash that has the block's id."""
 
 Request = tuple[float, Sequence[int]]
-"""A request: its time in seconds, and the ids of its blocks in the order of its prompt."""
+"""(time in seconds, block ids in order)."""
 Tokens = tuple[int, int]
-"""Number of tokens of a request's prompt (0: unknown), and of its tokens that hit on the engine's
-device."""
+"""Of the prompt (0: unknown), and of those that hit on the device."""
 NO_TOKENS: Tokens = (0, 0)
 
 
 class TraceError(ValueError):
-    """Raised if a trace can't be read. The message names the line, the field and the fix."""
+    """The message names the line, the field and the fix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """R requests with B blocks in total, as arrays. If several requests have the same block, B
-    counts it for each of them.
+    """R requests with B blocks; a block counts once per request that has it.
 
-    times_s: time of each request in seconds since the first request [R].
-    starts: index in `blocks` of each request's first block, and B at the end [R + 1].
-    blocks: ids of the blocks of all requests, one request after the other [B].
-    positions: index of the block in the request's list in the file [B]. If the list repeats the
-        block, the index of its first occurrence.
-    lengths: number of blocks that the file lists for each request, with repetitions [R].
-    hashes: an artificial hash for each element of `blocks`, uint32 words [B, 8], for the block
-        table.
-    num_unique_blocks: number of different blocks.
-    num_late: number of requests whose time is earlier than the time of a request on a line before.
-    prompt_tokens: tokens of each prompt [R]; 0 if unknown.
-    device_hit_tokens: tokens of each prompt that hit on the engine's device [R].
-    num_short: number of requests without a block, which are left out.
-    short_prompt_tokens: tokens of the prompts of these requests.
-    short_device_hit_tokens: tokens of these prompts that hit on the engine's device.
-    seconds: time from the first to the last request, of those without a block too.
+    times_s: since the first request [R].
+    starts: of each request in `blocks`, and B at the end [R + 1].
+    blocks: one request after the other [B].
+    positions: index in the file's list, of the first occurrence [B].
+    lengths: of the file's lists, with repetitions [R].
+    hashes: artificial, words [B, 8].
+    num_late: requests with an earlier time than a line before.
+    prompt_tokens: 0 if unknown [R].
+    device_hit_tokens: [R].
+    num_short, short_prompt_tokens, short_device_hit_tokens: of requests without a block, which are
+        left out.
+    seconds: from the first to the last request, also of the short ones.
     """
 
     name: str
@@ -98,39 +90,26 @@ class Trace:
 
     @property
     def num_accesses(self) -> int:
-        """Returns the number of blocks that the file lists for all requests, with repetitions."""
+        """With repetitions."""
         return int(self.lengths.sum())
 
     def capacity_blocks(self, percent: float) -> int:
-        """Returns the given percentage of the number of all different blocks; at least 1."""
+        """Share of all different blocks; at least 1."""
         return max(1, int(self.num_unique_blocks * percent / 100))
 
     def prefix_lengths(self, hit: NDArray[np.bool_]) -> Int64s:
-        """Returns for each of the R requests the number of blocks before its first miss.
-
-        hit: for each of the B elements of `blocks`, True if it hit.
-        """
+        """Blocks before each request's first miss [R]. `hit`: [B]."""
         position = np.where(hit, len(hit), np.arange(len(hit)))
         first_miss = np.minimum.reduceat(position, self.starts[:-1])
         lengths: Int64s = np.minimum(first_miss, self.starts[1:]) - self.starts[:-1]
         return lengths
 
     def hit_blocks(self, prefix: Int64s) -> int:
-        """Returns the number of block accesses that hit, over all requests. If a request lists a
-        block several times, each time counts as an access.
-
-        prefix: for each request [R], how many of its first blocks hit (a repeated block counts
-            once).
-        """
+        """Accesses that hit, with repetitions. `prefix`: leading blocks that hit, without [R]."""
         return int(self.served(prefix).sum())
 
     def served(self, prefix: Int64s) -> Int64s:
-        """Returns for each request [R] the number of its block accesses that hit. If the request
-        lists a block several times, each time counts as an access.
-
-        prefix: for each request [R], how many of its first blocks hit (a repeated block counts
-            once).
-        """
+        """Like `hit_blocks`, per request [R]."""
         end = self.starts[:-1] + prefix
         whole = end == self.starts[1:]
         served: Int64s = np.where(whole, self.lengths, self.positions[np.where(whole, 0, end)])
@@ -140,10 +119,7 @@ class Trace:
 def make_trace(
     name: str, requests: Iterable[Request], tokens: Iterable[Tokens] | None = None
 ) -> Trace:
-    """Makes a trace of these requests. Raises TraceError if no request has a block.
-
-    tokens: numbers of tokens of each request; None if they are unknown.
-    """
+    """Raises TraceError if no request has a block. `tokens`: None if unknown."""
     listed = list(requests)
     told = [NO_TOKENS] * len(listed) if tokens is None else list(tokens)
     both = list(zip(listed, told, strict=True))
@@ -192,13 +168,12 @@ def make_trace(
 
 
 def hash_words(blocks: Int64s) -> Words:
-    """Returns an artificial hash for each of B block ids, uint32 words [B, 8]. The first 64 bits
-    are a pseudorandom function of the id, for the block table and the policies. The id itself
-    follows."""
+    """Artificial hashes [B, 8]: 64 pseudorandom bits for the block table and the policies, then
+    the id."""
     words = np.zeros((len(blocks), 8), np.uint32)
     mixed = blocks.astype(np.uint64) + np.uint64(1)
-    # The finalizer of splitmix64 (Steele, Lea, Flood 2014). It is one to one, so different ids have
-    # different prefixes.
+    # Finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so ids have different
+    # prefixes.
     mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -210,8 +185,7 @@ def hash_words(blocks: Int64s) -> Words:
 
 
 def load_trace(path: Path) -> Trace:
-    """Reads a trace file, gzipped or not. Raises TraceError if a line is wrong, OSError if the file
-    can't be read."""
+    """Raises TraceError if a line is wrong, OSError if the file can't be read."""
     requests: list[tuple[Request, Tokens]] = []
     number = 0
     with _opened(path) as lines:
@@ -231,8 +205,7 @@ def load_trace(path: Path) -> Trace:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Iterable[bytes]]:
-    """Opens the file and yields its lines, unzipped if it is gzipped. Opens it only once, because a
-    pipe can be read only once."""
+    """Yields lines. Opens once: a pipe can be read only once."""
     with path.open("rb") as file:
         if file.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
             with gzip.open(file, "rb") as unzipped:
@@ -278,8 +251,7 @@ def _request(line: bytes, where: str) -> tuple[Request, Tokens]:
 
 
 def _tokens(fields: dict[str, object], name: str) -> int:
-    """Returns the number of tokens in a field; 0 if the field is not a whole number from 0 to
-    MAX_TOKENS. A whole number may be written as 7.0."""
+    """0 unless it is a whole number from 0 to MAX_TOKENS (7.0 is one)."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0
@@ -287,7 +259,7 @@ def _tokens(fields: dict[str, object], name: str) -> int:
 
 
 def _shown(fields: dict[str, object], name: str) -> str:
-    """Returns a field's value as text for an error message, shortened to 60 characters."""
+    """For an error, at most 60 characters."""
     if name not in fields:
         return "missing"
     text = json.dumps(fields[name])

@@ -1,5 +1,5 @@
-"""Replays a trace over host memory and a tier below it. Uses the server's own code (`tiers.book`)
-to decide which blocks to move between the tiers."""
+"""Replays a trace over host memory and a tier below it; the server's `tiers.book` decides the
+moves."""
 
 import numpy as np
 
@@ -27,13 +27,10 @@ from hotkv_server.tiers.book.moves import Moves
 
 
 class TwoTiers:
-    """Simulates two tiers, between which blocks move as in the server.
+    """Leading blocks that only the second tier has are promoted first; after each request its
+    blocks are written to the second tier if the gate admits them.
 
-    If a request hits leading blocks that are only in the second tier, these blocks are first
-    promoted to the first tier. After each request, the request's blocks are written to the second
-    tier if the gate (which limits writes) admits them.
-
-    write_bytes_per_day: the gate's budget, counted in bytes of the replay's slots; None: no limit.
+    write_bytes_per_day: the gate's budget, in bytes of the replay's slots; None: no limit.
     """
 
     def __init__(
@@ -53,12 +50,7 @@ class TwoTiers:
         self.num_writes = 0
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Serves a request. First promotes to the first tier those leading blocks that are only in
-        the second tier. Then records a use of the blocks that the first tier has, and stores the
-        missing blocks there. Returns the number of leading blocks that hit in either tier.
-
-        hashes: the request's blocks in order, uint32 words [n, 8].
-        """
+        """Leading blocks that hit in either tier. `hashes`: in order, words [n, 8]."""
         entries, below = self.first.find(hashes), self.second.find(hashes)
         prefix = prefix_of(np.where(entries == 0, below, entries))
         if not entries[:prefix].all():
@@ -82,8 +74,8 @@ class TwoTiers:
             self.arrivals.release(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
-        """Writes to the second tier the blocks of a request that the gate (which limits writes)
-        admits. Skips entries that are 0, because these blocks found no room in the first tier."""
+        """Writes what the gate admits. An entry is 0 if its block found no room in the first
+        tier."""
         down = self.lower.down
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])
@@ -98,8 +90,7 @@ class TwoTiers:
 
 
 def _record(block_tokens: int) -> KeySpaceRecord:
-    """Returns a record of a key space with a single group of blocks. The simulation has no models,
-    but the code that moves blocks between tiers requires such a record."""
+    """The code that moves blocks needs a key space, which a trace lacks."""
     group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
     key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
     return KeySpaceRecord(KEY_SPACE, key_space)
@@ -115,13 +106,9 @@ def replay_two_tiers(
     writes_per_day: float | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
-    """Replays a trace over two tiers with separate policies.
+    """Each tier has its own policy.
 
-    capacity_blocks, second_blocks: sizes of the first and the second tier, in blocks.
-    make_policy: makes a tier's eviction policy for entry numbers from 1 to the given capacity.
-    block_tokens: tokens of a block.
-    writes_per_day: most blocks that may be written to the second tier per day; None: no limit.
-    progress: called from time to time with the number of requests replayed since its last call.
+    writes_per_day: blocks to the second tier; None: no limit.
     """
     warm_up(trace, make_policy)
     tiers = TwoTiers(

@@ -1,2 +1,1 @@
-"""Sparse decode in the server: records sequences (contexts that are decoded sparsely), selects the
-blocks to which decode steps attend, and sums the counters that engines report for each layer."""
+"""Sparse decode in the server: sequences, selections, and engines' counters per layer."""

@@ -1,17 +1,13 @@
-"""Selects the blocks to which a decode step attends, for engines that can't do it themselves
-because they can't map the arena. Scores the blocks by their sketches (compact forms of the
-blocks' keys) in the arena, with the functions that engines use too (`hotkv_sparse`).
+"""Selects the blocks to which a decode step attends, for engines that can't map the arena, with the
+functions that engines use too (`hotkv_sparse`).
 
-A `SelectSpec` has the settings of the selections. It also defines the offset of each layer's
-sketch in a slot. A contradictory spec is refused when it is made; the error names the field
-of `hotkv.v1.SelectConfig`.
+A contradictory `SelectSpec` is refused when it is made; the error names the field of
+`hotkv.v1.SelectConfig`. Sketches are not copied: row r of a view of the arena begins at byte r *
+`SLOT_ALIGN` plus the layer's offset in a slot, so a slot's row is its offset / `SLOT_ALIGN`. The
+caller pins the slots. Runs on worker threads.
 
-Sketches are not copied. Instead, the functions of `hotkv_sparse` get a view of the arena.
-Its row r begins at byte r * `SLOT_ALIGN` plus the layer's offset in a slot. So the row of a slot is
-the slot's offset divided by `SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
-
-Shapes: Q query heads, H KV heads, D channels, C covered blocks (leading blocks of the context whose
-sketches are leased).
+Shapes: Q query heads, H KV heads, D channels, S shards, C covered blocks (leading blocks of the
+    context whose sketches are leased).
 """
 
 from collections.abc import Mapping
@@ -44,26 +40,19 @@ MAX_HEAD_SIZE = 4096
 MAX_KV_HEADS = 4096
 MAX_CONTEXT_BLOCKS = 1 << 18
 MAX_SCORES = 1 << 25
-"""Most scores that a selection of blocks may compute: one for each query head and block. This many
-scores take 128 MiB."""
+"""Query heads * blocks of a selection; 128 MiB."""
 MAX_HOT_SLOTS = 1 << 22
-"""Most hot slots (places for blocks on the client's device) that the server records for a sequence,
-over all layers and shards."""
+"""Recorded for a sequence, over all layers and shards."""
 MAX_CENTRE_BYTES = 4 << 20
-"""Most bytes of a sequence's centres (mean keys), over all layers. For comparison: 128 layers with
-8 KV heads of 128 channels take 512 KiB."""
+"""Over all layers of a sequence; 128 layers with 8 KV heads of 128 channels take 512 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCentre:
-    """A layer's centre, in a form that can be compared by value: the mean key of each KV head,
-    which sketches subtract from the keys that they encode
-    (`hotkv_sparse.centre.LayerCentre`).
+    """`hotkv_sparse.centre.LayerCentre` in a form that compares by value.
 
-    mu: mean key of each KV head, little-endian float32 [H KV heads of all shards (ranks), D
-        channels].
-    bias: for each format of sketches (compact forms of keys), by name: by how much scores in
-        this format overestimate the log of a block's attention mass with this centre.
+    mu: little-endian float32 [H of all shards, D].
+    bias: by format: by how much its scores overestimate the log of a block's mass.
     """
 
     mu: bytes
@@ -72,20 +61,15 @@ class PackedCentre:
 
 @dataclass(frozen=True)
 class SelectSpec:
-    """The settings by which the server selects blocks for a sequence (a context that is decoded
-    sparsely). Raises HotKVError if fields contradict each other.
+    """Settings of a sequence's selections. Raises HotKVError if they contradict each other.
 
-    config: the scorers, which estimate from sketches how much attention a block gets, and
-        how many blocks are selected.
-    sketch_group: group index of the kind of sketch (compact form of keys) by which
-        blocks are scored.
-    layer_indices: layers for which the server selects, ascending.
-    kv_heads, head_size: KV heads of a shard (a rank's part of a block), and channels of a head.
-    hot_blocks: number of slots of a hot set (the blocks that the client has on its device). The
-        server records a hot set for each layer and shard. 0: the server records no hot sets.
-    scale: factor by which the product of query and key is multiplied; None: 1 / sqrt(`head_size`).
-    centres: centres (mean keys) by layer, with which the sketches were built. The server
-        can't check that they are the right centres: it knows only a hash of them.
+    sketch_group: group index of the sketches.
+    layer_indices: ascending.
+    kv_heads: of a shard.
+    hot_blocks: slots of a hot set, which is recorded per layer and shard; 0: none is.
+    scale: of query * key; None: 1 / sqrt(`head_size`).
+    centres: by layer. The server knows only a hash of those that built the sketches, so it can't
+        check them.
     """
 
     config: SparseConfig
@@ -178,12 +162,10 @@ class SelectSpec:
 
     @cached_property
     def centre_bytes(self) -> int:
-        """Returns the total size of the centres (mean keys) of all layers, in bytes."""
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
-        """Returns the centre (mean key of each KV head) of a layer in a shard (a rank's part),
-        float32 [H KV heads, D channels]; None if the centre is 0."""
+        """float32 [H, D]; None if the centre is 0."""
         centre = self.centres.get(layer)
         if centre is None:
             return None
@@ -195,8 +177,7 @@ class SelectSpec:
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
-        """Returns the offset of each sketch (compact form of a block's keys) within a
-        shard's part of a slot (place in the arena), in bytes, by layer and format."""
+        """Offset of each sketch in a shard's part of a slot, by layer and format."""
         places: dict[int, dict[str, int]] = {}
         at = 0
         for layer in self.layer_indices:
@@ -208,8 +189,7 @@ class SelectSpec:
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Returns the size of a shard's (a rank's) part of a slot (place in the arena) of
-        sketches (compact forms of keys), in bytes."""
+        """A shard's part of a slot."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
@@ -217,12 +197,7 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD unless all shards (the ranks' parts) of a sketch have the
-        size that this spec requires.
-
-        shard_bytes: bytes of each shard, as the session has declared them for the kind of
-            sketch (compact form of keys).
-        """
+        """Raises INVALID_FIELD unless all shards have the size that this spec requires."""
         if any(size != self.shard_bytes for size in shard_bytes):
             raise invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
@@ -231,9 +206,7 @@ class SelectSpec:
             )
 
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
-        """Returns views of the arena with the sketches (compact forms of keys) of a layer
-        and shard (rank), by format. Row r of a view belongs to the slot at offset r * SLOT_ALIGN.
-        """
+        """Views of the arena, by format. Row r belongs to the slot at offset r * SLOT_ALIGN."""
         sources = {}
         mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
         for name, place in self.places[layer].items():
@@ -248,13 +221,10 @@ class SelectSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelectRequest:
-    """A client's request to select the blocks to which one layer attends on one shard (rank) in a
-    decode step.
+    """A selection for one layer on one shard.
 
-    query: the query vectors of the decode step, float32 [Q query heads, D channels].
-    context_tokens: length of the context.
-    always_log_mass: log of the attention mass of the always kept blocks (first and recent blocks),
-        for each query head, float32 [Q]; None: the server estimates it.
+    query: float32 [Q, D].
+    always_log_mass: log of the mass of sinks and recent window, float32 [Q]; None: estimated.
     """
 
     layer: int
@@ -271,13 +241,10 @@ NO_MOVES = SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The result of a selection of blocks for sparse attention.
+    """Without a recorded hot set, all but `selection` is empty.
 
-    selection: the selected blocks. The other fields are empty if the server does not record which
-        blocks are in the client's hot slots (the hot set).
-    map: blocks of the hot set, with their slots in the client's memory.
-    evicted: blocks that lose their slots. The client must free these slots before it executes
-        `load`.
+    map: the hot set, with the client's slots.
+    evicted: blocks whose slots the client must free before it executes `load`.
     load: blocks that the client must copy into slots.
     """
 
@@ -288,12 +255,11 @@ class Selected:
 
 
 class KeptHotSet:
-    """The server's record of the blocks in a client's hot slots (places for blocks on its device),
-    for one layer and shard (rank). Decides which blocks get and lose slots; the client executes the
-    moves. Use by one thread at a time.
+    """Record of a client's hot set of one layer and shard: decides the moves that the client
+    executes. One thread at a time.
 
-    `Selected.load` may name a recent block, which the client has just filled with tokens. The
-    client must first store such a block, because it is not in host memory yet.
+    `Selected.load` may name a recent block that is not in host memory yet; the client must store
+    it first.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:
@@ -303,14 +269,8 @@ class KeptHotSet:
         self._num_complete = 0
 
     def follow(self, where: CandidateSpan, num_complete: int) -> I32:
-        """Extends the hot set (the blocks in the client's hot slots) to a longer context. The new
-        blocks, including the partial block, get slots. Returns the blocks that lose their slots to
-        the new blocks.
-
-        where: the context's span, which divides it into sinks (its first blocks) and recent window,
-            which are always kept, and the candidates between them.
-        num_complete: number of complete blocks in the context.
-        """
+        """Extends the hot set to a longer context: new blocks get slots, also the partial one.
+        Returns their victims."""
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)
@@ -319,8 +279,7 @@ class KeptHotSet:
         return growth.new.victims
 
     def step(self, selection: Selection) -> Step:
-        """Adds selected blocks to the hot set (the blocks in the client's hot slots). The first
-        call adds all selected blocks. Later calls add at most `max_correction_blocks` blocks."""
+        """The first call adds all selected blocks, later ones at most `max_correction_blocks`."""
         step = self._hot.step(
             selection, self._max_loads if self._has_begun else len(selection.blocks)
         )
@@ -329,16 +288,8 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> CandidateSpan:
-    """Checks a request to select blocks. Returns the span of its context, which divides the context
-    into sinks (its first blocks) and recent window, which are always kept, and the candidates
-    between them.
-
-    Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
-    TOO_LARGE if it needs too many scores.
-
-    num_covered: number of covered blocks: leading blocks of the sequence whose sketches
-        (compact forms of keys) are leased.
-    """
+    """Span of the request's context. Raises INVALID_FIELD if the request contradicts the spec or
+    needs blocks that are not covered, TOO_LARGE if it needs too many scores."""
     if request.layer not in spec.places:
         raise invalid(
             f"layer_index is {request.layer}; the sequence was created with layers "
@@ -393,13 +344,10 @@ def select(
     where: CandidateSpan,
     hot: KeptHotSet | None,
 ) -> Selected:
-    """Selects the blocks to which a decode step attends, for a checked request. Updates `hot`, the
-    record of the blocks that the client has in its hot slots (places on its device), if there is
-    one. Blocks the calling thread, mostly without the GIL.
+    """Selects for a checked request, and updates `hot`. Blocks, mostly without the GIL.
 
-    slots_C: offsets in the arena of the sketches (compact forms of keys) of the C covered
-        blocks: the first blocks of the context, from which the server selects.
-    where: the result of `check_request`: the blocks that are always kept, and the candidates.
+    slots_C: offsets of the covered blocks' sketches.
+    where: result of `check_request`.
     """
     rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)
     sources = spec.sources(arena, request.layer, request.shard)

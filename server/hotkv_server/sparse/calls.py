@@ -1,5 +1,4 @@
-"""Answers the calls of sparse decode, and converts their protobuf messages. A refusal names the
-field of the message."""
+"""Answers the calls of sparse decode. A refusal names the field of the message."""
 
 import math
 from collections.abc import Iterable, Sized
@@ -28,8 +27,7 @@ from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]
 MAX_COUNT = 1e18
-"""Largest growth of a counter that an engine may report at a time. A larger number would make the
-float64 sums too inexact."""
+"""Growth of a counter in one report; more would make the float64 sums too inexact."""
 
 
 # -------------------------------------------------------------------------------------------- calls
@@ -38,7 +36,6 @@ float64 sums too inexact."""
 async def create_sequence(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.CreateSequenceRequest
 ) -> sparse_pb2.CreateSequenceResponse:
-    """Creates a sequence: a context that the session decodes sparsely."""
     if not 0 <= request.group_index < len(session.key_space.groups):
         raise invalid(
             f"group_index is {request.group_index}; this key space has "
@@ -75,7 +72,6 @@ async def create_sequence(
 async def append_blocks(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
 ) -> sparse_pb2.AppendBlocksResponse:
-    """Appends blocks to a sequence (a context that the session decodes sparsely)."""
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence_id = fields.identifier("sequence_id", request.sequence_id)
     sequence = await sparse.append(session, sequence_id, request.first_position, hashes)
@@ -89,8 +85,7 @@ async def append_blocks(
 async def delete_sequence(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
 ) -> sparse_pb2.DeleteSequenceResponse:
-    """Ends a sequence (a context that the session decodes sparsely). Answers after all selections
-    of blocks for the sequence have ended."""
+    """Answers after the sequence's selections have ended."""
     return sparse_pb2.DeleteSequenceResponse(
         deleted=await sparse.delete(session, fields.identifier("sequence_id", request.sequence_id))
     )
@@ -99,7 +94,6 @@ async def delete_sequence(
 def report_sparse(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.ReportSparse
 ) -> None:
-    """Records an engine's report of its sparse decode."""
     _check_count("sequences", request.sequences, MAX_SEQUENCES)
     _check_count("layers", request.layers, MAX_LAYERS)
     used = _used(request.sequences, sparse.core.config.max_blocks_per_call)
@@ -110,9 +104,8 @@ def report_sparse(
 
 
 def _positions(field: str, packed: bytes, most: int) -> I32:
-    """Reads positions of blocks in a context (block 0 is the first), int32 [n], from packed int32.
-    Raises INVALID_FIELD for negative positions, TOO_LARGE for more than `most` positions. `field`:
-    path of the field, for the error."""
+    """int32 [n] positions of blocks in a context. Raises INVALID_FIELD if one is negative,
+    TOO_LARGE above `most`."""
     values = fields.int32s(field, packed).astype(np.int32)
     _check_count(field, values, most)
     if len(values) and int(values.min()) < 0:
@@ -132,9 +125,7 @@ def _check_layer(field: str, layer: int) -> None:
 def _select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """Converts a message to the settings by which blocks of a KV cache group are selected. The
-    caller must then call `check_slots`, which checks that the settings fit the size of the blocks'
-    sketches (compact forms of keys)."""
+    """The caller must then `check_slots`."""
     return SelectSpec(
         _config(message),
         session.group_index(message.sketch_group_index),
@@ -192,11 +183,7 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
-    """Converts a client's message to a `SelectRequest`, which asks the server to select blocks.
-    Later, `check_request` checks it against the sequence (a context that is decoded sparsely).
-
-    spec: the sequence's settings; the query is split into heads of `spec.head_size` channels.
-    """
+    """Not checked against the sequence; see `check_request`."""
     query = fields.float32s("query", message.query)
     if len(query) % spec.head_size:
         raise invalid(
@@ -216,8 +203,6 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
 
 
 def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
-    """Converts the result of a selection of blocks to the message for the client."""
-
     def packed(values: I32) -> bytes:
         return values.astype("<i4").tobytes()
 
@@ -234,9 +219,7 @@ def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
 
 
 def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, I32]:
-    """Reads an engine's reports of the blocks to which its decode steps attended. Returns the
-    positions of these blocks, by id of the sequence. Raises TOO_LARGE if there are more than `most`
-    positions in total."""
+    """Positions by sequence id. Raises TOO_LARGE above `most` in total."""
     result: dict[str, I32] = {}
     for m in messages:
         values = _positions("sequences.positions", m.positions, most)
@@ -247,8 +230,7 @@ def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str,
 
 
 def _layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrowth]:
-    """Reads by how much each layer's counters have grown since the engine's last report. Raises
-    INVALID_FIELD for a wrong layer or value."""
+    """Raises INVALID_FIELD for a wrong layer or value."""
     growth = []
     for m in messages:
         _check_layer("layers.layer_index", m.layer_index)

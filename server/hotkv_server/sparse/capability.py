@@ -1,5 +1,4 @@
-"""Registers the server's sparse decode (it selects the blocks to which a decode step attends) as a
-capability (optional part) of the node."""
+"""Connects sparse decode to the node."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -19,13 +18,10 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "SparseCapability":
-    """Makes the capability (optional part) `sparse` (sparse decode) for this node."""
     return SparseCapability(node)
 
 
 class SparseCapability(Capability):
-    """Connects sparse decode to the node: its calls, figures and threads."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         arena = node.memory.arena.array()

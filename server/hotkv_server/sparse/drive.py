@@ -1,9 +1,9 @@
-"""Records engines' reports about sequences (contexts that they decode sparsely). Also selects the
-blocks to which decode steps attend, for engines that can't map the arena.
+"""Records engines' reports about sequences, and selects blocks for engines that can't map the
+arena.
 
-Always true: reports about unknown sequences are ignored and counted. While the server selects
-blocks for a sequence, a lease pins the sequence's leading ready blocks. Use on the event loop only;
-the scoring runs on other threads.
+Always true: reports about unknown sequences are counted and otherwise ignored. While the server
+selects for a sequence, a lease pins its leading ready blocks. Event loop only; scoring runs on
+other threads.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from hotkv_server.sparse.sequences import HASH_BYTES, LiveSequence, SequenceBook
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
-"""Most sequences of a session."""
+"""Of a session."""
 MAX_SELECTS = 256
-"""Most selections that wait or run at the same time."""
+"""Waiting or running."""
 NUM_THREADS = 2
 LATENCY_BOUNDS_S = (
     0.0001,
@@ -51,7 +51,6 @@ LATENCY_BOUNDS_S = (
     0.25,
     1.0,
 )
-"""Upper bounds of the buckets in the histogram of the duration of selections."""
 
 
 # ---------------------------------------------------------------------------- sequences and reports
@@ -59,12 +58,10 @@ LATENCY_BOUNDS_S = (
 
 @dataclass(slots=True)
 class SparseCounters:
-    """Counts of the server's sparse decode since the server started.
+    """Since the server's start.
 
-    reports: reports that engines have sent.
-    unknown_sequences: sequences (contexts that are decoded sparsely) that reports named and that
-        the reporting engine's session did not have.
-    used_blocks: blocks whose use was counted for the eviction policy.
+    unknown_sequences: named in reports.
+    used_blocks: whose use was counted for the eviction policy.
     """
 
     reports: int = 0
@@ -73,10 +70,9 @@ class SparseCounters:
 
 
 class SparseDecode:
-    """Manages the sequences (contexts that engines decode sparsely): creates and ends them, leases
-    their blocks, and records engines' reports about them.
+    """Creates and ends sequences, leases their blocks, records reports.
 
-    tiers: the tiers below host memory; None without such tiers.
+    tiers: None without tiers below host memory.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class SparseDecode:
         return f"SparseDecode({self.sequences!r}, {self.selections!r})"
 
     def close(self) -> None:
-        """Ends the threads that select blocks, after all sessions have closed."""
+        """After all sessions have closed."""
         self.selections.close()
 
     # Sequences
@@ -114,13 +110,8 @@ class SparseDecode:
         hashes: Words,
         spec: SelectSpec | None,
     ) -> LiveSequence:
-        """Creates a sequence (a context that is decoded sparsely) with the blocks of `hashes`. A
-        repeated call returns the same sequence.
-
-        If `spec` is given, the server will select blocks for the sequence, so it leases the leading
-        blocks that are ready. It leases no blocks if they may be older than a flush (deletion of
-        all blocks of a key space) on another node (`_may_cover`).
-        """
+        """Creates a sequence, or returns it if it exists. With `spec` its leading ready blocks
+        are leased, unless they may be older than a flush (`_may_cover`)."""
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -138,14 +129,9 @@ class SparseDecode:
     async def append(
         self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence (a context that is decoded sparsely). If the server selects
-        blocks for the sequence, replaces the sequence's lease by a lease of all leading blocks that
-        are ready now.
-
-        If the server drains (ends its work before it stops), the old lease stays, because a
-        draining server grants no new leases. It also stays if ready blocks may be older than a
-        flush (deletion of all blocks of a key space) on another node (`_may_cover`).
-        """
+        """With a spec, the lease is replaced by one of all leading blocks that are ready now.
+        The old lease stays if the server drains, which grants no new ones, or if blocks may be
+        older than a flush (`_may_cover`)."""
         number = session.record.number
         sequence = self.sequences.append(number, sequence_id, first_position, hashes)
         is_selected = sequence.spec is not None
@@ -154,11 +140,9 @@ class SparseDecode:
         return sequence
 
     async def _may_cover(self, session: LiveSession, sequence: LiveSequence) -> bool:
-        """Returns False if ready blocks of the session's key space may be older than a flush
-        (deletion of all its blocks) on another node, or if the sequence (a context that is decoded
-        sparsely) has ended. Waits for a bounded time until the shared tiers have confirmed the key
-        space's generation (number that each flush raises). Raises UNKNOWN_SESSION if the session
-        closes meanwhile."""
+        """False if ready blocks may be older than a flush on another node, or if the sequence
+        has ended. Waits, bounded, for the shared tiers to confirm the generation. Raises
+        UNKNOWN_SESSION if the session closes meanwhile."""
         number, key_space_id = session.record.number, session.record.key_space_id
         serves = self._tiers is None or await self._tiers.generations.wait_to_serve(key_space_id)
         if session.closing:
@@ -166,8 +150,7 @@ class SparseDecode:
         return serves and self.sequences.find(number, sequence.sequence_id) is sequence
 
     async def delete(self, session: LiveSession, sequence_id: str) -> bool:
-        """Ends a sequence (a context that is decoded sparsely), and waits until all selections of
-        blocks for it have ended. Returns False if the sequence is unknown."""
+        """Waits until the sequence's selections have ended. False if it is unknown."""
         sequence = self.sequences.pop(session.record.number, sequence_id)
         if sequence is None:
             return False
@@ -180,17 +163,13 @@ class SparseDecode:
             return True
 
     def close_session(self, session: LiveSession, *, is_last: bool) -> None:
-        """Ends the session's sequences (contexts that it decodes sparsely). If this was the
-        engine's last session, also drops the engine's figures."""
         self.sequences.drop_session(session.record.number)
         if is_last:
             self.figures.drop(session.record.engine_id)
 
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
-        """Releases the sequence's lease and acquires a new lease. The new lease pins the leading
-        blocks that are ready together with their sketches (compact forms of keys). Raises
-        OVERLOADED, and changes nothing, if the new lease would exceed a bound of the session's
-        owner (its tenant or engine)."""
+        """Replaces the lease by one of the leading blocks that are ready with their sketches.
+        Raises OVERLOADED, and changes nothing, if that exceeds a bound of the owner."""
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
         groups = (sequence.spec.sketch_group, sequence.group_index)
@@ -200,8 +179,7 @@ class SparseDecode:
         ]
         count = _leading(found)
         if count:
-            # Check the limits before the previous lease is released: if the call is refused, the
-            # sequence keeps the previous lease.
+            # Checked first: a refused call keeps the previous lease.
             previous = self.core.leases.get(session.record.engine_id, sequence.lease_id)
             weight = read_weight(len(groups), len(groups) * count)
             owner = self.core.sessions.owner(session.record)
@@ -228,11 +206,9 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # The lease pins fewer entries than the call asked for, because leases without a load
-            # may pin only a share of the arena. `_leading` is the number of blocks that were pinned
-            # together with their sketches: try again with these. If it is 0, the
-            # sketches alone, which come first in the call, have used up the share: try again
-            # with half of the blocks.
+            # Leases without a load may pin only a share of the arena, so this one may have got
+            # less. Try again with the blocks pinned together with their sketches; if there is
+            # none, sketches alone, which come first, used up the share: try half.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned) or count // 2
 
@@ -241,11 +217,10 @@ class SparseDecode:
     def report(
         self, session: LiveSession, used: Mapping[str, I32], layers: Sequence[LayerGrowth]
     ) -> None:
-        """Records an engine's report of sparse decode steps.
+        """Records a report of decode steps.
 
-        used: by id of the sequence (a context that is decoded sparsely), positions of the blocks to
-            which steps attended.
-        layers: growth of the counters of each layer.
+        used: by sequence id, positions of the blocks that steps attended to.
+        layers: growth of each layer's counters.
         """
         now_s = time.monotonic()
         self.counters.reports += 1
@@ -259,8 +234,7 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """Counts the blocks at these positions of the sequence as used, so that the eviction policy
-        keeps them longer, because the sequence will probably use them again."""
+        """Makes the eviction policy keep these blocks longer: the sequence will use them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(
@@ -271,8 +245,7 @@ class SparseDecode:
 
 
 def _leading(masks: Sequence[BoolMask]) -> int:
-    """Returns how many leading elements are True in all masks: the index of the first element that
-    is False in any mask."""
+    """Leading elements that are True in all masks."""
     everywhere = np.logical_and.reduce(masks)
     return len(everywhere) if everywhere.all() else int(np.argmin(everywhere))
 
@@ -281,19 +254,16 @@ def _leading(masks: Sequence[BoolMask]) -> int:
 
 
 CountUsed = Callable[[LiveSession, LiveSequence, NDArray[np.int32]], None]
-"""A function that counts the blocks of a sequence at these positions as used."""
+"""Counts the blocks of a sequence at these positions as used."""
 
 
 class Selections:
-    """Selects the blocks to which a decode step attends, for engines that can't map the arena.
+    """Runs selections on threads; those of one sequence in order.
 
-    The blocks of a selection are pinned until the selection has ended, as for a load.
-    Sketches (compact forms of keys) that a restart has restored are compared with their
-    checksums before they are read. Selections run on separate threads; selections of
-    the same sequence (a context that is decoded sparsely) run in order.
+    Their blocks are pinned as for a load. Sketches restored after a restart are verified before
+    they are read.
 
-    num_served: number of answered selections.
-    latency: histogram of the duration of selections, in seconds.
+    latency: in seconds.
     """
 
     def __init__(
@@ -310,44 +280,37 @@ class Selections:
         self.num_served = 0
         self.latency = Histogram(LATENCY_BOUNDS_S)
         self._threads = full_pool(NUM_THREADS, "hotkv-select")
-        # The tasks of selections that wait or run, each with the time at which the selection was
-        # requested.
+        # When each was requested.
         self._running: dict[asyncio.Task[Selected], float] = {}
 
     def __repr__(self) -> str:
         return f"Selections({len(self._running)} waiting or running, {self.num_served} served)"
 
     def __len__(self) -> int:
-        """Returns how many selections of blocks wait or run."""
+        """Waiting or running."""
         return len(self._running)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the oldest selection has waited or run; 0 if there is no
-        selection."""
+        """Age of the oldest selection; 0 without any."""
         return now_s - min(self._running.values(), default=now_s)
 
     def warm_up(self) -> None:
-        """Loads the kernels (functions that numba compiles) on a selection thread, because loading
-        them on the event loop would take too long."""
+        """Loads the kernels on a thread: too slow for the event loop."""
         self._threads.submit(native.require, "hotkv_sparse.all_kernels")
 
     def close(self) -> None:
-        """Ends the threads that select blocks, after all sessions have closed."""
+        """After all sessions have closed."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def select(
         self, session: LiveSession, sequence: LiveSequence, request: SelectRequest, stream: int
     ) -> Selected:
-        """Selects the blocks to which a layer attends in a decode step of a sequence. When this
-        call returns, the selection no longer reads the arena.
+        """When it returns, the selection no longer reads the arena.
 
-        Raises INVALID_FIELD if the sequence was created without settings for selections, or can't
-        answer the request. Raises OVERLOADED if too many selections wait, and UNKNOWN_LEASE if the
-        sequence's lease has ended.
+        Raises INVALID_FIELD if the sequence has no spec or can't answer, OVERLOADED if too many
+        selections wait, UNKNOWN_LEASE if the sequence's lease has ended.
 
-        stream: number of the client's stream of selections. Each stream has its own hot sets
-            (records of the blocks in the client's hot slots), which are empty at its first
-            selection.
+        stream: number of the client's stream; each begins with empty hot sets.
         """
         if len(self._running) >= MAX_SELECTS:
             raise HotKVError(
@@ -355,8 +318,7 @@ class Selections:
             )
         spec = spec_of(sequence)
         began_s = time.perf_counter()
-        # Shield the task from cancellation: it reads the arena, and must run to its end even if the
-        # client disconnects.
+        # It reads the arena, so it must run to its end even if the client disconnects.
         task = asyncio.create_task(self._select(session, sequence, spec, request, stream))
         self._running[task] = time.monotonic()
         session.num_reads += 1
@@ -401,9 +363,9 @@ class Selections:
         return selected
 
     def _begin(self, session: LiveSession, sequence: LiveSequence) -> str:
-        """Renews the sequence's lease, and begins a transfer that pins the blocks of this lease.
-        Returns the id of the transfer; empty if the sequence has no lease. Raises HotKVError if the
-        session is closing or the lease has ended."""
+        """Renews the lease and begins a load that pins its blocks. Returns the transfer's id,
+        empty without a lease. Raises HotKVError if the session is closing or the lease has
+        ended."""
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
         if not sequence.lease_id:
@@ -421,10 +383,8 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares sketches (compact forms of keys) of the sequence (a context that is
-        decoded sparsely) with their checksums. Compares only sketches that a
-        restart has restored and that were not compared yet. Raises UNKNOWN_LEASE if bytes do not
-        match."""
+        """Only sketches that a restart restored and that are not verified yet. Raises
+        UNKNOWN_LEASE on a mismatch."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
@@ -434,8 +394,7 @@ class Selections:
 
 
 def spec_of(sequence: LiveSequence) -> SelectSpec:
-    """Returns the settings by which the server selects blocks for a sequence (a context that is
-    decoded sparsely). Raises INVALID_FIELD if the sequence was created without such settings."""
+    """Raises INVALID_FIELD if there is none."""
     if sequence.spec is None:
         raise invalid(
             f"sequence_id {sequence.sequence_id!r} was created without select; create one with it"

@@ -1,11 +1,9 @@
-"""Records the sequences of sessions (connections of engines). A sequence is a context that is
-decoded sparsely, given as the hashes of its complete blocks.
+"""Records the sequences of sessions. A sequence is a context that is decoded sparsely: the hashes
+of its complete blocks.
 
-Always true: a sequence belongs to a session and ends with it. The caller chooses the sequence's id.
-A repeated call of create or append changes nothing. The number of sequences of a session is
-bounded. The memory of all sequences is bounded too, in total and for each owner, a tenant or engine
-(`cache.room.shares`). This module only keeps records; `sparse.drive` leases blocks and makes
-selections.
+Always true: a sequence belongs to a session and ends with it; repeated calls change nothing;
+sequences per session and the memory of all, also per owner, are bounded. `sparse.drive` leases
+and selects.
 """
 
 import asyncio
@@ -23,34 +21,26 @@ from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
 SEQUENCE_BLOCKS = 32
-"""Memory of a sequence that has no blocks (a KiB), in the unit of `LiveSequence.weight`: the memory
-of a block's hash."""
+"""Weight of a sequence without blocks (a KiB); the unit is a block's hash."""
 TOUCH_INTERVAL_S = 1.0
-"""Interval at which the uses of a sequence's blocks are counted, in seconds. A block that is used
-in every step counts as used once per interval."""
+"""A block used in every step counts as used once per interval."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A context that is decoded sparsely.
+    """A sequence and what its selections need.
 
-    group_index: group of the sequence's blocks.
-    hashes: hashes of the complete blocks, uint32 words [n, 8].
-    spec: settings by which the server selects blocks for the sequence; None if the engine selects
-        by itself.
-    created_blocks: number of blocks with which the sequence was created.
-    owner: the tenant or engine for which bounds count the sequence.
-    used: bool [n], True for a block that decode steps have used since uses were last counted.
-    noted_s: when uses were last counted.
+    spec: None if the engine selects.
+    owner: for which bounds count it.
+    used: bool [n], blocks used since uses were last counted.
+    noted_s: when they were.
 
-    Only if the server selects blocks for the sequence:
-    lease_id: id of the lease that pins the covered blocks; empty if no block is covered. The
-        covered blocks are the leading blocks that were ready together with their sketches
-        (compact forms of keys).
-    entries: entries of the covered blocks' sketches, uint32 [covered].
-    slots: offsets of these sketches in the arena, int64 [covered], in bytes.
-    hot_sets: for each layer and shard, the recorded hot set (the blocks in the client's hot slots),
-        and the number of the client's stream of selections to which this hot set belongs.
+    If the server selects:
+    lease_id: pins the covered blocks, the leading ones ready with their sketches; empty without
+        any.
+    entries: of the covered sketches, uint32 [covered].
+    slots: their offsets in the arena, in bytes, int64 [covered].
+    hot_sets: by (layer, shard): the client's stream, and its hot set.
     lock: held during a selection.
     """
 
@@ -75,13 +65,10 @@ class LiveSequence:
         )
 
     def weight(self, num_blocks: int) -> int:
-        """Returns the memory that the sequence (a context that is decoded sparsely) would take with
-        `num_blocks` blocks, for the bounds on the memory of all sequences. The unit is the memory
-        of a block's hash (HASH_BYTES).
+        """Memory with `num_blocks`, in hashes.
 
-        If the server selects blocks for the sequence, each block takes 13 more bytes (for its items
-        in `entries`, `slots` and `used`). A hot set (record of the blocks in the client's hot
-        slots) takes 14 bytes per slot and 6 bytes per block of the context.
+        If the server selects, a block takes 13 bytes more (in `entries`, `slots` and `used`),
+        and a hot set 14 bytes per slot and 6 per block.
         """
         if self.spec is None:
             return SEQUENCE_BLOCKS + num_blocks
@@ -96,13 +83,8 @@ class LiveSequence:
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int, stream: int) -> KeptHotSet | None:
-        """Returns the hot set (the blocks in the client's hot slots) that the server records for a
-        layer and shard; None if the server records no hot sets.
-
-        Each of the client's streams of selections begins with an empty hot set. The reason: the
-        client may have missed the last answer of an earlier stream, and so may not have loaded the
-        blocks that this answer named.
-        """
+        """None if none are recorded. A new stream begins with an empty one: its client may have
+        missed the last answer of an earlier stream, and so not loaded what it named."""
         if not spec.hot_blocks:
             return None
         of, hot = self.hot_sets.get((layer, shard), (-1, None))
@@ -112,11 +94,8 @@ class LiveSequence:
         return hot
 
     def use(self, positions: I32, now_s: float) -> I32:
-        """Records that decode steps used the blocks at these positions.
-
-        If TOUCH_INTERVAL_S has passed since uses were last counted, returns the positions of all
-        blocks used since then, in the order of the context. Otherwise returns no positions.
-        """
+        """Records uses. After TOUCH_INTERVAL_S: positions of all used since the last count,
+        ascending; before: none."""
         if len(self.used) < len(self.hashes):
             self.used = np.concatenate(
                 [self.used, np.zeros(len(self.hashes) - len(self.used), np.bool_)]
@@ -129,8 +108,7 @@ class LiveSequence:
         )
 
     def take_used(self, now_s: float) -> I32:
-        """Returns the positions of the blocks whose use has not been counted yet, in the order of
-        the context. The caller must count their use, because the next call does not return them
+        """Uncounted positions, ascending. The caller must count them: they are not returned
         again."""
         self.noted_s = now_s
         positions = np.flatnonzero(self.used).astype(np.int32)
@@ -139,17 +117,14 @@ class LiveSequence:
 
 
 class SequenceBook:
-    """All sequences (contexts that are decoded sparsely), by session number and id.
-
-    num_blocks: number of blocks of all sequences.
-    """
+    """By session number and id."""
 
     def __init__(self, max_sequences: int, max_sequence_blocks: int, bound: FairBound) -> None:
         self.max_sequences = max_sequences
-        """Most sequences of a session."""
+        """Of a session."""
         self.max_sequence_blocks = max_sequence_blocks
         self.bound = bound
-        """Bounds the sum of the weights of all sequences (`LiveSequence.weight`)."""
+        """Of all sequences' weights."""
         self.num_blocks = 0
         self._sessions: dict[int, dict[str, LiveSequence]] = {}
 
@@ -160,13 +135,10 @@ class SequenceBook:
         return f"SequenceBook({len(self)} sequences, {self.num_blocks} blocks)"
 
     def find(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Returns the session's sequence (a context that is decoded sparsely) with this id; None if
-        it is unknown."""
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:
-        """Returns the session's sequence (a context that is decoded sparsely) with this id. Raises
-        INVALID_FIELD if it is unknown."""
+        """Raises INVALID_FIELD if it is unknown."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
             raise invalid(
@@ -183,17 +155,8 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """Creates a sequence (a context that is decoded sparsely) and counts it for `owner`, a
-        tenant or engine. Returns the sequence and True. If the same sequence exists already,
-        returns that sequence and False.
-
-        group_index: group of the sequence's blocks.
-        hashes: hashes of the blocks that the sequence has already, uint32 words [n, 8].
-        spec: settings by which the server selects blocks; None if the engine selects by itself.
-
-        Raises HotKVError: INVALID_FIELD if the id is empty, DUPLICATE_ID if another sequence has
-        the id, OVERLOADED or TOO_LARGE if a bound is reached.
-        """
+        """The sequence, and False if the same one existed. Raises INVALID_FIELD if the id is
+        empty, DUPLICATE_ID if another sequence has it, OVERLOADED or TOO_LARGE at a bound."""
         if not sequence_id:
             raise invalid("sequence_id is empty; choose an id that is unique in the session")
         existing = self.find(session_number, sequence_id)
@@ -226,12 +189,10 @@ class SequenceBook:
     def append(
         self, session_number: int, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence (a context that is decoded sparsely) and returns the
-        sequence. Raises INVALID_FIELD if the sequence is unknown or the blocks don't continue it,
-        TOO_LARGE or OVERLOADED if a bound is reached.
+        """Appends blocks that the sequence lacks. Raises INVALID_FIELD if it is unknown or not
+        continued, TOO_LARGE or OVERLOADED at a bound.
 
-        first_position: position of the first block of `hashes` in the sequence. Blocks that the
-            sequence already has must have the same hashes.
+        first_position: of `hashes` in the sequence; known blocks must have the same hashes.
         """
         sequence = self.get(session_number, sequence_id)
         count = len(sequence.hashes)
@@ -272,8 +233,7 @@ class SequenceBook:
             )
 
     def pop(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Ends a sequence (a context that is decoded sparsely) and returns it; None if it is
-        unknown."""
+        """None if it is unknown."""
         sequences = self._sessions.get(session_number, {})
         sequence = sequences.pop(sequence_id, None)
         if sequence is not None:
@@ -283,7 +243,6 @@ class SequenceBook:
         return sequence
 
     def drop_session(self, session_number: int) -> None:
-        """Ends all sequences (contexts that are decoded sparsely) of a session."""
         for sequence in self._sessions.pop(session_number, {}).values():
             self._ended(sequence)
 
@@ -292,8 +251,6 @@ class SequenceBook:
         self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the counts of sequences (contexts that are decoded sparsely) and
-        blocks do not match the sequences."""
         everything = [
             sequence for sequences in self._sessions.values() for sequence in sequences.values()
         ]

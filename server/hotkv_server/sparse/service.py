@@ -1,11 +1,9 @@
-"""Serves the gRPC service SparseService: the calls for sequences (contexts that are decoded
-sparsely), and the stream of selections.
+"""Serves SparseService: calls for sequences, and streams of selections.
 
-A stream makes its selections in order. It reads the next request only after it has sent the answer,
-so it makes no selections for a client that does not read answers. A refused request is answered
-with an error, and the stream continues. A stream belongs to the first open session that one of its
-requests names. The stream ends if no request names an open session within FIRST_REQUEST_TIMEOUT_S,
-or when the session has ended.
+A stream selects in order and reads its next request only after the answer is sent, so nothing is
+selected for a client that does not read. A refusal is an answer; the stream goes on. It belongs
+to the first open session that a request names, and ends with it, or if none is named within
+FIRST_REQUEST_TIMEOUT_S.
 """
 
 import asyncio
@@ -29,12 +27,10 @@ from hotkv_server.wire.guard.limits import Guests, Pace
 
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0
-"""Interval at which an idle stream checks that its session is still open, in seconds."""
+"""Interval at which an idle stream looks whether its session is open."""
 
 
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
-    """Answers the calls of the gRPC service SparseService (sparse.proto)."""
-
     def __init__(self, node: Node, sparse: SparseDecode, pace: Pace, guests: Guests) -> None:
         self._node = node
         self._sparse = sparse
@@ -130,8 +126,8 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """Waits for the next request of a stream of selections that has no session yet. Raises
-    StopAsyncIteration if the client has ended the stream, HotKVError if the deadline has passed."""
+    """Next request of a stream without a session. Raises StopAsyncIteration at its end,
+    HotKVError at the deadline."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
     except asyncio.TimeoutError:
@@ -144,9 +140,8 @@ async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
 async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
-    """Yields `first`, then the further requests of the stream, until the client ends the stream or
-    the session closes. A request that arrives while the session closes is yielded too, so that the
-    caller refuses it."""
+    """Yields requests until the client ends the stream or the session closes. One that arrives
+    while it closes is yielded too, for the caller to refuse."""
     yield first
     is_open = True
     while is_open:

@@ -1,10 +1,5 @@
-"""The checks that every copy engine (`dataplane.engines.CopyEngine`) must pass. A copy engine
-copies bytes between the server's arena and the memory of vLLM engines.
-
-Each check calls `make_rig`, which returns a `CopyRig`: the copy engine under test, an arena, and
-memory that stands for a vLLM engine's memory. The check compares the copied bytes with numpy
-arrays.
-"""
+"""The checks that every `dataplane.engines.CopyEngine` must pass. A check gets a `CopyRig` and
+compares copied bytes with numpy arrays."""
 
 import contextlib
 import threading
@@ -20,16 +15,15 @@ from hotkv_server.dataplane.plan import CopyPlan, Region
 
 Bytes = NDArray[np.uint8]
 WAIT_S = 60.0
-"""Longest wait for the end of jobs, in seconds. After it the check fails."""
+"""For the end of jobs; then the check fails."""
 
 
 @dataclass(frozen=True)
 class CopyRig:
-    """A copy engine under test, with memory for its copies.
+    """A copy engine under test.
 
-    arena: memory on the server's side of copies.
-    memories: memory on the vLLM engine's side of copies.
-    read, write: read or write all bytes of a region, in host or device memory.
+    memories: the vLLM engine's side of copies.
+    read, write: all bytes of a region, in host or device memory.
     break_next: makes the next copy of a job fail.
     """
 
@@ -42,13 +36,12 @@ class CopyRig:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[CopyRig]"]
-"""A function that returns a context manager. The context manager makes a `CopyRig`, and at the end
-closes the rig's copy engine, even if the check has already closed it."""
+"""Makes a context that closes the rig's copy engine at its end, even if the check already has."""
 
 
 @dataclass
 class Ends:
-    """Records the outcomes of copy jobs, by the name of the job."""
+    """Outcomes of copy jobs by name."""
 
     outcomes: dict[str, list[tuple[Outcome, str]]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -60,12 +53,7 @@ class Ends:
         gate: Gate | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
-        """Makes a copy job. When it ends, `then` is called and the outcome is recorded under
-        `name`.
-
-        gate: delays the job until the device of the vLLM engine has passed a mark (a point in its
-            queue); None: no delay.
-        """
+        """`then` is called at the job's end. `gate`: None: no delay."""
         assert name not in self.outcomes
         self.outcomes[name] = []
 
@@ -78,8 +66,8 @@ class Ends:
         return CopyJob(plans, on_done, gate)
 
     def wait(self, *names: str) -> None:
-        """Waits until the copy jobs with these names have ended; without names, until all jobs have
-        ended. Raises AssertionError if a job has not ended after WAIT_S, or has ended twice."""
+        """Without names, for all jobs. Raises AssertionError after WAIT_S, or if a job has ended
+        twice."""
         with self._changed:
             wanted = names or tuple(self.outcomes)
             ended = self._changed.wait_for(
@@ -91,7 +79,6 @@ class Ends:
         self.check_once()
 
     def check_once(self) -> None:
-        """Raises AssertionError if a copy job has ended twice."""
         assert all(len(outcomes) <= 1 for outcomes in self.outcomes.values()), "a job ended twice"
 
     def __getitem__(self, name: str) -> Outcome:
@@ -102,19 +89,17 @@ class Ends:
 
 
 def random_bytes(rng: np.random.Generator, region: Region) -> Bytes:
-    """Returns random bytes, as many as the region has bytes."""
     return rng.integers(0, 256, region.num_bytes, dtype=np.uint8)
 
 
 def random_runs(
     rng: np.random.Generator, spaces: tuple[int, ...], num_runs: int, page_bytes: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Makes random byte ranges (runs) in several memories (spaces); the ranges of a memory don't
-    overlap. Returns the offsets of the ranges for each memory, int64 [runs], and the sizes of the
-    ranges, int64 [runs].
+    """Random byte ranges that don't overlap, in several memories: offsets per memory and sizes,
+    int64 [runs].
 
-    spaces: sizes of the memories in bytes.
-    page_bytes: size of all ranges, whose offsets are then aligned; 0: sizes and offsets are random.
+    spaces: bytes of each memory.
+    page_bytes: size and alignment of all ranges; 0: random.
     """
     room = min(spaces)
     if page_bytes:
@@ -140,8 +125,7 @@ def random_runs(
 
 
 def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
-    """Executes random copy jobs in both directions, and makes the same copies between numpy arrays.
-    Checks after each job that all memories have the same bytes as the arrays."""
+    """Random jobs in both directions leave the bytes that numpy copies leave."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         regions = (rig.arena, *rig.memories)
@@ -180,7 +164,7 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
 
 
 def check_nothing_to_do(make_rig: MakeRig) -> None:
-    """Checks that copy jobs without plans, without byte ranges or without bytes end as DONE."""
+    """Jobs without plans, ranges or bytes end as DONE."""
     with make_rig() as rig:
         nothing, zero = np.empty(0, np.int64), np.zeros(3, np.int64)
         ends = Ends()
@@ -202,15 +186,15 @@ def check_nothing_to_do(make_rig: MakeRig) -> None:
 
 
 def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
-    """Makes a plan that copies all bytes for which both regions have room. The pages of the source
-    are copied in reversed order, so that no two byte ranges are merged."""
+    """Copies all bytes for which both have room, pages of the source in reversed order, so that
+    none are merged."""
     pages = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64) * page_bytes
     return CopyPlan(dst, src, pages, pages[::-1].copy(), np.full(len(pages), page_bytes, np.int64))
 
 
 def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
-    """Cancels a copy job before it begins, and other jobs later. Checks that the first job copies
-    no bytes, and that each of the others ends once and does not write to memory after its end."""
+    """A job cancelled before it begins copies nothing; others end once and write nothing after
+    their end."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         ends = Ends()
@@ -222,8 +206,7 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
         rig.engine.submit(job)
         ends.wait()
         assert ends["never begun"] is Outcome.CANCELLED and np.array_equal(rig.read(memory), before)
-        # At the end of a job the test overwrites the job's target. These bytes must still be there
-        # when all jobs have ended, because no other job writes there.
+        # Written over a job's target at its end: must still be there when all have ended.
         share = memory.num_bytes // 8
         marks: list[tuple[Region, Bytes]] = []
         jobs = []
@@ -254,8 +237,7 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_failure(make_rig: MakeRig) -> None:
-    """Makes a copy fail. Checks that its job ends as FAILED with a message, and that later jobs
-    succeed."""
+    """A failing copy ends its job as FAILED with a message; later jobs succeed."""
     with make_rig() as rig:
         ends = Ends()
         memory = rig.memories[0]
@@ -271,8 +253,7 @@ def check_failure(make_rig: MakeRig) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Closes a copy engine that has 20 jobs. Checks that all jobs have ended as DONE when `close`
-    returns."""
+    """All jobs have ended as DONE when `close` returns."""
     with make_rig() as rig:
         ends = Ends()
         for number in range(20):
@@ -284,7 +265,7 @@ def check_close(make_rig: MakeRig) -> None:
 
 
 def check_idle(make_rig: MakeRig) -> None:
-    """Checks that a copy engine without work is alive and does not count as stalled."""
+    """Without work it is alive and not stalled."""
     with make_rig() as rig:
         ends = Ends()
         rig.engine.submit(ends.job("some", [whole_plan(rig.arena, rig.memories[0])]))
@@ -297,9 +278,8 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_times(make_rig: MakeRig) -> None:
-    """Executes some copy jobs. Checks that they report how long they waited for a thread or device,
-    except jobs that never began. Also checks that the copy engine counts as busy only while it
-    copies."""
+    """Jobs report how long they waited, unless they never began; the engine is busy only while
+    it copies."""
     with make_rig() as rig:
         ends, plans = Ends(), [whole_plan(rig.arena, memory) for memory in rig.memories]
         assert rig.engine.busy_s == 0.0 and rig.engine.num_lanes >= 1

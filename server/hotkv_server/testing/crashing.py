@@ -1,16 +1,12 @@
-"""Runs servers that kill themselves at a chosen point, for the kill campaign (tests of restarts
-after a kill). Each server starts within milliseconds.
+"""Runs servers that kill themselves at a chosen point, each within milliseconds.
 
-`python -m hotkv_server.testing.crashing` loads the server's modules once. For each line of standard
-input it forks a child that runs a server. A line is a JSON object `{"flags": [...], "point":
-"publish", "when": "during", "pass": 3, "delay_us": 120, "log": "/path"}`; if `point` is null, the
-child does not kill itself. The program writes `ready` once it has loaded the modules, `started PID`
-for each child, and `ended PID STATUS` when a child has ended. If the program dies, the kernel kills
-its children.
+`python -m hotkv_server.testing.crashing` loads the modules once and forks a server for each line of
+standard input: `{"flags": [...], "point": "publish", "when": "during", "pass": 3, "delay_us": 120,
+"log": "/path"}`; `point` null: no kill. It writes `ready`, `started PID` and `ended PID STATUS`. If
+it dies, the kernel kills its children.
 
-A point is a function of the server (`POINTS`). The child kills itself (SIGKILL) before or after the
-n-th call of the function (`pass`), or `delay_us` microseconds after this call has begun. The kill
-may hit the middle of a compiled kernel, because kernels release the GIL.
+The child kills itself (SIGKILL) before or after the n-th call (`pass`) of the point's function,
+or `delay_us` after it has begun: perhaps within a compiled kernel, which releases the GIL.
 """
 
 import contextlib
@@ -53,19 +49,18 @@ POINTS = {
     "use": "hotkv_server.memory.arena:NodeMemory.save_use",
     "verify": "hotkv_server.integrity.verifier:Verifier.settle",
 }
-"""Functions at which a server may kill itself, by name of the point. They belong to stores, loads,
-evictions, rebalancing (evictions that free a piece of the arena for slots of another size) and
-restarts."""
+"""Functions of stores, loads, evictions, rebalancing (evictions that free a slab for slots of
+another size) and restarts."""
 MOMENTS = ("before", "during", "after")
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The moment at which a server kills itself: at a call of one of its functions (the point).
+    """When a server kills itself.
 
-    point: name of the function in `POINTS`.
-    when: `before` or `after` the `nth` call of the function, or `during` this call.
-    delay_us: with `during`, microseconds after the call has begun.
+    point: name in `POINTS`.
+    when: `before`, `during` or `after` the `nth` call.
+    delay_us: with `during`, since the call began.
     """
 
     point: str
@@ -89,9 +84,7 @@ def _die_later(delay_us: int) -> None:
 
 
 def arm(crash: Crash) -> None:
-    """Patches the server's function `crash.point`, so that the process kills itself when `crash`
-    says: before, after or during a certain call of the function. Raises KeyError for an unknown
-    point."""
+    """Patches the point's function. Raises KeyError for an unknown point."""
     module_name, _, path = POINTS[crash.point].partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -120,8 +113,7 @@ def arm(crash: Crash) -> None:
 
 
 def _run_child(order: dict[str, Any]) -> None:
-    """Runs a server in the forked child, until the server stops or kills itself. Ends the
-    process."""
+    """Ends the process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     status = 1
     try:
@@ -139,8 +131,7 @@ def _run_child(order: dict[str, Any]) -> None:
 
 
 def _preload() -> None:
-    """Loads the modules and kernels whose loading takes most of the time of a server's start.
-    Forked servers then need not load them again."""
+    """Loads what takes most of a start's time."""
     from hotkv_proto import native
 
     for name in (
@@ -157,8 +148,7 @@ def _preload() -> None:
 
 
 def main() -> int:
-    """Forks a child that runs a server for each line of standard input. When standard input ends,
-    kills the children that still run."""
+    """When standard input ends, kills the children that still run."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     _preload()
     children: set[int] = set()

@@ -1,16 +1,13 @@
-"""Simulates a CUDA runtime without a GPU: streams that run late and in any order, memory that only
-streams may access, and errors on demand.
+"""Simulates a CUDA runtime: streams that run late and in any order, memory that only they may
+access, errors on demand.
 
-Always true: a copy reads and writes bytes when it runs, never when it is submitted. The work of
-different streams has no order. The host can't access device memory. A call that CUDA would refuse
-raises DeviceError. If CUDA would crash at an access, the device is lost: every later call on it
-raises.
+Always true: a copy moves bytes when it runs, not when it is submitted. Different streams have no
+order. The host can't access device memory. What CUDA would refuse raises DeviceError; where it
+would crash, the device is lost, and every later call on it raises.
 
-A seed determines the order of streams, their delays, and the parts in which copies move bytes.
-Usually a thread runs the streams. In a runtime without a thread, the test runs the streams by
-calling `run`. In such a runtime, a call that must wait for the device (for example
-`FakeRuntime.synchronize`) runs the streams itself, if it is made on the thread that made the
-runtime. On any other thread, the call waits until that thread has run the streams.
+A seed decides orders, delays and parts of copies. A thread runs the streams; without one the
+test does, by `run`. Then a call that waits for the device runs them itself on the thread that
+made the runtime; on others it waits for that thread.
 """
 
 import contextlib
@@ -45,36 +42,26 @@ from hotkv_server.testing.device_memory import (
 )
 
 # ------------------------------------------------------------------------------------------- Copies
-# Copies of the simulated devices. A copy is checked when it is submitted, and is executed in steps
-# when its stream reaches it.
-#
-# Always true: a copy looks up its address ranges again when it runs. If a memory was freed in the
-# meantime, the device is lost, as with CUDA.
+# A copy is checked when it is submitted and runs in steps when its stream reaches it. It then
+# looks its ranges up again: if memory was freed meanwhile, the device is lost, as with CUDA.
 
 Work = Iterator[bool]
-"""The work of a stream, as an iterator that executes it in steps. It yields True after a step, and
-False if it can't continue yet because it waits for an event."""
+"""Of a stream, in steps. Yields True after a step, False if it waits for an event."""
 Copy = tuple[int, int, int]
-"""A copy: address of the destination, address of the source, number of bytes."""
+"""(target address, source address, bytes)."""
 
 
 class DeviceCopies:
-    """Checks and executes copies of the simulated devices. Copies are returned as work: an iterator
-    that a stream executes step by step. The caller must hold the runtime's lock for each call and
-    for each step."""
+    """Checks copies and returns them as `Work`. The caller holds the runtime's lock, in each
+    step too."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
         self._ranges = ranges
         self._dice = dice
 
     def check(self, device: int, copies: list[Copy], what: str, *, may_be_pageable: bool) -> bool:
-        """Checks the copies of a call. Raises DeviceError if CUDA's call would fail. Returns True
-        if a copy reads or writes host memory that is not registered (page-locked).
-
-        copies: (target address, source address, number of bytes) of each copy.
-        what: name of the call, for error messages.
-        may_be_pageable: False: host memory that is not registered is an error too.
-        """
+        """Raises DeviceError if CUDA's call would fail. True if host memory is involved that is
+        not registered; an error unless `may_be_pageable`. `what`: for messages."""
         pageable = False
         for dst, src, count in copies:
             (_, to), (_, from_) = (
@@ -98,14 +85,10 @@ class DeviceCopies:
         by_kernel: bool = False,
         pageable: bool = False,
     ) -> Work:
-        """Returns the work of a call that copies bytes: an iterator, which copies them in 1 to 3
-        steps.
+        """Copies in 1 to 3 steps.
 
-        copies: (target address, source address, number of bytes) of each copy.
-        what: name of the call, for error messages.
-        by_kernel: True: a kernel makes the copies. Then an access that is not allowed makes the
-            device lost (unusable).
-        pageable: True: the copies may use host memory that is not registered.
+        by_kernel: an access that is not allowed loses the device.
+        pageable: host memory need not be registered.
         """
         num_steps, version, real = self._dice.randint(1, 3), -1, copies
         for step in range(num_steps):
@@ -124,10 +107,8 @@ class DeviceCopies:
                 yield True
 
     def move_by_table(self, device: int, table: int, num_copies: int, max_bytes: int) -> Work:
-        """Returns the work of the copy kernel: an iterator, which copies step by step. It reads the
-        copies from the array int64 [3, num_copies] (target, source, number of bytes) at the address
-        `table`, and makes them in any order. If a copy is longer than `max_bytes`, it raises
-        DeviceError."""
+        """The copy kernel: reads int64 [3, num_copies] (targets, sources, bytes) at `table`,
+        copies in any order. Raises DeviceError if a copy is longer than `max_bytes`."""
         real = self._ranges.kernel_range(device, table, 24 * num_copies)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
         copies = list(zip(*rows.tolist(), strict=True))
@@ -147,9 +128,7 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """Replaces the addresses of a copy by the addresses at which this process has the bytes.
-        Raises DeviceError if the memory was freed or unregistered since the copy was checked.
-        `pageable`: True allows unregistered host memory."""
+        """Addresses here. Raises DeviceError if memory was freed or unregistered meanwhile."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -161,19 +140,16 @@ class DeviceCopies:
 
 
 # ------------------------------------------------------------------------------- Streams and events
-# Streams of the simulated devices. They run late and in a random order, and calls fail on demand.
-#
-# Always true: the work of different streams has no order. A lost device does no further work, and
-# every later call on it raises. `changed` is the only lock of the runtime, and is notified at every
-# change.
+# The work of different streams has no order. A lost device does no further work, and every later
+# call on it raises. `changed` is the runtime's only lock, notified at every change.
 
 POLL_S = 50e-6
 COPIES = "copies"
-"""A value for the argument `method` of `fail_call`: all methods that copy."""
+"""`method` of `fail_call`: all that copy."""
 
 
 class FakeStream:
-    """A simulated CUDA stream; implements `Stream`."""
+    """Implements `Stream`."""
 
     def __init__(self, device: int, priority: Priority) -> None:
         self.priority = priority
@@ -189,11 +165,10 @@ class FakeStream:
 
 
 class FakeEvent:
-    """A simulated CUDA event; implements `Event`. If another process made the event (`opened`), its
-    counters are in memory that both processes share.
+    """Implements `Event`. The counters of an event of another process (`opened`) lie in shared
+    memory.
 
-    counters: how many times the event was recorded, and the number of the latest record that the
-        device has passed.
+    counters: records, and the latest that the device has passed.
     """
 
     def __init__(self, device: int, address: int = 0) -> None:
@@ -212,21 +187,18 @@ class FakeEvent:
         return self.address != 0
 
     def reach(self, number: np.uint64) -> Work:
-        """Returns work for a stream, which marks the record with this number as passed by the
-        device."""
+        """The device passes this record."""
         self.counters[1] = max(self.counters[1], number)
         yield from ()
 
 
 def fake(event: Event) -> FakeEvent:
-    """Casts an event to `FakeEvent`."""
     assert isinstance(event, FakeEvent)
     return event
 
 
 class Streams:
-    """The streams of all simulated devices, with their work: iterators that are executed step by
-    step. A thread executes the work; without a thread, the test executes it by calling `run`."""
+    """The streams of all devices. A thread executes their work, or the test by `run`."""
 
     def __init__(
         self, dice: random.Random, num_devices: int, *, threaded: bool, max_delay_s: float
@@ -254,26 +226,20 @@ class Streams:
         return f"Streams({len(self._streams)}, {given} given, lost {sorted(self.lost)})"
 
     def add(self, device: int, priority: Priority) -> FakeStream:
-        """Returns a new stream."""
         self._streams.append(FakeStream(device, priority))
         return self._streams[-1]
 
     def give(self, stream: Stream, work: Work) -> None:
-        """Appends work to a stream."""
         assert isinstance(stream, FakeStream)
         stream.work.append(work)
         self.changed.notify_all()
 
     def is_idle(self, device: int) -> bool:
-        """Returns True if no stream of the device has work."""
         return not any(stream.work for stream in self._streams if stream.device == device)
 
     def wait_for(self, device: int, reached: Callable[[], bool]) -> None:
-        """Waits until `reached` returns True, or until the device is lost.
-
-        If the runtime has no thread to run the streams, the thread that made the runtime runs the
-        streams in this call. On any other thread, the call waits until that thread has run them.
-        """
+        """Waits until `reached`, or the device is lost. Without a thread, the runtime's maker
+        runs the streams here; other threads wait for it."""
         runs_itself = self._thread is None and threading.get_ident() == self._maker
         with self.changed:
             while not reached() and device not in self.lost and not self._closed:
@@ -281,7 +247,7 @@ class Streams:
                     self.changed.wait(POLL_S * 10)
 
     def close(self) -> None:
-        """Stops the thread and drops all work of streams."""
+        """Drops all work."""
         with self.changed:
             self._closed = True
             for stream in self._streams:
@@ -293,8 +259,7 @@ class Streams:
     # Running
 
     def run(self, num_steps: int) -> int:
-        """Executes up to `num_steps` steps of the streams' work. Returns the number of executed
-        steps."""
+        """Number of executed steps."""
         done = 0
         with self.changed:
             while done < num_steps and self._step():
@@ -315,8 +280,7 @@ class Streams:
                 time.sleep(self._dice.random() * self._max_delay_s)
 
     def _step(self) -> bool:
-        """Executes a step of the work of a random stream. Returns False if no stream can
-        continue."""
+        """Runs a step of a random stream. False if none can continue."""
         return any(
             stream.work and self._advance(stream)
             for stream in self._dice.sample(self._streams, len(self._streams))
@@ -346,8 +310,7 @@ class Streams:
     # Faults on demand
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Simulates a device that is lost after a CUDA error: the work of its streams is dropped,
-        and every later call on it raises DeviceError."""
+        """Drops the device's work; every later call on it raises DeviceError."""
         with self.changed:
             self.lost.setdefault(device, why)
             for stream in self._streams:
@@ -356,22 +319,18 @@ class Streams:
             self.changed.notify_all()
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Makes the device lost (unusable, as after a CUDA error) once its streams have executed
-        `num_steps` more steps. A copy takes up to three steps, so it may be left half done."""
+        """After that many steps of its streams; may leave a copy half done."""
         with self.changed:
             self._steps_to_loss[device] = num_steps
 
     def fail_call(self, method: str, nth: int) -> None:
-        """Makes the nth following call of a method of the runtime raise DeviceError.
-
-        method: name of the method; COPIES: all methods that copy.
-        """
+        """The nth call from now raises DeviceError. `method`: name, or COPIES."""
         with self.changed:
             self._failing.setdefault(method, []).append(nth)
 
     def enter(self, method: str, device: int) -> None:
-        """Begins a call of a method of the runtime. Raises DeviceError if the device does not exist
-        or is lost, or if `fail_call` makes this call fail."""
+        """Begins a call. Raises DeviceError if the device is unknown or lost, or if `fail_call`
+        says so."""
         if device != HOST and not 0 <= device < self._num_devices:
             raise DeviceError(f"fake device: {method}: invalid device ordinal {device}")
         if device in self.lost:
@@ -390,10 +349,9 @@ __all__ = ["COPIES", "FakeEvent", "FakeRuntime", "FakeStream"]
 
 
 class FakeRuntime:
-    """A CUDA runtime without a GPU, for tests; implements `DeviceRuntime`. Its streams run late and
-    in any order, and a test can make calls fail.
+    """Implements `DeviceRuntime`.
 
-    max_delay_s: longest pause of the thread between two steps.
+    max_delay_s: between two steps of the thread.
     """
 
     def __init__(
@@ -418,56 +376,44 @@ class FakeRuntime:
     # For tests
 
     def run(self, num_steps: int) -> int:
-        """Executes up to `num_steps` steps of the work of random streams. Returns the number of
-        executed steps. Only for a runtime that has no thread to run the streams."""
+        """See `Streams.run`; only without a thread."""
         return self._streams.run(num_steps)
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Simulates a device that is lost after a CUDA error: the work of its streams is dropped,
-        and every later call on it raises DeviceError."""
         self._streams.lose(device, why)
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Makes the device lost (unusable, as after a CUDA error) once its streams have executed
-        `num_steps` more steps. A copy takes up to three steps, so it may be left half done."""
         self._streams.lose_after(device, num_steps)
 
     def fail_call(self, method: str, nth: int = 1) -> None:
-        """Makes the nth following call of a method raise DeviceError; the device is not lost (stays
-        usable). If the call copies a batch, some of the bytes are copied before it fails.
-
-        method: name of the method; COPIES: all methods that copy.
-        """
+        """See `Streams.fail_call`. The device stays usable; a batch copies some bytes before it
+        fails."""
         self._streams.fail_call(method, nth)
 
     def peek(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Returns a copy of device memory, without waiting for streams."""
+        """Without waiting for streams."""
         with self._changed:
             return bytes_at(self._ranges.shadow_of(address, num_bytes), num_bytes).copy()
 
     def poke(self, address: int, data: NDArray[np.uint8]) -> None:
-        """Writes to device memory at once, without waiting for streams."""
+        """Without waiting for streams."""
         with self._changed:
             target = bytes_at(self._ranges.shadow_of(address, data.nbytes), data.nbytes)
             target[:] = data.reshape(-1).view(np.uint8)
 
     def held(self) -> dict[str, int]:
-        """Returns how many pieces of memory are not freed, by kind: allocated, pinned, registered
-        or opened."""
         with self._changed:
             return self._ranges.held()
 
     def close(self) -> None:
-        """Stops the thread, drops all work of streams, and frees all memory."""
+        """Drops all work and frees all memory."""
         self._streams.close()
         with self._changed:
             self._ranges.drop_all()
 
     @contextlib.contextmanager
     def _call(self, method: str, device: int = HOST) -> Iterator[None]:
-        """Holds the runtime's lock during the `with` block, in which a call of the runtime is
-        executed. Raises DeviceError if the device is lost, or if a test has made this call fail
-        with `fail_call`."""
+        """Holds the lock. Raises as `Streams.enter`."""
         with self._changed:
             self._streams.enter(method, device)
             yield

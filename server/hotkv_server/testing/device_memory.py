@@ -1,5 +1,5 @@
-"""Simulates device memory for tests: allocations and events that two processes share, and the
-address ranges that streams may copy."""
+"""Simulated device memory: allocations and events that processes share, and ranges that streams
+may copy."""
 
 import bisect
 import ctypes
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from hotkv_server.device.runtime import HOST, DeviceError, Extent
 
 # -------------------------------------------------------------------------------- Between processes
-# An allocation is a memfd. Its handle has 64 bytes, as in CUDA; a process with the handle maps the
-# memfd through /proc/<pid>/fd. So a test can see whether a process still maps the memory of a dead
-# engine: as `memfd:hotkv-device` in /proc/<pid>/maps. An event is a memfd with two counters: how
-# many times it was recorded, and the last record that the device has passed.
+# An allocation is a memfd; its handle has 64 bytes, as in CUDA, and maps the memfd through
+# /proc/<pid>/fd. So a test sees whether a process still maps a dead engine's memory: as
+# `memfd:hotkv-device` in /proc/<pid>/maps. An event is a memfd with two counters: records, and
+# the last record passed.
 
 MEMORY_NAME, EVENT_NAME = "hotkv-device", "hotkv-device-event"
 EVENT_BYTES = 16
@@ -42,23 +42,18 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def uuid_of(device: int) -> bytes:
-    """Returns the UUID (16 bytes) of the simulated device with this number."""
+    """16 bytes."""
     return b"hotkv-fake-gpu" + device.to_bytes(2, "big")
 
 
 def map_pages(num_bytes: int, fd: int = -1) -> int:
-    """Maps a file into memory; without a file, maps memory filled with zeros. Returns the address.
-    Raises DeviceError if the system refuses.
-
-    fd: descriptor of the file; -1: no file.
-    """
+    """Address. `fd`: -1: zeros. Raises DeviceError if the system refuses."""
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return _map(num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
 
 def reserve_pages(num_bytes: int) -> int:
-    """Reserves a range of addresses that is used nowhere else and that the host can't access.
-    Returns its start."""
+    """Addresses that are used nowhere else and that the host can't access."""
     return _map(num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)
 
 
@@ -74,22 +69,21 @@ def _map(num_bytes: int, protection: int, flags: int, fd: int) -> int:
 
 
 def unmap_pages(address: int, num_bytes: int) -> None:
-    """Unmaps an address range that was mapped or reserved."""
     _libc.munmap(address, num_bytes)
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Returns a view of this process's memory at an address."""
+    """A view."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 @dataclass(frozen=True, slots=True)
 class FakeHandle:
-    """The content of a handle (64 bytes), by which another process opens an allocation or an event.
+    """What 64 bytes of a handle say.
 
-    kind: name of the memfd, which distinguishes allocations from events.
-    pid, fd: process that owns the memfd, and its descriptor there.
-    inode: inode of the memfd, to detect that the descriptor was closed and reused.
+    kind: name of the memfd.
+    pid, fd: its owner, and its descriptor there.
+    inode: tells whether the descriptor was closed and reused.
     """
 
     kind: str
@@ -107,8 +101,7 @@ class FakeHandle:
 
     @staticmethod
     def parse(raw: bytes, kind: str) -> "FakeHandle":
-        """Parses the bytes of a handle. Raises DeviceError unless they are a valid handle of this
-        kind (of device memory or of an event)."""
+        """Raises DeviceError unless it is a valid handle of this kind."""
         if (
             len(raw) != _FORMAT.size
             or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")
@@ -119,8 +112,7 @@ class FakeHandle:
         return FakeHandle(kind, pid, fd, inode, num_bytes, device)
 
     def map(self) -> int:
-        """Maps the handle's memory into this process and returns the address. Raises DeviceError if
-        the owning process has freed the memory or died."""
+        """Address here. Raises DeviceError if the owner has freed the memory or died."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -135,7 +127,7 @@ class FakeHandle:
 
 
 class _Shared:
-    """A memfd that this process has made and mapped."""
+    """A memfd of this process, mapped."""
 
     def __init__(self, kind: str, num_bytes: int, device: int) -> None:
         self._fd = os.memfd_create(kind)
@@ -147,8 +139,7 @@ class _Shared:
         ).pack()
 
     def close(self) -> None:
-        """Unmaps and closes the memfd. Other processes that have mapped it can still read its
-        bytes."""
+        """Processes that have mapped it keep its bytes."""
         if self._fd >= 0:
             unmap_pages(self.address, self.num_bytes)
             os.close(self._fd)
@@ -156,10 +147,7 @@ class _Shared:
 
 
 class FakeAllocation:
-    """Simulates an allocation in the device memory of an engine, which the server can open.
-
-    handle, device_uuid: the engine sends both to the server, which opens the memory by them.
-    """
+    """An engine's device memory, which the server opens by `handle` and `device_uuid`."""
 
     def __init__(self, num_bytes: int, device: int = 0) -> None:
         self.num_bytes, self.device, self.device_uuid = num_bytes, device, uuid_of(device)
@@ -170,13 +158,11 @@ class FakeAllocation:
         return f"FakeAllocation({self.num_bytes} bytes, device {self.device})"
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns the allocation's bytes, as the engine's kernels see them. Don't use the array
-        after `close`."""
+        """As the engine's kernels see it; not after `close`."""
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """Returns the allocation's bytes as uint32 words, which serve as flags for marks (points in
-        the queue of the engine's device)."""
+        """For marks."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -184,8 +170,7 @@ class FakeAllocation:
 
 
 class FakeIpcEvent:
-    """Simulates an interprocess CUDA event of an engine. The test calls `reach` to make the device
-    pass the event."""
+    """An engine's interprocess CUDA event, which the test passes by `reach`."""
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -194,11 +179,11 @@ class FakeIpcEvent:
         self.handle = self._memory.handle
 
     def record(self) -> None:
-        """Records the event, as if at the end of the queue of the engine's device."""
+        """As if at the end of the device's queue."""
         self._counters[0] += np.uint64(1)
 
     def reach(self) -> None:
-        """Marks the event's last record as passed, as if the engine's device had reached it."""
+        """The device has passed the last record."""
         self._counters[1] = self._counters[0]
 
     def close(self) -> None:
@@ -206,24 +191,19 @@ class FakeIpcEvent:
 
 
 # -------------------------------------------------------------------------------- What streams know
-# The address ranges that streams may copy, and the places in this process where their bytes are.
-#
-# Always true: the addresses of device memory have no pages, so the host can't access it. A range is
-# invalid if it leaves its allocation, crosses registrations, was freed or closed, or belongs to
-# another device. A call with an invalid range raises as CUDA's call would; a kernel that accesses
-# an invalid range loses the device. Freed addresses stay reserved. The caller holds the runtime's
-# lock.
+# Always true: addresses of device memory have no pages, so the host can't access them. A range
+# is invalid if it leaves its allocation, crosses registrations, was freed or closed, or is
+# another device's: a call then raises as CUDA's would, a kernel loses the device. Freed
+# addresses stay reserved. The caller holds the runtime's lock.
 
 
 @dataclass(slots=True, eq=False)
 class KnownMemory:
-    """A piece of memory from and to which simulated streams may copy.
+    """A range that streams may copy.
 
-    start, end: the memory's range of addresses.
-    shadow: address in this process at which the bytes of the memory are. For device memory this is
-        not `start`: the addresses from `start` on have no pages, so that the host can't access
-        them.
-    device: number of the memory's device; HOST for registered host memory.
+    shadow: address of its bytes in this process. Device memory has no pages at `start`, so that the
+        host can't access it.
+    device: HOST for registered host memory.
     """
 
     start: int
@@ -236,15 +216,14 @@ class KnownMemory:
 
     @property
     def kind(self) -> str:
-        """Returns how the memory was made: allocated, opened, pinned or registered."""
+        """How it was made."""
         if self.device != HOST:
             return "opened" if self.handle else "allocated"
         return "pinned" if self.mapped_bytes else "registered"
 
 
 class Ranges:
-    """All pieces of memory from and to which simulated streams may copy. `version` increases with
-    every change."""
+    """All memory that streams may copy. `version` rises with every change."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -255,7 +234,7 @@ class Ranges:
         return f"Ranges({len(self._memories)} memories, {len(self._graves)} given back)"
 
     def held(self) -> dict[str, int]:
-        """Returns how many pieces of memory are not freed, by kind (`KnownMemory.kind`)."""
+        """What is not freed, by kind."""
         kinds = [memory.kind for memory in self._memories]
         return {
             kind: kinds.count(kind)
@@ -266,19 +245,16 @@ class Ranges:
     # Allocating and freeing
 
     def allocate(self, device: int, num_bytes: int) -> int:
-        """Allocates device memory and returns its address."""
         return self._keep_device(device, num_bytes, map_pages(num_bytes), b"")
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Allocates registered host memory and returns its address."""
         start = map_pages(num_bytes)
         return self._keep(
             KnownMemory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes)
         )
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Registers (page-locks) host memory. Raises DeviceError if the memory does not consist of
-        whole pages, or if a part of it is already registered."""
+        """Raises DeviceError unless these are whole pages, none registered."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise DeviceError(
                 f"fake device: register: invalid argument: {address:#x} and {num_bytes} bytes are "
@@ -291,8 +267,7 @@ class Ranges:
         self._keep(KnownMemory(address, address + num_bytes, address, HOST))
 
     def open(self, device: int, handle: bytes) -> int:
-        """Opens an allocation of another process and returns its address. If it is open already,
-        returns the same address."""
+        """The same address if it is open already."""
         for memory in self._memories:
             if memory.handle == handle and memory.device == device:
                 memory.num_opened += 1
@@ -306,20 +281,14 @@ class Ranges:
         return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
 
     def close(self, device: int, address: int) -> None:
-        """Closes an allocation of another process. The memory is unmapped once it was closed as
-        many times as it was opened."""
+        """Unmaps after as many calls as `open` had."""
         memory = self.find("close_memory", address, device, "opened")
         memory.num_opened -= 1
         if not memory.num_opened:
             self.drop(memory)
 
     def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
-        """Returns the memory of this kind that begins at `address`. Raises DeviceError if there is
-        no such memory.
-
-        method: name of the runtime's call, for the error message.
-        kind: how the memory was made (`KnownMemory.kind`).
-        """
+        """Memory that begins at `address`. Raises DeviceError. `method`: for its message."""
         for memory in self._memories:
             if (memory.start, memory.device, memory.kind) == (address, device, kind):
                 return memory
@@ -328,19 +297,16 @@ class Ranges:
         )
 
     def drop(self, memory: KnownMemory) -> None:
-        """Frees, closes or unregisters a piece of memory, according to how it was made."""
         self.version += 1
         self._memories.remove(memory)
         if memory.device != HOST:
             unmap_pages(memory.shadow, memory.mapped_bytes)
-            # Keep the addresses reserved, so that no later allocation gets them: an access to freed
-            # memory must fail.
+            # Stay reserved, so that any later access fails.
             self._graves.append((memory.start, memory.end))
         elif memory.mapped_bytes:
             unmap_pages(memory.shadow, memory.mapped_bytes)
 
     def drop_all(self) -> None:
-        """Frees all memories."""
         for memory in list(self._memories):
             self.drop(memory)
 
@@ -366,8 +332,7 @@ class Ranges:
     # Resolving addresses
 
     def extent(self, device: int, address: int) -> Extent:
-        """Returns the device allocation that contains `address`. Raises DeviceError if no
-        allocation contains it."""
+        """Allocation that contains `address`. Raises DeviceError."""
         for memory in self._memories:
             if memory.device != HOST and memory.start <= address < memory.end:
                 return Extent(memory.start, memory.end - memory.start, memory.device)
@@ -376,8 +341,7 @@ class Ranges:
         )
 
     def shadow_of(self, address: int, num_bytes: int) -> int:
-        """Returns the address, in this process, of the bytes that stand for a range of device
-        memory. Raises ValueError unless a single memory contains the range."""
+        """Raises ValueError unless one memory contains the range."""
         found = self._overlapping(address, address + num_bytes)
         if not found or not (found[0].start <= address and address + num_bytes <= found[0].end):
             raise ValueError(f"no memory of a device at {address:#x}")
@@ -386,12 +350,9 @@ class Ranges:
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
     ) -> tuple[int, KnownMemory | None]:
-        """Checks a range of memory that a call copies, as CUDA would. Returns the address at which
-        this process has the bytes, and the `KnownMemory` that contains the range. For host memory
-        that is not registered, returns `start` and None. Raises DeviceError if CUDA would refuse a
-        copy of the range on `device`.
-
-        what: name of the copying call, for the error message.
+        """Address of the bytes here, and the memory that contains them; `start` and None for
+        host memory that is not registered. Raises DeviceError if CUDA would refuse the copy.
+        `what`: for its message.
         """
         end = start + num_bytes
         found = self._overlapping(start, end)
@@ -414,12 +375,10 @@ class Ranges:
         return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
 
     def kernel_range(self, device: int, start: int, num_bytes: int) -> int:
-        """Checks a range of memory that a kernel on `device` accesses. Returns the address at which
-        this process has the bytes. If a kernel could not access the range, raises a DeviceError
-        that says that the device is lost (unusable)."""
+        """Address of the bytes here. Raises DeviceError, with the device lost, if a kernel could
+        not access the range."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
-        # A kernel sees adjoining registrations as a single range, because they have the host's
-        # addresses.
+        # To a kernel adjoining registrations are one range: they have the host's addresses.
         covered = (
             found
             and found[0].start <= start

@@ -1,10 +1,7 @@
-"""Runs a proxy between a client and a server, for tests. The proxy can slow down, hold, cut off or
-change the bytes that it forwards.
+"""A proxy that can slow down, hold, cut off or change bytes, for tests.
 
-Always true: bytes are forwarded in order. Bytes from the client pass through `on_command`, bytes
-from the server through `on_reply`. Both attributes are *faults*: functions that receive a piece of
-bytes and yield the bytes to forward. A test may replace the functions at any time. If a fault
-raises OSError, the connection ends.
+Always true: bytes keep their order. The client's pass through `on_command`, the server's through
+`on_reply`: *faults*, which a test may replace at any time.
 """
 
 import contextlib
@@ -17,18 +14,15 @@ from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 1 << 16
 Fault = Callable[[bytes], Iterator[bytes]]
-"""A function that receives bytes and yields the bytes to forward. It may wait before it yields, and
-raises OSError to end the connection."""
+"""Takes bytes and yields those to forward. May wait; OSError ends the connection."""
 
 
 def nothing(piece: bytes) -> Iterator[bytes]:
-    """Forwards the bytes unchanged: the fault of a `FaultProxy` that does nothing."""
     yield piece
 
 
 def throttled(bytes_per_s: float) -> Fault:
-    """Returns a fault (a function for `FaultProxy`) that limits the bytes forwarded per second. All
-    connections that use the fault share this limit."""
+    """All connections with this fault share the limit."""
     lock = threading.Lock()
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -43,8 +37,7 @@ def throttled(bytes_per_s: float) -> Fault:
 
 
 def cut_after(num_bytes: int) -> Fault:
-    """Returns a fault (a function for `FaultProxy`) that forwards `num_bytes` bytes and then ends
-    the connection."""
+    """Ends the connection after `num_bytes`."""
     left = num_bytes
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -58,9 +51,7 @@ def cut_after(num_bytes: int) -> Fault:
 
 
 def changed_at(at: int, garbage: bytes) -> Fault:
-    """Returns a fault (a function for `FaultProxy`) that overwrites the forwarded bytes with
-    `garbage`, from byte number `at` on. It counts the bytes that have passed since the fault was
-    made."""
+    """Overwrites bytes from number `at` on, counted since the fault was made."""
     passed = 0
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -76,9 +67,8 @@ def changed_at(at: int, garbage: bytes) -> Fault:
 
 
 class Dam:
-    """A fault (a function for `FaultProxy`) that forwards the first `num_bytes` bytes, and holds
-    all later bytes until the event `opened` is set. It sets the event `is_full` once it holds
-    bytes."""
+    """Holds all but the first `num_bytes` until `opened` is set; sets `is_full` once it holds
+    some."""
 
     def __init__(self, num_bytes: int) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()
@@ -95,12 +85,10 @@ class Dam:
 
 
 class FaultProxy:
-    """A proxy for tests. It listens on a free port of 127.0.0.1 and forwards connections to a
-    server. The functions `on_command` and `on_reply` can delay or change the bytes.
+    """Listens on a free port of 127.0.0.1.
 
-    target: the server's (host, port), or the path of its Unix socket.
-    tls: TLS context for the connection with clients; None: without TLS. The connection with the
-        server has no TLS.
+    target: (host, port), or path of a Unix socket.
+    tls: for the side of clients; the server's has none.
     """
 
     def __init__(self, target: tuple[str, int] | str, tls: ssl.SSLContext | None = None) -> None:
@@ -118,19 +106,17 @@ class FaultProxy:
 
     @property
     def num_connections(self) -> int:
-        """Returns the number of accepted connections."""
+        """So far."""
         return len(self._pairs)
 
     def close(self) -> None:
-        """Stops listening and ends all connections."""
-        # `close` alone would not wake the thread that accepts connections.
+        # `close` alone would not wake `accept`.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.drop()
 
     def drop(self) -> None:
-        """Ends all connections."""
         for pair in self._pairs:
             for end in pair:
                 _end(end)

@@ -1,9 +1,8 @@
-"""Runs the real server with one fault, for tests in other processes.
+"""Runs the real server with one fault.
 
-`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` first calls the function
-`KINDS[KIND]` with the arguments, which patches the server's code. Then it does the same as
-`hotkv-server run FLAGS...`. Most faults begin when a file appears, so that the test chooses the
-time.
+`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` calls `KINDS[KIND]`, which
+patches the server, then acts as `hotkv-server run FLAGS...`. Most faults begin when a file
+appears.
 """
 
 import asyncio
@@ -41,8 +40,7 @@ LOOK_S = 0.02
 
 
 def command(kind: str, *arguments: object) -> list[str]:
-    """Returns the command that runs a server with this fault (a name in KINDS). The caller appends
-    the server's flags."""
+    """Command of a server with this fault. The caller appends flags."""
     return [sys.executable, "-m", "hotkv_server.testing.faults", kind, *map(str, arguments), "run"]
 
 
@@ -52,18 +50,17 @@ HANG_S, HUNG_S = 3600.0, 1.0
 
 
 class Death(BaseException):
-    """Raised to end a thread or task. The server's `except Exception` does not catch it, because it
-    is a BaseException."""
+    """Ends a thread or task: no BaseException is caught by the server's `except Exception`."""
 
 
 def break_function(point: str, how: str, file: str) -> None:
-    """Makes the function at `point` fail once `file` exists.
+    """The function at `point` (`module:Class.name`, or a name in `crashing.POINTS`) fails once
+    `file` exists.
 
-    point: `module:Class.name`, or a name in `crashing.POINTS`.
-    how: `assert` (the function raises AssertionError), `refuse` (RuntimeError, as if the system
-        refused a thread), `die` (it ends its thread or task), `fault` (native code ends the
-        process) or `hang` (it never returns; if this stops the event loop, the server logs the
-        stacks after HUNG_S). Raises ValueError for another value.
+    how: `assert` (AssertionError), `refuse` (RuntimeError, as if the system refused a thread),
+        `die` (ends its thread or task), `fault` (native code ends the process) or `hang` (never
+        returns; if that stops the event loop, its stacks are logged after HUNG_S). Raises
+        ValueError for others.
     """
     if how not in ("assert", "refuse", "die", "fault", "hang"):
         raise ValueError(f"HOW is {how!r}; allowed are assert, refuse, die, fault and hang")
@@ -106,17 +103,15 @@ CALLS = {
     "stat": ("stat", "lstat", "fstat", "statvfs", "fstatvfs"),
     "unlink": ("unlink", "remove"),
 }
-"""Functions of `os` to patch, by the name that a test uses for the call."""
+"""Functions of `os` to patch, by kind of call."""
 
 
 def hang_disk(folder: str, signs: str) -> None:
-    """Makes file calls hang: while a file `signs`/CALL exists, each call of this kind (a name in
-    CALLS) on a file below `folder` hangs, on any thread. When a call begins to hang, the file
-    `signs`/CALL.met is created.
+    """While a file `signs`/CALL exists, calls of this kind (in CALLS) on files below `folder` hang,
+    on any thread; the first creates `signs`/CALL.met.
 
-    To keep tests short, this function also shortens three waits: the server saves the blocks' times
-    of last use every second, `Health` reports a part as stuck after STALLED_S, and a server that
-    stops waits only CLOSE_WAIT_S for the disk.
+    Also shortens three waits: times of last use are saved every second, `Health` reports a stuck
+    part after STALLED_S, and a stopping server waits only CLOSE_WAIT_S for the disk.
     """
     persistence.USE_PARTS = 5
     lower.CLOSE_WAIT_S = CLOSE_WAIT_S
@@ -149,9 +144,8 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `move`, a method of `FileIO` that reads or writes blocks, so that it hangs whenever
-        the call `call` would hang. The wrapper is needed because `move` uses compiled kernels.
-        These call the C library directly, so patching the module `os` does not affect them."""
+        """`FileIO` moves blocks in compiled kernels, which call the C library: patching `os`
+        does not reach them."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)
@@ -172,9 +166,8 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def hurry() -> None:
-    """Shortens three waits of the server, to make tests shorter: how long blocks wait until they
-    fill a pack (object) of the S3 tier; the pause between two saves of the number of bytes written
-    to the disk; and how long the server waits for a client that reads nothing."""
+    """Shortens waits: until a pack of S3 is full, between saves of the number of bytes written
+    to disk, and for a client that reads nothing."""
     s3_tier.LINGER_S = 0.2
     below.NOTE_S = 0.2
     session_stream.SLOW_READER_S = 1.0
@@ -184,8 +177,7 @@ def hurry() -> None:
 
 
 def slow_down(file: str, times: str, wait_s: str) -> None:
-    """Slows the server down while `file` exists: each copy takes `times` as long, and each lookup
-    and lease takes `wait_s` longer."""
+    """While `file` exists, copies take `times` as long, lookups and leases `wait_s` longer."""
     trigger, copy = Path(file), HostCopyEngine._copy
 
     def slow_copy(self: HostCopyEngine, *arguments: Any, **named: Any) -> None:
@@ -214,13 +206,9 @@ def slow_down(file: str, times: str, wait_s: str) -> None:
 
 
 def dam(file: str, patience_s: str = "0.1") -> None:
-    """Lets a test control the prefaulting of the arena.
-
-    The server's start prefaults a single piece of the arena. Each later piece waits until the
-    number in `file` is at least the offset of the piece's end. If the file contains the word
-    `short`, the next piece fails as if the machine had too little memory. Stores wait up to
-    `patience_s` for memory.
-    """
+    """Controls prefaulting: a start prefaults one piece; each later one waits until the number
+    in `file` reaches its end. The word `short` makes the next piece fail for lack of memory.
+    Stores wait up to `patience_s` for memory."""
     growth.PATIENCE_S = float(patience_s)
     said_in, bring_in_next = Path(file), Filling._bring_in_next
     arena.FIRST_FILL_S, arena.FIRST_FILL_BYTES = 0.0, 0
@@ -242,14 +230,11 @@ def dam(file: str, patience_s: str = "0.1") -> None:
 
 
 def tell_tasks(file: str) -> None:
-    """Makes the server write its tasks and threads to `file` when it receives SIGUSR1.
+    """On SIGUSR1 the server writes JSON to `file`:
 
-    The file is JSON with three lists:
-
-    tasks: each item has `name`, `of` (the file that defines the task's function) and `knows` (true
-        if the server's `Health` watches the task).
-    threads: names of all threads.
-    parts: names of the components that `Health` watches.
+    tasks: `name`, `of` (file of its function) and `knows` (whether `Health` watches it) of each.
+    threads: names.
+    parts: names of what `Health` watches.
     """
     watch_all, target = daemon.watch_all, Path(file)
 
@@ -285,8 +270,7 @@ def _told(watched: health.Health) -> dict[str, Any]:
 
 
 def watch_loop() -> None:
-    """Makes the server look at what its event loop runs at every moment, and not only while the
-    loop is late."""
+    """Samples what the event loop runs all the time, not only while it is late."""
     event_loop.HELD_S, event_loop.TICK_S = -math.inf, 0.0005
 
 
@@ -302,7 +286,6 @@ KINDS: dict[str, Callable[..., None]] = {
 
 
 def main() -> int:
-    """Runs the server with the fault that the arguments name. Returns the exit status."""
     kind, *arguments = sys.argv[1:]
     first_flag = arguments.index("run")
     KINDS[kind](*arguments[:first_flag])

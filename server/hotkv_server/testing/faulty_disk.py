@@ -1,9 +1,5 @@
-"""Simulates disk faults for tests. Wraps the block I/O of the disk tier, and makes chosen blocks
-fail, hang, or be copied only in part.
-
-Always true: blocks without a fault are read and written by the wrapped block I/O, so the tested
-tier uses its real file.
-"""
+"""Block I/O of the disk tier that fails, hangs or moves only a part for chosen blocks. Others go
+through the wrapped I/O to the real file."""
 
 import threading
 from dataclasses import dataclass, field
@@ -14,17 +10,16 @@ from hotkv_server.tiers.disk.slab_file import BlockIO
 from hotkv_server.tiers.protocol import Int64s
 
 EVERYWHERE = -1
-"""A key in `FaultyDisk.reads` and `FaultyDisk.writes`. Its fault is the fault of all blocks that
-have none of their own."""
+"""Key of the fault of all blocks that have none of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The fault that a read or write of a block has.
+    """What happens to a block's read or write.
 
-    code: errno with which the read or write fails; 0: it does not fail.
-    moved_bytes: number of bytes that are read or written, without an error; None: all bytes.
-    hangs: True: the call first waits for `FaultyDisk.release`.
+    code: errno; 0: none.
+    moved_bytes: moved without an error; None: all.
+    hangs: first waits for `FaultyDisk.release`.
     """
 
     code: int = 0
@@ -34,14 +29,13 @@ class Fault:
 
 @dataclass
 class FaultyDisk:
-    """Block I/O for tests, with faults for chosen blocks. Wraps other block I/O, which reads and
-    writes the blocks that have no fault. Implements `BlockIO`.
+    """Implements `BlockIO`.
 
-    under: the wrapped block I/O.
-    reads, writes: faults by offset in the file, or by EVERYWHERE; may be changed at any time.
-    cached: offsets of blocks that are in the page cache. Reads at these offsets have no fault.
-    begun: (is_write, offset) of each block, in the order in which reads and writes began.
-    num_hung: number of blocks that hang now.
+    under: the wrapped I/O.
+    reads, writes: faults by offset, or EVERYWHERE; may be changed at any time.
+    cached: offsets in the page cache, whose reads have no fault.
+    begun: (is_write, offset) in order.
+    num_hung: blocks that hang now.
     """
 
     under: BlockIO
@@ -54,35 +48,30 @@ class FaultyDisk:
     _num_released: int = 0
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Implements `BlockIO`."""
         return self._move_many(False, addresses, offsets, sizes)
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Implements `BlockIO`."""
         return self._move_many(True, addresses, offsets, sizes)
 
     def drop_cached(self) -> None:
-        """Implements `BlockIO`."""
         self.cached.clear()
         self.under.drop_cached()
 
     def heal(self) -> None:
-        """Removes all faults, and lets the reads and writes that hang continue."""
+        """Removes all faults and releases."""
         with self._changed:
             self.reads.clear()
             self.writes.clear()
         self.release()
 
     def release(self) -> None:
-        """Lets the reads and writes that hang now continue. Later reads and writes of blocks with a
-        fault that hangs will hang again."""
+        """Ends the hangs of now; later ones hang again."""
         with self._changed:
             self._num_released += 1
             self._changed.notify_all()
 
     def wait_hung(self, count: int, timeout_s: float = 30.0) -> None:
-        """Waits until the reads or writes of `count` blocks hang. Raises AssertionError if fewer
-        hang after `timeout_s`."""
+        """Raises AssertionError if fewer than `count` blocks hang after `timeout_s`."""
         with self._changed:
             hung = self._changed.wait_for(lambda: self.num_hung >= count, timeout_s)
         assert hung, f"{self.num_hung} blocks hang, not {count}"

@@ -1,10 +1,8 @@
-"""The checks of flushes that every tier that nodes share (`SharedTier`) must pass: after the answer
-to a flush, no node finds a block that was stored before the flush.
+"""The checks of flushes that every `SharedTier` must pass: after the answer to a flush, no node
+finds a block stored before it.
 
-A check gets a `SharedStore`, which makes nodes that share the store under test. Checks use the key
-space NAME, which must have no generation (number that each flush raises) at first. Flushes during a
-read are not checked here, because a test of them depends on the protocol of the tier's store. The
-tests of each tier check such flushes with `FaultProxy`.
+A check gets a `SharedStore`, and uses the key space NAME, without a generation at first. Flushes
+during a read depend on the store's protocol: each tier's tests check them with `FaultProxy`.
 """
 
 import contextlib
@@ -32,24 +30,20 @@ T = TypeVar("T")
 NAME, OTHER = "00ff" * 8, "ee" * 16
 SPOILED = (b"x", b"-4", b"1.5", b"9" * 30)
 READ_AT = 32
-"""Number of the first arena slot into which `read` reads blocks."""
+"""First slot that `read` reads into."""
 
 Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
-"""A function that returns a context manager, which makes a node (a tier over the store). Its
-argument `on_generation` is called with (fingerprint, generation) if a call expects another
-generation (number that each flush raises) than the store has."""
+"""Makes a context with a tier over the store. `on_generation` is called with (fingerprint,
+generation) if the store has another than a call expects."""
 
 
 @dataclass(frozen=True)
 class SharedStore:
-    """A store under test, which several nodes share.
+    """A store under test, used by several nodes.
 
-    node: makes a node that uses the store: returns a context manager that yields a `Bench`, which
-        calls the node's tier. The keyword argument `on_generation` is passed to the tier.
-    lose: deletes the generation (number that each flush raises) of the key space NAME from the
-        store.
-    spoil: replaces the generation of NAME with bytes that are no generation; None if that is
-        impossible.
+    node: its keyword `on_generation` goes to the tier.
+    lose: deletes NAME's generation from the store.
+    spoil: replaces it with bytes that are none; None if that is impossible.
     """
 
     node: Node
@@ -61,10 +55,7 @@ class SharedStore:
 
 
 def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """Makes a call that answers by a callback. Waits for the answer and returns it.
-
-    call: makes the call, given the callback that receives the answer.
-    """
+    """Calls and waits for the callback's value."""
     done, is_done = list[T](), threading.Event()
 
     def on_done(value: T) -> None:
@@ -77,59 +68,43 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
 
 
 def generation(tier: Any, name: str = NAME) -> int | None:
-    """Reads the generation (number that each flush raises) of a key space (a model in a
-    configuration) from the tier's store. Returns None if the store does not answer."""
+    """None if the store does not answer."""
     shown: Any = answer(lambda done: tier.generations([name], time.monotonic() + WAIT_S, done))
     return None if shown is None else shown.generations.get(name)
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0, *, is_retry: bool = False) -> int | None:
-    """Flushes a key space (a model in a configuration) in the store. Returns the new generation
-    (number that each flush raises), which is above `floor`. Returns None if the store does not
-    answer."""
+    """New generation, above `floor`; None if the store does not answer."""
     return answer(lambda done: tier.raise_generation(name, floor, done, is_retry))
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
-    """Returns the keys of `count` blocks of the key space NAME in the generation `at` (number that
-    each flush raises)."""
+    """In generation `at`."""
     prefix = b"hotkv/1/%b/%d/0/" % (NAME.encode(), at)
     return [prefix + hash_of(number) for number in range(count)]
 
 
 def blocks_of(keys: Sequence[bytes], first_slot: int, generations: Generations) -> Blocks:
-    """Returns the `Blocks` argument of a tier's call, for blocks with these keys in consecutive
-    slots (places in the arena) from `first_slot` on.
-
-    generations: by fingerprint, the generation (number that each flush raises) that the call
-        expects; empty: the generation is not checked.
-    """
+    """In consecutive slots. `generations`: expected; empty: not checked."""
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
     return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), generations=generations)
 
 
 def write(bench: Bench, keys: Sequence[bytes]) -> None:
-    """Writes blocks under these keys to the tier. The first block has the content number 0, the
-    second block number 1, and so on."""
+    """Content numbers count from 0."""
     bench.fill(range(len(keys)), range(len(keys)))
     codes, _ = bench.answer(blocks_of(keys, 0, {}))
     assert (codes == Write.STORED).all(), codes.tolist()
 
 
 def read(tier: Any, keys: Sequence[bytes], generations: Generations) -> list[int]:
-    """Reads blocks from the tier into the slots (places in the arena) from READ_AT on. Returns the
-    result of each block, a value of `Read`.
-
-    generations: by fingerprint, the generation (number that each flush raises) that the read
-        expects.
-    """
+    """Values of `Read`, into slots from READ_AT on."""
     blocks, until_s = blocks_of(keys, READ_AT, generations), time.monotonic() + WAIT_S
     return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
 
 
 def probe(tier: Any, keys: Sequence[bytes], generations: Generations) -> list[int]:
-    """Asks the tier whether it has these blocks. Returns the answer for each block: FOUND, ABSENT
-    or FAILED (values of `Read`)."""
+    """FOUND, ABSENT or FAILED."""
     until_s = time.monotonic() + WAIT_S
     return answer(
         lambda done: tier.probe(keys, until_s, lambda codes: done(codes.tolist()), generations)
@@ -140,11 +115,8 @@ def probe(tier: Any, keys: Sequence[bytes], generations: Generations) -> list[in
 
 
 def check_generations(store: SharedStore) -> None:
-    """Asks two nodes for the generation (number that each flush raises) of a key space that has
-    none yet, then flushes the key space on both. Checks that both nodes get the same first
-    generation, which
-    is computed from the current time, and that each flush raises the generation: also above a given
-    number (`floor`), and after the store has lost the generation."""
+    """Two nodes get one first generation, from the clock; each flush raises it, also above
+    `floor`, and after the store has lost it."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = generation(one.tier)
@@ -155,17 +127,14 @@ def check_generations(store: SharedStore) -> None:
         known = third + (1 << 40)
         above = flush(one.tier, floor=known)
         assert above and above > known and generation(other.tier) == above
-        # If the key space has no generation (number that each flush raises), a flush makes a
-        # generation.
+        # A flush makes a generation where there is none.
         store.lose()
         raised = flush(one.tier)
         assert raised and raised > third and generation(other.tier) == raised
 
 
 def check_races(store: SharedStore) -> None:
-    """Two nodes ask at the same time for the generation (number that each flush raises) of a key
-    space that has none yet, then both flush it several times at once. Checks that they get the same
-    first generation, and that each flush makes another generation."""
+    """Nodes that ask at once get one generation; flushes at once make one each."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
@@ -175,15 +144,13 @@ def check_races(store: SharedStore) -> None:
         with _many() as (begin, raised):
             for tier in tiers * 4:
                 tier.raise_generation(NAME, 0, begin())
-        # Each flush made a new generation, so all generations differ.
         assert len({first, *raised}) == 9
         assert generation(one.tier) == generation(other.tier) == max(raised)
 
 
 def check_reads(store: SharedStore) -> None:
-    """Writes blocks on a node, and flushes them on another node. Checks that the first node finds
-    the blocks before the flush, but not after it, and then reports the new generation (number that
-    each flush raises). Also checks that it finds blocks that it writes in the new generation."""
+    """Blocks are found before another node's flush, not after it; then the new generation is
+    reported, and what is written in it is found."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -198,7 +165,6 @@ def check_reads(store: SharedStore) -> None:
         for at in range(3):
             assert np.array_equal(other.slot(READ_AT + at), content(at))
         assert probe(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
-        # A flush of another key space has no effect.
         assert flush(one.tier, OTHER)
         assert read(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
         assert read(other.tier, keys, {NAME: now, OTHER: now}) == [Read.ABSENT] * 3
@@ -215,9 +181,8 @@ def check_reads(store: SharedStore) -> None:
 
 
 def check_lost(store: SharedStore) -> None:
-    """Deletes the generation (number that each flush raises) of a key space (a model in a
-    configuration) from the store, or replaces it by bytes that are no number. Checks that no node
-    then finds the key space's blocks, and that other key spaces are not affected."""
+    """Without its generation, or with bytes that are no number, a key space has no blocks;
+    others are not affected."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -236,7 +201,6 @@ def check_lost(store: SharedStore) -> None:
         for value in SPOILED if store.spoil else ():
             store.spoil(value)  # type: ignore[misc]
             assert read(other.tier, keys, {NAME: now}) == [Read.FAILED] * 2, value
-            # Other key spaces are not affected.
             tier: Any = one.tier
             until_s = time.monotonic() + WAIT_S
             shown: Any = answer(partial(tier.generations, [NAME, OTHER], until_s))
@@ -246,16 +210,13 @@ def check_lost(store: SharedStore) -> None:
 
 
 def check_closed(store: SharedStore) -> None:
-    """Closes a tier. Checks that it then answers None to a flush and to a request for a generation
-    (number that each flush raises)."""
+    """A closed tier answers None."""
     with store.node() as one:
         one.tier.close()
         assert generation(one.tier) is None and flush(one.tier) is None
 
 
 def check_flushes(store: SharedStore) -> None:
-    """Runs all checks of flushes (deletions of all blocks of a key space) on a store. Raises
-    AssertionError if a tier breaks a rule."""
     for check in (check_generations, check_races, check_reads, check_lost, check_closed):
         check(store)
         store.lose()
@@ -263,9 +224,8 @@ def check_flushes(store: SharedStore) -> None:
 
 @contextlib.contextmanager
 def _many() -> "Any":
-    """Yields a function that makes callbacks, and the list of the arguments with which these
-    callbacks were called. At the end of the `with` block, waits until all callbacks have been
-    called."""
+    """Yields a maker of callbacks and their arguments so far; waits for all callbacks at the
+    end."""
     changed, answers, num_begun = threading.Condition(), list[Any](), [0]
 
     def on_done(value: Any) -> None:

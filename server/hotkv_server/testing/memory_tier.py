@@ -1,9 +1,5 @@
-"""Implements a tier in the memory of the test's process, with faults on demand: it can fail, hang,
-refuse writes, and lose or damage blocks.
-
-The blocks are in a `MemoryStore`, which stays after the tier is closed, as a disk stays after a
-server has ended. Several tiers with the same store act as nodes that share the store.
-"""
+"""A tier in the test's memory, with faults on demand. Its blocks are in a `MemoryStore`, which
+outlives the tier as a disk outlives a server; tiers with one store act as nodes that share it."""
 
 import itertools
 import threading
@@ -43,13 +39,12 @@ from hotkv_server.tiers.seals import seal
 
 @dataclass
 class Faults:
-    """The faults that a `MemoryTier` simulates. A test may change them at any time.
+    """May be changed at any time.
 
-    problem: text that `Tier.problem` returns; empty: no problem.
-    is_hung: True: calls are accepted but don't end.
-    is_full: True: writes are refused.
-    fails_writes: True: all writes fail.
-    fails: returns True for a key whose reads and writes fail.
+    problem: what `Tier.problem` returns.
+    is_hung: calls are accepted but don't end.
+    is_full: writes are refused.
+    fails: keys whose reads and writes fail.
     """
 
     problem: str = ""
@@ -61,14 +56,13 @@ class Faults:
 
 @dataclass
 class MemoryStore:
-    """The stored blocks and generations (numbers that flushes raise). Several tiers may share them.
+    """Stored blocks and generations.
 
-    places: True: the cache core chooses the storage offset (place) of each block, as for the disk
-        tier.
-    content: bytes and seal (checksum) of each block, by key; by place if `places` is set.
-    generations: generation of each key space, by fingerprint.
-    restored_below: if the store has just restarted, generations below this number may be from
-        before a flush; 0: no such restart.
+    places: the core chooses each block's place, as for the disk tier.
+    content: (bytes, seal) by key, or by place.
+    generations: by fingerprint.
+    restored_below: after a restart of the store, lower generations may be from before a flush;
+        0: no restart.
     """
 
     places: bool
@@ -79,15 +73,10 @@ class MemoryStore:
 
     @property
     def used_bytes(self) -> int:
-        """Returns the sum of the bytes of all stored blocks."""
         return sum(len(content) for content, _ in self.content.values())
 
     def damage(self, name: bytes | int, at: int = 0) -> None:
-        """Flips a bit of a stored block.
-
-        name: the block's key, or its place (storage offset).
-        at: offset of the byte.
-        """
+        """Flips a bit of a block. `name`: key or place; `at`: offset of the byte."""
         content, value = self.content[name]
         changed = bytearray(content)
         changed[at] ^= 1
@@ -95,9 +84,7 @@ class MemoryStore:
 
 
 class MemoryTier:
-    """A tier for tests, whose blocks are in a `MemoryStore` in the test's process. A thread
-    executes the calls in order. If `is_manual` is True, there is no thread, and the test executes
-    each call by calling `step`."""
+    """A thread executes calls in order; with `is_manual` the test does, by `step`."""
 
     def __init__(
         self,
@@ -125,12 +112,9 @@ class MemoryTier:
         return f"MemoryTier({self._facts.name!r}, {len(self._calls)} calls)"
 
     def facts(self) -> TierFacts:
-        """Implements `Tier`."""
         return self._facts
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Implements `Tier`."""
-
         def do() -> None:
             codes = _all(Read.FAILED, len(blocks))
             if time.monotonic() <= deadline_s:
@@ -142,8 +126,6 @@ class MemoryTier:
         self._add(do, lambda: on_done(_all(Read.FAILED, len(blocks))), blocks.total_bytes)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Implements `Tier`."""
-
         def do() -> None:
             codes, seals = _all(Write.FAILED, len(blocks)), np.zeros(len(blocks), np.uint64)
             for at in range(len(blocks)):
@@ -159,30 +141,24 @@ class MemoryTier:
         self._add(do, lambda: on_done(*failed), blocks.total_bytes)
 
     def problem(self) -> str:
-        """Implements `Tier`."""
         return self.faults.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """Implements `Tier`."""
         begun_s = self._begun_s
         return max(0.0, now_s - begun_s) if begun_s else 0.0
 
     def is_alive(self) -> bool:
-        """Implements `Tier`."""
         return self._is_closed or self._thread is None or self._thread.is_alive()
 
     def memory(self) -> TierMemory:
-        """Implements `Tier`."""
         held_bytes = sum(len(content) for content, _ in self._store.content.values())
         return TierMemory(held_bytes, self._store.capacity_bytes)
 
     def figures(self) -> TierFigures:
-        """Implements `Tier`."""
         with self._changed:
             return TierFigures(**self._sums, queued_bytes=sum(size for *_, size in self._calls))
 
     def close(self) -> None:
-        """Implements `Tier`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -192,8 +168,7 @@ class MemoryTier:
             self._calls.popleft()[1]()
 
     def step(self) -> bool:
-        """Executes the next waiting call of the tier. Returns False if no call waits or the tier is
-        hung."""
+        """Executes the next call. False if none waits or the tier is hung."""
         with self._changed:
             if not self._calls or self.faults.is_hung:
                 return False
@@ -216,7 +191,7 @@ class MemoryTier:
     def _work(self) -> None:
         while True:
             with self._changed:
-                # A hung tier polls, because a test that ends the fault does not notify it.
+                # A hung tier polls: nobody notifies it when the fault ends.
                 while not self._is_closed and (not self._calls or self.faults.is_hung):
                     self._changed.wait(0.01 if self._calls else None)
                 if self._is_closed and (not self._calls or self.faults.is_hung):
@@ -236,8 +211,8 @@ class MemoryTier:
             return Read.FAILED
         found = self._store.content.get(self._name(blocks, at))
         if found is None:
-            # If the cache core chooses the places, it knows that this place has a block. So a
-            # missing block counts as damaged.
+            # The core chose the place, so it knows that a block is there: a missing one is
+            # damaged.
             return Read.CORRUPT if self._store.places else Read.ABSENT
         content, sealed = found
         expected = int(blocks.seals[at]) if self._store.places else sealed
@@ -279,17 +254,15 @@ def _all(code: int, count: int) -> Codes:
 
 
 # ----------------------------------------------------------------------------- One that nodes share
-# Several tiers over the same `MemoryStore` act as nodes that share the store.
 
 _fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):
-    """A tier for tests that several nodes share, with generations (numbers that flushes raise). Its
-    blocks are in a `MemoryStore`. Implements `SharedTier`.
+    """Implements `SharedTier`.
 
-    on_generation: called with (fingerprint, generation) if the store has another generation than a
-        call expected, as `RemoteTier` does.
+    on_generation: called with (fingerprint, generation) if the store has another than expected,
+        as in `RemoteTier`.
     """
 
     def __init__(
@@ -312,7 +285,6 @@ class SharedMemoryTier(MemoryTier):
         on_done: OnProbe,
         generations: Generations = NO_GENERATIONS,
     ) -> None:
-        """Implements `SharedTier`."""
         done = self._checked(generations, on_done)
 
         def do() -> None:
@@ -323,8 +295,6 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: done(_all(Read.FAILED, len(keys))), 0)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Implements `SharedTier`."""
-
         def do() -> None:
             for key in keys:
                 self._store.content.pop(key, None)
@@ -332,14 +302,11 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: None, 0)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Implements `Tier`."""
         super().read(blocks, deadline_s, self._checked(blocks.generations, on_done))
 
     def generations(
         self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations
     ) -> None:
-        """Implements `SharedTier`."""
-
         def do() -> None:
             if self.faults.problem:
                 on_done(None)
@@ -355,8 +322,6 @@ class SharedMemoryTier(MemoryTier):
     def raise_generation(
         self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False
     ) -> None:
-        """Implements `SharedTier`."""
-
         def do() -> None:
             if self.faults.problem:
                 on_done(None)
@@ -375,12 +340,8 @@ class SharedMemoryTier(MemoryTier):
         return Read.FOUND if key in self._store.content else Read.ABSENT
 
     def _checked(self, generations: Generations, on_done: OnRead) -> OnRead:
-        """Wraps `on_done`, the callback of a read. The wrapper checks the generations (numbers that
-        flushes raise) after all blocks have been read. If the store has another generation than
-        expected, the wrapper sets the results of all blocks to ABSENT and calls `on_generation`.
-
-        generations: the expected generation of each key space, by fingerprint.
-        """
+        """Checks generations after all blocks are read: if one differs, all become ABSENT, and
+        `on_generation` is called."""
 
         def done(codes: Codes) -> None:
             stored = self._store.generations

@@ -1,8 +1,5 @@
-"""Receives traces in tests: an OTLP collector over HTTP on a free port, with faults on demand.
-
-Always true: `spans` has exactly the spans that were acknowledged with status 200, in the order in
-which they arrived.
-"""
+"""An OTLP collector over HTTP for tests, with faults on demand. Always true: `spans` are exactly
+those acknowledged with status 200, in order of arrival."""
 
 import gzip
 import threading
@@ -22,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A received span. Ids are hexadecimal; `parent_id` is empty if the span has no parent."""
+    """Ids are hexadecimal; `parent_id` is empty without a parent."""
 
     service: str
     name: str
@@ -36,18 +33,17 @@ class ReceivedSpan:
     error: str
 
     def encloses(self, other: "ReceivedSpan") -> bool:
-        """Returns True if the other span begins and ends within the time of this span."""
+        """In time."""
         return self.began_ns <= other.began_ns and other.ended_ns <= self.ended_ns
 
 
 class OtlpReceiver:
-    """An OTLP collector over HTTP for tests, on a free port, which records the spans that it
-    receives. Use it in a `with` block.
+    """Listens on a free port in a `with` block.
 
-    status: HTTP status of answers; spans are recorded only if it is 200.
-    delay_s: wait before each answer.
-    headers: headers of the last request, with names in lower case.
-    answer, answer_headers: body and headers of each answer.
+    status: of answers; spans are recorded only if it is 200.
+    delay_s: before each answer.
+    headers: of the last request, lower case.
+    answer, answer_headers: of each answer.
     """
 
     def __init__(self) -> None:
@@ -75,7 +71,7 @@ class OtlpReceiver:
                 self.wfile.write(receiver.answer)
 
             def log_message(self, *_: object) -> None:
-                """Keeps requests out of the standard error output."""
+                """Requests stay out of standard error."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -85,7 +81,7 @@ class OtlpReceiver:
 
     @property
     def url(self) -> str:
-        """Returns the URL of the endpoint, without a path."""
+        """Without a path."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> "OtlpReceiver":
@@ -100,8 +96,7 @@ class OtlpReceiver:
     def wait_for(
         self, is_enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 120.0
     ) -> list[ReceivedSpan]:
-        """Waits until `is_enough`, called with the received spans, returns True. Returns these
-        spans. Raises TimeoutError if that does not happen within `timeout_s`."""
+        """Spans once `is_enough`. Raises TimeoutError."""
         until_s = time.monotonic() + timeout_s
         while not is_enough(spans := list(self.spans)):
             if time.monotonic() > until_s:
@@ -118,7 +113,6 @@ class OtlpReceiver:
 
 
 def received(request: ExportTraceServiceRequest) -> list[ReceivedSpan]:
-    """Returns the spans in a request that exports traces."""
     found = []
     for resource in request.resource_spans:
         names = {one.key: _value(one.value) for one in resource.resource.attributes}

@@ -1,9 +1,5 @@
-"""The checks that every eviction policy must pass.
-
-`PolicyWorld` is a small simulated cache that uses the policy under test. It assigns entry numbers
-as `BlockIndex` does, knows which entries are ready and pinned, and checks each answer of the
-policy. Call its methods from a property test, or at random with `check_policy`.
-"""
+"""The checks that every eviction policy must pass. Call the methods of `PolicyWorld` from a
+property test, or at random with `check_policy`."""
 
 import functools
 import itertools
@@ -15,18 +11,14 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.protocol import Entries, Keys, Policy
 
 MakePolicy = Callable[[int], Policy]
-"""A function that makes an eviction policy for a cache whose blocks have numbers from 1 to the
-given capacity."""
+"""Takes the capacity; blocks have entry numbers from 1."""
 
 
 class PolicyWorld:
-    """A simulated cache for tests of an eviction policy. Its blocks arrive, are used and leave. The
-    simulated cache notifies two policies of the same kind of every event. It checks that both keep
-    the rules, and that both give the same answers.
+    """A small cache that numbers entries as `BlockIndex` does. Two policies of a kind hear every
+    event, must keep the rules, and must agree.
 
-    policy: one of the two policies.
-    size_of, key_of: slot size and key of each block in the cache, by entry number.
-    pinned, demoted: entry numbers of the pinned blocks and of the demoted blocks.
+    size_of, key_of: by entry number.
     """
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
@@ -43,8 +35,7 @@ class PolicyWorld:
         self._gone: list[int] = []
 
     def free_numbers(self) -> list[int]:
-        """Returns the entry numbers that no block has. They may include numbers that were freed
-        just now."""
+        """May include numbers freed just now."""
         return [number for number in range(1, self.capacity + 1) if number not in self.size_of]
 
     def arrive(
@@ -56,13 +47,8 @@ class PolicyWorld:
         come_back: bool = False,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Adds consecutive blocks of a prompt to the simulated cache, as ready, and notifies the
-        policies.
-
-        numbers: entry numbers of the blocks.
-        come_back: True: the blocks have the keys of the blocks that were removed last, if there are
-            any.
-        """
+        """Consecutive blocks of a prompt become ready. `come_back`: with the keys of those
+        removed last."""
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
         for number in numbers:
@@ -77,14 +63,11 @@ class PolicyWorld:
             )
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Notifies the policies under test that a request used the blocks with these entry numbers,
-        in the order of its prompt."""
+        """In the order of the prompt."""
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Notifies the policies under test of the arrival of blocks that follow the blocks
-        `numbers` in a prompt. The arrival counts as a use of the blocks `numbers`, so none of them
-        stays demoted (marked to be evicted first)."""
+        """Blocks arrive that follow `numbers` in a prompt, which counts as their use."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -92,8 +75,7 @@ class PolicyWorld:
             policy.refresh(_entries(numbers), now_s)
 
     def decline(self, count: int, now_s: float) -> None:
-        """Notifies the policies under test that `count` blocks of a prompt found no room and were
-        not stored."""
+        """`count` blocks of a prompt found no room."""
         assert now_s >= self.now_s
         self.now_s = now_s
         keys = np.array([self._fresh_key() for _ in range(count)], np.uint64)
@@ -103,21 +85,17 @@ class PolicyWorld:
             assert np.array_equal(given, keys), "decline changed its arguments"
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Sets whether the policies under test may name fewer blocks to evict (`Policy.victims`)
-        than they could."""
+        """Whether `Policy.victims` may name fewer than it could."""
         self._may_keep = allowed
         for policy in (self.policy, self._reference):
             policy.allow_keeping(allowed)
 
     def hold(self, numbers: list[int], until_s: float) -> None:
-        """Notifies the policies under test that these blocks will probably be used before
-        `until_s`."""
         for policy in (self.policy, self._reference):
             policy.hold(_entries(numbers), until_s)
 
     def demote(self, numbers: list[int]) -> None:
-        """Demotes blocks, in the order of their prompt. Until they are used again, they are evicted
-        before all other blocks."""
+        """In the order of the prompt: evicted first until they are used again."""
         self.demoted |= set(numbers)
         for policy in (self.policy, self._reference):
             policy.demote(_entries(numbers), self._keys(numbers), self.now_s)
@@ -134,8 +112,7 @@ class PolicyWorld:
             )
 
     def leave(self, numbers: list[int], *, evicted: bool = False) -> None:
-        """Removes blocks from the simulated cache, and notifies the policies. `evicted`: True if
-        the policy chose the blocks."""
+        """`evicted`: the policy chose them."""
         for policy in (self.policy, self._reference):
             policy.forget(_entries(numbers), self._keys(numbers), evicted=evicted)
         for number in numbers:
@@ -151,13 +128,8 @@ class PolicyWorld:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
     def evict(self, slot_bytes: int, count: int, *, keep_at_s: float | None = None) -> list[int]:
-        """Asks the policies for blocks to evict (victims), checks the answers, and removes these
-        blocks. Returns them; the coldest block comes first.
-
-        slot_bytes: slot size of the victims; 0: any size.
-        keep_at_s: the current time, if the policy may return fewer victims to keep blocks that it
-            expects to be used soon; None: the policy must return as many victims as possible.
-        """
+        """Victims, coldest first, checked and removed. `slot_bytes`: 0: any; `keep_at_s`: now,
+        if the policy may keep what it expects to be used soon, else None."""
         answers = []
         for policy in (self.policy, self._reference):
             evictable = functools.partial(self._evictable, slot_bytes)
@@ -182,9 +154,7 @@ class PolicyWorld:
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError if the policy breaks an invariant. The heat of each entry must be a
-        finite number, and demoted entries must have the lowest heat (the entry with the lowest heat
-        is evicted first)."""
+        """Heat is finite, and lowest for demoted entries."""
         entries = _entries(sorted(self.size_of))
         if self.demoted and len(self.demoted) < len(entries):
             rest = _entries(sorted(set(self.size_of) - self.demoted))
@@ -217,9 +187,7 @@ def _entries(numbers: list[int]) -> Entries:
 def check_policy(
     make_policy: MakePolicy, *, seed: int, num_steps: int = 300, capacity: int = 60
 ) -> None:
-    """Runs a simulated cache (`PolicyWorld`) with random events: blocks arrive, are used and leave,
-    and the policy is asked which blocks to evict. Raises AssertionError if the policy breaks a
-    rule."""
+    """Runs random events."""
     rng = np.random.default_rng(seed)
     world = PolicyWorld(make_policy, capacity)
     for _ in range(num_steps):
@@ -271,8 +239,7 @@ def check_policy(
 
 
 def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Evicts blocks of a prompt whose blocks were always used together. Checks that they are
-    evicted in order from the last block to the first."""
+    """A prompt whose blocks are used together is evicted from its end."""
     world = PolicyWorld(make_policy, num_blocks)
     chain = list(range(1, num_blocks + 1))
     world.arrive(chain, 4096, 1.0)
@@ -284,9 +251,7 @@ def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None
 
 
 def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Demotes the blocks of two prompts (marks them to be evicted first), and uses one of the
-    prompts again. Checks that the blocks of the other prompt are then evicted before all other
-    blocks, in order from the last block to the first."""
+    """A demoted prompt goes first, from its end; one that is used again does not."""
     world = PolicyWorld(make_policy, 3 * num_blocks + 1)
     ended = list(range(1, num_blocks + 1))
     used = list(range(num_blocks + 1, 2 * num_blocks + 1))
@@ -295,8 +260,8 @@ def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> Non
         world.arrive(chain, 4096, 2.0, retention=Retention(8, 8e4))
     for chain in (ended, used):
         world.use(chain, 1000.0)
-    # Evict one block first. The policy may then have chosen its next victims in advance; the
-    # demotion below must take effect nevertheless.
+    # The policy may now have chosen its next victims in advance; the demotion must still take
+    # effect.
     gone = world.evict(4096, 1)
     ended, used = ([n for n in chain if n not in gone] for chain in (ended, used))
     world.demote(used)

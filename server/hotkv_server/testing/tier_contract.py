@@ -1,8 +1,5 @@
-"""The checks that every tier below host memory (`tiers.protocol.Tier`) must pass.
-
-Each check calls `make_rig`, which returns a `TierRig`: the tier under test, and an arena of SLOTS
-slots. The check computes the expected bytes of each block from the block's number.
-"""
+"""The checks that every `tiers.protocol.Tier` must pass. A check gets a `TierRig` and computes a
+block's bytes from its number."""
 
 import contextlib
 import hashlib
@@ -33,38 +30,32 @@ SLOT_BYTES = 4 * SLOT_ALIGN
 SLOTS = 64
 ARENA_BYTES = SLOTS * SLOT_BYTES
 WAIT_S = 60.0
-"""Longest wait for the end of a call, in seconds. After it the check fails."""
+"""For the end of a call; then the check fails."""
 
 
 def key(number: int) -> bytes:
-    """Returns the key of the block with this number. Its last 32 bytes are the block's hash, which
-    may contain any bytes."""
+    """Its last 32 bytes are the hash."""
     return b"hotkv/1/%032x/0/3/" % (number % 3) + hash_of(number)
 
 
 def hash_of(number: int) -> bytes:
-    """Returns the hash of the block with this number, 32 bytes. It contains a zero, a line end and
-    a slash, because these bytes break code that treats a hash as text or as a file name."""
+    """32 bytes. Zero, line end and slash break code that takes a hash for text or a file name."""
     return b"\0/\r\n \xff" + hashlib.sha256(b"%d" % number).digest()[6:]
 
 
 def content(number: int) -> NDArray[np.uint8]:
-    """Returns the content of the block with this number, SLOT_BYTES bytes."""
     return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
 
 
 @dataclass(frozen=True)
 class TierRig:
-    """A tier under test, with an arena.
+    """A tier under test.
 
-    arena: memory with SLOTS slots of `slot_bytes`.
-    damage: changes stored bytes of a block, given its key and its offset in the tier; None if the
-        tier's stored bytes can't be changed.
-    breaks: returns a context manager during which the tier's store can't be used; None if that is
-        impossible.
-    content: returns the bytes of a block, given its number.
-    encoded_bytes: returns how many bytes to reserve in the tier for an encoded block, given the
-        block's size. Used only for a tier whose storage offsets (places) the cache core chooses.
+    arena: SLOTS slots of `slot_bytes`.
+    damage: changes a block's stored bytes, by key and offset; None if that is impossible.
+    breaks: context in which the store can't be used; None if that is impossible.
+    content: bytes by block number.
+    encoded_bytes: what to reserve for an encoded block of this size, if the core chooses places.
     """
 
     tier: Tier
@@ -77,9 +68,7 @@ class TierRig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Returns the argument of a tier's call for some of its blocks: the blocks with the indices
-    `rows` in `blocks`. Used to write blocks again, in a tier whose storage offsets (places) the
-    cache core chooses."""
+    """The given rows. To write blocks again where the core chooses places."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],
@@ -91,21 +80,17 @@ def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[TierRig]"]
-"""A function that returns a context manager. The context manager makes a `TierRig` whose tier is
-empty and has room for SLOTS blocks. At the end it closes the tier, even if the check has already
-closed it."""
+"""Makes a context with an empty tier with room for SLOTS blocks, closed at its end, even if the
+check already has."""
 
 
 @dataclass
 class Bench:
-    """Calls the tier under test (of a `TierRig`) as the node does, and waits for the answers.
-    Blocks are named by their number, and slots of the arena by their index. If the tier can't
-    encode a block (result UNFIT), the bench writes the block again without encoding.
+    """Calls the tier as the node does and waits for answers. Blocks go by number, slots by index. A
+    block that can't be encoded (UNFIT) is written again as it is.
 
-    seals: by block, the checksum that the tier returned for it. Used only for a tier whose
-        storage offsets the cache core chooses.
-    stored_bytes: by block, its size in the tier, in bytes. Used only for such a tier.
-    found_bytes: sum of the stored bytes of all blocks that reads found.
+    seals, stored_bytes: as the tier answered, by block, if the core chooses places.
+    found_bytes: stored bytes of all blocks that reads found.
     """
 
     rig: TierRig
@@ -116,22 +101,16 @@ class Bench:
 
     @property
     def tier(self) -> Tier:
-        """Returns the tier under test."""
         return self.rig.tier
 
     @property
     def arena(self) -> NDArray[np.uint8]:
-        """Returns the memory of the arena."""
         return self.rig.arena.array()
 
     def blocks(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Blocks:
-        """Makes the `Blocks` argument of a tier's call, for the blocks with these numbers, in these
-        slots of the arena.
-
-        sizes: sizes of the blocks in bytes; empty: whole slots.
-        """
+        """`sizes`: empty: whole slots."""
         num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
         at = np.array(slots, np.int64) * self.rig.slot_bytes
         blocks = Blocks([key(number) for number in numbers], at, num_bytes)
@@ -150,19 +129,16 @@ class Bench:
         )
 
     def fill(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies the bytes of the blocks with these numbers into these slots of the arena."""
         for number, slot in zip(numbers, slots, strict=True):
             self.slot(slot)[:] = self.rig.content(number)
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """Returns the memory of a slot in the arena."""
         return self.arena[slot * self.rig.slot_bytes : (slot + 1) * self.rig.slot_bytes]
 
     def write(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Codes:
-        """Writes blocks from slots of the arena to the tier. Returns the result of each block, a
-        value of `Write`."""
+        """Values of `Write`."""
         blocks = self.blocks(numbers, slots, sizes)
         codes, seals = self.answer(blocks)
         is_unfit, stored = codes == Write.UNFIT, blocks.place_bytes.copy()
@@ -179,8 +155,7 @@ class Bench:
         return codes
 
     def answer(self, blocks: Blocks) -> tuple[Codes, Seals]:
-        """Calls `Tier.write` once and waits for the answer. Returns the result (a value of `Write`)
-        and the seal (checksum) of each block."""
+        """One call of `Tier.write`: values of `Write`, seals."""
         ended: list[tuple[Codes, Seals]] = []
         self.tier.write(blocks, lambda *answer: self._end(ended, answer))
         return self._wait(ended)[0]
@@ -192,12 +167,7 @@ class Bench:
         sizes: Sequence[int] = (),
         within_s: float = WAIT_S,
     ) -> Codes:
-        """Reads blocks from the tier into slots of the arena. Returns the result of each block, a
-        value of `Read`.
-
-        sizes: sizes of the blocks in bytes; empty: whole slots.
-        within_s: time until the deadline of the read.
-        """
+        """Values of `Read`. `sizes`: empty: whole slots; `within_s`: to the deadline."""
         ended: list[Codes] = []
         deadline_s, blocks = time.monotonic() + within_s, self.blocks(numbers, slots, sizes)
         self.tier.read(blocks, deadline_s, lambda codes: self._end(ended, codes))
@@ -207,8 +177,7 @@ class Bench:
         return codes
 
     def probe(self, numbers: Sequence[int]) -> Codes:
-        """Asks a shared tier whether it has these blocks. Returns the answer for each block: FOUND,
-        ABSENT or FAILED (values of `Read`)."""
+        """FOUND, ABSENT or FAILED."""
         ended: list[Codes] = []
         keys = [key(number) for number in numbers]
         tier, until_s = cast(SharedTier, self.tier), time.monotonic() + WAIT_S
@@ -216,8 +185,7 @@ class Bench:
         return self._wait(ended)[0]
 
     def check_read(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Reads blocks into slots (places in the arena). Raises AssertionError unless all blocks
-        are found with the right bytes, and all other slots are unchanged."""
+        """All are found with the right bytes, and no other slot changes."""
         before = self.arena.copy()
         codes = self.read(numbers, slots)
         assert (codes == Read.FOUND).all(), f"not all found: {codes.tolist()}"
@@ -240,9 +208,7 @@ class Bench:
 
 
 def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
-    """Writes blocks to the tier and reads them back, from and into random slots (places in the
-    arena), in batches of random size. Checks that the bytes are the same, and that the tier counts
-    the written and the read bytes."""
+    """What is written from random slots is read into others, in batches; bytes are counted."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench, stored = Bench(rig), list[int]()
@@ -253,7 +219,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
             slots = rng.permutation(SLOTS)[: len(numbers)].tolist()
             bench.fill(numbers, slots)
             assert (bench.write(numbers, slots) == Write.STORED).all()
-            # The blocks are written, so the memory of their slots may change now.
+            # Written: their slots may change now.
             bench.arena[:] = 0
             stored += numbers
             some = rng.permutation(stored)[: int(rng.integers(1, 9))].tolist()
@@ -267,9 +233,8 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_sizes(make_rig: MakeRig) -> None:
-    """Writes and reads a block of each size (multiples of SLOT_ALIGN up to a slot). Checks that
-    exactly the bytes of this size are copied. Also checks that a read or write of no blocks
-    ends."""
+    """Exactly a block's bytes are copied, at each multiple of SLOT_ALIGN. Calls without blocks
+    end."""
     with make_rig() as rig:
         bench = Bench(rig)
         numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))
@@ -285,10 +250,8 @@ def check_sizes(make_rig: MakeRig) -> None:
 
 
 def check_keys(make_rig: MakeRig) -> None:
-    """Reads a block that the tier lacks, writes it twice, reads it, and removes it (`forget`).
-    Checks that the block is ABSENT at first, PRESENT for the second write, found with its bytes,
-    and not found after the removal. Skips a tier whose storage offsets the cache core chooses,
-    because it does not find blocks by key."""
+    """A key is ABSENT, STORED once, PRESENT, found, and gone after `forget`. Only tiers that
+    find by key."""
     with make_rig() as rig:
         bench = Bench(rig)
         if rig.tier.facts().places:
@@ -309,8 +272,7 @@ def check_keys(make_rig: MakeRig) -> None:
 
 
 def check_places(make_rig: MakeRig) -> None:
-    """Reuses the storage offset (place) of a block for another block. Checks that a read of the
-    first block then returns CORRUPT. Skips a tier that chooses its storage offsets itself."""
+    """A block whose place was reused is CORRUPT. Only tiers whose places the core chooses."""
     with make_rig() as rig:
         bench = Bench(rig)
         if not rig.tier.facts().places:
@@ -320,15 +282,13 @@ def check_places(make_rig: MakeRig) -> None:
         assert (bench.write([1 + SLOTS], [1]) == Write.STORED).all()
         bench.check_read([1 + SLOTS], [2])
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
-        # The bytes were written under another key. So they must not be valid for this block, even
-        # together with their own seal (checksum).
+        # Written under another key: not valid for this block, even with their own seal.
         bench.seals[1] = bench.seals[1 + SLOTS]
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
 
 
 def check_damage(make_rig: MakeRig) -> None:
-    """Damages a stored block. Checks that a read of this block returns CORRUPT, and that the
-    neighbouring blocks are still found."""
+    """A damaged block is CORRUPT; its neighbours are found."""
     with make_rig() as rig:
         if rig.damage is None:
             return
@@ -343,7 +303,7 @@ def check_damage(make_rig: MakeRig) -> None:
 
 
 def check_deadline(make_rig: MakeRig) -> None:
-    """Checks that a read whose deadline has passed ends as FAILED, and that later reads succeed."""
+    """A read past its deadline is FAILED; later ones succeed."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])
@@ -353,8 +313,7 @@ def check_deadline(make_rig: MakeRig) -> None:
 
 
 def check_breaks(make_rig: MakeRig) -> None:
-    """Makes the store unusable for a while (`TierRig.breaks`). Checks that calls end as FAILED
-    meanwhile, and succeed once the store is usable again."""
+    """Calls are FAILED while the store can't be used, and succeed afterwards."""
     with make_rig() as rig:
         if rig.breaks is None:
             return
@@ -372,8 +331,7 @@ def check_breaks(make_rig: MakeRig) -> None:
 
 
 def check_many(make_rig: MakeRig, *, seed: int) -> None:
-    """Reads blocks from several threads at the same time. Checks that all reads get the right
-    bytes."""
+    """Reads from several threads get the right bytes."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench = Bench(rig)
@@ -383,7 +341,6 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
         problems: list[str] = []
 
         def work(worker: int) -> None:
-            # Each thread has eight slots.
             mine = list(range(half + 8 * worker, half + 8 * worker + 8))
             for _ in range(20):
                 numbers = choices[worker].permutation(half)[:8].tolist()
@@ -405,8 +362,7 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Closes the tier while calls are under way. Checks that all these calls have ended when
-    `close` returns, and that later calls end as FAILED."""
+    """All calls have ended when `close` returns; later ones are FAILED."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill(range(8), range(8))
@@ -423,9 +379,8 @@ def check_close(make_rig: MakeRig) -> None:
 
 
 def check_idle(make_rig: MakeRig) -> None:
-    """Checks that a tier without work is alive, has no problem and does not count as stalled. Also
-    checks two of the tier's properties (`TierFacts`): `batch_bytes` is at least the size of a slot,
-    and `places` is True unless nodes can share the tier (`SharedTier`)."""
+    """Without work a tier is alive, without problem, not stalled. `TierFacts`: a batch holds a
+    slot; places are the core's unless nodes share the tier."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])
@@ -441,7 +396,6 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_tier(make_rig: MakeRig, *, seed: int) -> None:
-    """Runs all checks that a tier must pass. Raises AssertionError if the tier breaks a rule."""
     check_round_trip(make_rig, seed=seed)
     check_sizes(make_rig)
     check_keys(make_rig)

@@ -1,11 +1,10 @@
-"""Runs the real server with simulated GPUs:
-`python -m hotkv_server.testing.with_devices ORDER run FLAGS...`.
+"""Runs the real server with simulated GPUs: `python -m hotkv_server.testing.with_devices ORDER run
+FLAGS...`.
 
-`ORDER` is a JSON object with the fields of `FakeDevices`. Its field `control` is the path of a Unix
-socket (SOCK_SEQPACKET), on which the running server receives orders. `{"lose": 0}` makes device 0
-lost, so that every later call on it fails. `{"lose_after": [0, 20]}` does so after 20 steps of its
-streams. `{"fail": ["open_memory", 1]}` makes the next call of `open_memory` fail. Tests simulate
-engines in other processes with `FakeAllocation` and `FakeIpcEvent`.
+`ORDER` is a JSON object with the fields of `FakeDevices`. On the Unix socket `control`
+(SOCK_SEQPACKET) the running server takes orders: `{"lose": 0}` loses device 0, `{"lose_after":
+[0, 20]}` after 20 steps of its streams, `{"fail": ["open_memory", 1]}` fails the next call of a
+method. Tests simulate engines with `FakeAllocation` and `FakeIpcEvent`.
 """
 
 import json
@@ -28,14 +27,11 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """The simulated GPUs of a server that a test starts. The fields that are not listed here are
-    arguments of `FakeRuntime`.
+    """Further fields are arguments of `FakeRuntime`.
 
-    register_s: time to register a piece of the arena with the device.
-    register_fails: number of the piece of the arena whose registration fails, counted from 1. 0: no
-        registration fails.
-    control: path of a Unix socket on which the server receives orders, such as "make device 0
-        fail".
+    register_s: time to register a piece of the arena.
+    register_fails: number of the piece whose registration fails, from 1; 0: none.
+    control: path of the socket for orders.
     """
 
     num_devices: int = 1
@@ -46,8 +42,7 @@ class FakeDevices:
     control: str = ""
 
     def command(self) -> list[str]:
-        """Returns the command that runs a server with these simulated GPUs. The caller appends the
-        server's flags."""
+        """The caller appends the server's flags."""
         return [
             sys.executable,
             "-m",
@@ -59,8 +54,7 @@ class FakeDevices:
         ]
 
     def tell(self, **order: Any) -> None:
-        """Sends an order, such as `lose=0` (device 0 fails from now on), to the running server.
-        Waits until the server has executed it."""
+        """Sends an order, such as `lose=0`, and waits until it is executed."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender:
             sender.connect(self.control)
             sender.send(json.dumps(order).encode())
@@ -68,7 +62,7 @@ class FakeDevices:
 
 
 class _Runtime(FakeRuntime):
-    """A simulated CUDA runtime in which each registration of memory takes `register_s`."""
+    """Each registration takes `register_s`."""
 
     register_s = 0.0
 
@@ -79,8 +73,7 @@ class _Runtime(FakeRuntime):
 
 @dataclass(slots=True)
 class _Control:
-    """Receives orders (such as "make device 0 fail") from the control socket on a thread, and
-    executes them."""
+    """Executes orders on a thread."""
 
     runtime: FakeRuntime
     orders: dict[str, Callable[[Any], None]] = field(init=False)
@@ -110,8 +103,6 @@ class _Control:
 
 
 def main() -> int:
-    """Runs `hotkv-server` with the simulated GPUs that the first argument describes (a JSON
-    object). Returns the exit status."""
     made = FakeDevices(**json.loads(sys.argv[1]))
 
     def new_runtime() -> FakeRuntime:

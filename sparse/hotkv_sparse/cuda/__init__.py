@@ -1,7 +1,6 @@
-"""Sparse decode on CUDA: kernels (`*.cu`), code that launches them (`device`), and a layer's decode
-step made of them (`selector`).
+"""Sparse decode on CUDA: kernels (`*.cu`), what launches them (`device`), a layer's step
+(`selector`).
 
-The kernels compute the same as `hotkv_sparse` on a CPU, and tests compare the two. Sketches
-(compact forms of blocks' keys) have the same bytes. No module imports CuPy or torch before the
-first device object is made.
+The kernels compute what `hotkv_sparse` computes on a CPU, with the same bytes; tests compare.
+CuPy and torch are imported with the first device object.
 """

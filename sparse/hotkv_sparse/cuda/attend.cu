@@ -1,22 +1,21 @@
-// Reference attention of a decode step over hot slots (pages of device memory for selected blocks). Tests compare an
-// engine's attention kernel with it. It also computes the exact log of the attention mass of the always kept blocks.
+// Reference attention over hot slots, with which tests compare an engine's kernel; also the exact log mass of the
+// always kept blocks.
 //
-// The code is simple rather than fast: one thread block serves one query head of one sequence, a warp processes one
-// block of tokens at a time, and sums are float32.
+// Simple rather than fast: a thread block per query head and sequence, a warp per block of tokens, sums in float32.
 #include "common.cuh"
 
 constexpr int WARPS = 8;
 constexpr int MAX_PER_LANE = 8;  // channels of a lane: head sizes up to 256
 constexpr signed char MAPPED = 1;
 
-// The keys, or the values, in the engine's cache. `kind` is the type of float; strides count elements.
+// Keys or values in the engine's cache. `kind`: type of float; strides count elements.
 struct Pages {
   const void* data;
   int kind;
   long long page_stride, token_stride, head_stride;
 };
 
-// The running softmax of one warp. The weight of a token is e^(score - peak).
+// Running softmax of a warp; a token's weight is e^(score - peak).
 struct Sums {
   float peak, sum, values[MAX_PER_LANE];
 };
@@ -28,7 +27,7 @@ __device__ __forceinline__ void rescale(Sums& sums, float peak) {
   sums.peak = peak;
 }
 
-// Adds the first `tokens` tokens of a page. If `values` has no data, adds only the attention mass of the tokens.
+// Adds the first `tokens` tokens of a page; without data in `values`, only their mass.
 __device__ void add_page(Sums& sums, const float (&query)[MAX_PER_LANE], const Pages& keys, const Pages& values, int page, int kv_head,
     int tokens, int head_size) {
   const int lane = threadIdx.x % WARP_LANES;
@@ -53,9 +52,9 @@ __device__ void add_page(Sums& sums, const float (&query)[MAX_PER_LANE], const P
 
 // Attends with one query head of one row. grid (query heads, rows), 256 threads.
 //
-// `is_always`: true: attends to the always kept blocks, in the engine's pages; without an engine, only to those of them
-//   that `slot_of` maps. False: attends to the ATTENDED slots that `slots` lists (the output of hot_table).
-// `pages`: the page of each slot.
+// `is_always`: to the always kept blocks in the engine's pages; without an engine, only to those that `slot_of` maps.
+//   False: to the ATTENDED slots in `slots` (output of hot_table).
+// `pages`: of each slot.
 // `log_mass`: float [sequences, query heads], output, or null.
 // `out`: float [sequences, query heads, head_size], output, or null.
 extern "C" __global__ void __launch_bounds__(256) attend(

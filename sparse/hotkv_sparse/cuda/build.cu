@@ -1,23 +1,21 @@
-// Builds the sketches of whole blocks (compact forms of their keys) from keys in the engine's pages, as
-// `hotkv_sparse.sketches` does on a CPU. Runs at the end of a prefill step.
+// Builds the sketches of whole blocks from keys in the engine's pages, as `hotkv_sparse.sketches` does on a CPU, at the
+// end of a prefill step.
 //
-// One thread block makes one run (16 tokens) of one KV head; each warp handles one token. Keys may have any float type
-// and any strides, and are read once. The bytes of a run are written once, the 64 bytes of a line side by side.
+// A thread block makes one run of one KV head, a warp one token. Keys have any float type and strides and are read
+// once; a run is written once, the 64 bytes of a line side by side.
 #include "common.cuh"
 
 constexpr int RUN_TOKENS = 16;
 constexpr int MAX_CHANNELS = 256;
 
-// Scratch memory for a run: each token's keys while they are rotated, and then the token's codes, a byte for each
-// channel.
+// Scratch of a run: keys while they are rotated, then codes, a byte per channel.
 struct Run {
   float rows[RUN_TOKENS][MAX_CHANNELS];
   u32 codes[RUN_TOKENS][MAX_CHANNELS / 4];
 };
 
-// Quantises the rotated key of a token, `row`: writes a code for each channel and returns the token's scale sigma.
-// `levels`, float [codes], has the values for which codes stand. `thresholds`, float [codes - 1], in units of the
-// token's rms, has the bounds between them.
+// Writes the codes of a token's rotated key `row`; its sigma. `levels`: float [codes]. `thresholds`: float [codes - 1],
+// between them, in units of the token's rms.
 __device__ float encode(const float* row, u8* codes, const float* levels, const float* thresholds, int bits, float unit, int head_size,
     int channels, int lane) {
   float energy = 0.0f;
@@ -37,9 +35,8 @@ __device__ float encode(const float* row, u8* codes, const float* levels, const 
   return product > 0.0f ? fminf(energy / product * unit, 65504.0f) : 0.0f;
 }
 
-// Returns four bytes of a line (64 bytes with the codes of several channels of 16 tokens). Each byte packs several codes
-// side by side: of each code, the `width` bits from bit `from` on. Byte b packs the codes of channels b, b + 4, b + 8
-// and so on, counted from `codes`.
+// Four bytes of a line. Byte b packs, of channels b, b + 4, b + 8 … from `codes` on, the `width` bits from bit `from`
+// on.
 __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) {
   const u32 mask = 0x01010101u * ((1u << width) - 1u);
   u32 word = 0;
@@ -47,20 +44,18 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
   return word;
 }
 
-// Builds sketches in a token format, which has a code per channel of each token. grid (blocks, KV heads, runs of
-// 16 tokens in a block), 512 threads.
+// Builds sketches in a token format. grid (blocks, KV heads, runs of a block), 512 threads.
 //
-// `keys`, `kind`, strides: the engine's cache; strides count elements.
-// `pages`: the page of each block. Not used with `addresses`.
-// `addresses`: the address of each block's page, which may be host memory that the device can read; 0 skips the block.
-//   Null: use `pages`.
-// `rows`: the row of `pool` to write for each block; a negative row skips the block.
-// `num_tokens`: number of valid tokens of each block; null: all tokens are valid.
-// `mu`: the mean key of each head, [KV heads, head_size], or null.
-// `levels`: the levels of the codes, followed by the thresholds between them.
+// `keys`, `kind`: the engine's cache; strides count elements.
+// `pages`: of each block; not used with `addresses`.
+// `addresses`: of each block's page, perhaps host memory that the device can read; 0 skips the block. Null: use
+//   `pages`.
+// `rows`: of `pool`; negative skips the block.
+// `num_tokens`: valid ones of each block; null: all.
+// `mu`: [KV heads, head_size], or null.
+// `levels`: of codes, then the thresholds between them.
 //
-// The bytes are the same as on a CPU, except for float rounding: the code of a channel halfway between two levels, and
-// the last bit of a sigma.
+// Bytes are a CPU's but for float rounding: the code of a channel halfway between two levels, and a sigma's last bit.
 extern "C" __global__ void __launch_bounds__(512) build_tokens(
     const void* keys, int kind, long long page_stride, long long token_stride, long long head_stride, const int* pages,
     const long long* addresses, const int* rows, const int* num_tokens, const float* mu, const float* factors, const float* levels, int bits, float unit, int block_tokens,

@@ -1,18 +1,16 @@
-// Turns the scores of blocks (estimated logs of their attention mass) into selections, without the host: computes the
-// plan of a step (which blocks are candidates, and how many to choose), the blocks' shares of the attention mass, and
-// the best blocks. `hotkv_sparse.selection` does the same on a CPU.
+// Turns scores into selections without the host: plans a step, computes blocks' shares of the mass, chooses the best;
+// as `hotkv_sparse.selection` does on a CPU.
 //
-// Counts and sizes stay on the device. Of blocks with equal weights, the block with the lower position is preferred.
-// Sums are computed in float32 in a fixed order, or in fixed point, so a selection is the same in every run.
+// Counts and sizes stay on the device. Of equal weights the lower position wins. Sums go in a fixed order or in fixed
+// point, so every run selects the same.
 #include "common.cuh"
 
-// Computes the plan (see PLAN_WORDS) of each sequence from its number of tokens. One thread serves one sequence. The
-// plan is empty if the sequence has 0 tokens or no state in `state_of`.
+// Plans each sequence (see PLAN_WORDS), one thread each. Empty if it has 0 tokens or no state in `state_of`.
 //
-// `budget_tokens`: the most tokens to attend to; 0: the share `budget_share` of the context.
-// `epochs`: int [states], or null. A change of a state's number means that its hot set (the blocks to attend to) is
-//   built anew. The first step after a change selects the whole budget, other steps the budget divided by `sets`.
-// `begun`: int [states]: the number in `epochs` for which this first step has already been planned.
+// `budget_tokens`: at most; 0: the share `budget_share` of the context.
+// `epochs`: int [states], or null. A changed number means a hot set built anew: its first step selects the whole
+//   budget, others the budget divided by `sets`.
+// `begun`: int [states], number in `epochs` whose first step is planned already.
 extern "C" __global__ void plan_step(
     const int* context_tokens, const int* state_of, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens,
     int budget_tokens, double budget_share, int min_room, int max_blocks, const int* epochs, int* begun, int sets, int* plan) {
@@ -45,8 +43,8 @@ __device__ __forceinline__ Mass added(Mass a, Mass b) {
   return {peak, a.sum * expf(a.peak - peak) + b.sum * expf(b.peak - peak)};
 }
 
-// Sums the attention masses of the candidates. The candidates are divided into `pieces` parts; `masses` [sequences,
-// query heads, pieces] gets the sum over each part. grid (pieces, query heads, sequences), 256 threads.
+// Sums the candidates' masses in `pieces` parts: `masses` [sequences, query heads, pieces]. grid (pieces, query heads,
+// sequences), 256 threads.
 extern "C" __global__ void __launch_bounds__(256) sum_masses(const float* scores, int max_blocks, const int* plan, Mass* masses) {
   __shared__ Mass of_warps[8];
   const int sequence = blockIdx.z, lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
@@ -65,12 +63,12 @@ extern "C" __global__ void __launch_bounds__(256) sum_masses(const float* scores
   masses[head * gridDim.x + blockIdx.x] = mass;
 }
 
-// Computes the weight of each candidate block b: w_b = mean over the heads h of exp(S_hb - Z_h), with the scores S and
-// the log of the total mass Z. grid (any, sequences), 256 threads, 4 * num_heads bytes of dynamic shared memory.
+// Weight of candidate b: the mean over the heads h of exp(S_hb - Z_h), with scores S and log of the total mass Z. grid
+// (any, sequences), 256 threads, 4 * num_heads bytes of dynamic shared memory.
 //
-// `always_log_mass`: float [sequences, query heads], log of the attention mass of the always kept blocks.
-// `weights`: float [sequences, max_blocks], output: the weights of the candidates.
-// `always_mass`: float [sequences], output: the share of the attention mass that the always kept blocks have.
+// `always_log_mass`: float [sequences, query heads].
+// `weights`: float [sequences, max_blocks], output, at candidates.
+// `always_mass`: float [sequences], output: the always kept blocks' share of the mass.
 extern "C" __global__ void __launch_bounds__(256) weigh(
     const float* scores, int num_heads, int max_blocks, const int* plan, const Mass* masses, int num_pieces,
     const float* always_log_mass, float* weights,
@@ -101,13 +99,12 @@ constexpr int BINS = 2048;
 constexpr int CHOOSE_THREADS = 1024;
 constexpr double MASS_UNIT = 1099511627776.0;  // 2^40: masses are summed as integers, in any order
 
-// The candidates of a sequence, as `choose` reads them.
+// Candidates of a sequence.
 struct Candidates {
   const float* weights;
   int first, count;
 
-  // Returns the bits of the weight as an integer, which has the same order as the weight. A weight that is not above 0
-  // counts as 0.
+  // Bits of the weight, which have its order; 0 unless it is above 0.
   __device__ __forceinline__ int key(int i) const {
     const float weight = weights[first + i];
     return weight > 0.0f ? __float_as_int(weight) : 0;
@@ -124,17 +121,17 @@ struct Bins {
   int count_above, bin;
 };
 
-// Separates the chosen candidates from the others. A candidate's key is its weight as an integer. All candidates with a
-// key above `key` are chosen, and of those with exactly this key the `equals` candidates with the lowest positions.
+// Chosen are all candidates with a key (weight as an integer) above `key`, and the lowest `equals` of those with this
+// key.
 struct Bound {
   int key, equals;
 };
 
-// Searches the bins from the highest downwards for the bin in which the wanted number of candidates (or, if `by_mass`,
-// the wanted mass) is reached. Writes its index to `bins.bin`. Run by one warp.
+// Finds the bin, from the highest down, in which `count` candidates (`by_mass`: `mass`) are reached: `bins.bin`. One
+// warp.
 __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 mass) {
   const int lane = threadIdx.x, per_lane = num_bins / WARP_LANES;
-  // Each lane adds up consecutive bins. Lane 0 has the highest bins.
+  // Each lane adds consecutive bins; lane 0 has the highest.
   const int top = num_bins - 1 - lane * per_lane;
   u64 masses = 0;
   int counts = 0;
@@ -167,13 +164,12 @@ __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 
     bins.mass_above = mass_before;
     bins.count_above = count_before;
   }
-  // All bins together do not reach the wanted number or mass, so all candidates are chosen.
+  // Not reached: all candidates are chosen.
   if (!votes && lane == 0) bins.bin = -1;
 }
 
-// Returns the bound that separates the `count` > 0 best candidates from the others; if `by_mass`, the fewest candidates
-// whose masses together reach `mass`. The result's key is -1 if all candidates are chosen. Keys have 31 bits, which are
-// examined in three rounds of 11, 10 and 10 bits.
+// Bound of the `count` > 0 best candidates; `by_mass`: of the fewest whose masses reach `mass`. Key -1: all are chosen.
+// Examines keys of 31 bits in rounds of 11, 10 and 10.
 __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int count, u64 mass) {
   int prefix = 0;
   if (threadIdx.x == 0) {
@@ -205,14 +201,13 @@ __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int 
   return {prefix, min(equals, static_cast<int>(ceil(static_cast<double>(mass - bins.mass_above) / each)))};
 }
 
-// Chooses the best ROOM candidates of each sequence. With `adaptive_p` > 0, chooses only as many as are needed for
-// their masses and `always_mass` to reach `adaptive_p`, but at least MIN_ROOM and at most ROOM. grid (sequences), 1024
-// threads.
+// Chooses the best ROOM candidates; with `adaptive_p` > 0 only as many as their masses and `always_mass` need to reach
+// it, but at least MIN_ROOM. grid (sequences), 1024 threads.
 //
-// `blocks`: int32 [sequences, max_selected], output: the always kept blocks and the chosen candidates, ascending.
-// `chosen`: float [sequences, max_selected], output: the weights of `blocks`; inf for always kept blocks.
-// `numbers`: int32 [sequences], output: how many blocks are selected.
-// `mass`: float [sequences], output: the share of the attention mass that the selected blocks have.
+// `blocks`: int32 [sequences, max_selected], output: always kept blocks and chosen candidates, ascending.
+// `chosen`: float, same shape, output: their weights; inf for always kept blocks.
+// `numbers`: int32 [sequences], output: of selected blocks.
+// `mass`: float [sequences], output: their share of the mass.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
     const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected, int* blocks,
     float* chosen, int* numbers, float* mass) {

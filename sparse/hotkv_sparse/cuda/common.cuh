@@ -1,5 +1,4 @@
-// Definitions that several kernels of sparse decode share. Uses only NVRTC's built-ins, so 16-bit floats are read and
-// written as bits.
+// Shared by the kernels. Uses only NVRTC's built-ins, so 16-bit floats are read and written as bits.
 #pragma once
 
 typedef unsigned char u8;
@@ -12,17 +11,16 @@ constexpr float NO_SCORE = -1e30f;  // stands for a token that is not there; far
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-// The types of floats, with the same numbers as on the host.
+// As on the host.
 constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;
 
-// The plan of a step has a row for each sequence, int32 [PLAN_WORDS]. Of the sequence's COUNT blocks, blocks [0, FIRST)
-// and [LAST, COUNT) are always kept; the others are candidates. A selection has at most ROOM candidates, and at least
-// MIN_ROOM if their number adapts to the attention mass. TOKENS: tokens of the sequence.
+// A row per sequence, int32 [PLAN_WORDS]. Of COUNT blocks, [0, FIRST) and [LAST, COUNT) are always kept. A selection
+// has at most ROOM candidates, and at least MIN_ROOM if their number adapts to the mass. TOKENS: of the sequence.
 constexpr int PLAN_FIRST = 0, PLAN_LAST = 1, PLAN_COUNT = 2, PLAN_ROOM = 3, PLAN_MIN_ROOM = 4, PLAN_TOKENS = 5, PLAN_WORDS = 8;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
-// Returns the value of a finite 16-bit float (half) as a float.
+// Of a finite half.
 __device__ __forceinline__ float half_value(u32 bits) {
 #ifdef CUDA_ON_CPU
   const float size = __uint_as_float((bits & 0x7fffu) << 13) * __uint_as_float(0x77800000u);  // 2^112 moves the exponent
@@ -34,7 +32,7 @@ __device__ __forceinline__ float half_value(u32 bits) {
 #endif
 }
 
-// Returns 2^x, computed by one instruction, with a relative error of about 2^-22.
+// 2^x in one instruction, relative error about 2^-22.
 __device__ __forceinline__ float quick_exp2(float x) {
 #ifdef CUDA_ON_CPU
   return exp2f(x);
@@ -45,16 +43,14 @@ __device__ __forceinline__ float quick_exp2(float x) {
 #endif
 }
 
-// Returns the bits of the half (16-bit float) nearest to a float of magnitude at most 65504. Of two equally near
-// halves, chooses the even one.
+// Nearest half of a float of magnitude at most 65504, the even one of two.
 __device__ __forceinline__ u32 half_bits(float value) {
   const u32 bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
-  // The result is subnormal: such halves have steps of 2^-24.
+  // Subnormal halves have steps of 2^-24.
   if (size < 0x38800000u) return sign | (__float_as_uint(__uint_as_float(size) + 0.5f) - 0x3f000000u);
   return sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13;
 }
 
-// Returns element `index` of an array of floats of type `kind`.
 __device__ __forceinline__ float load_float(const void* base, long long index, int kind) {
   if (kind == FLOAT32) return static_cast<const float*>(base)[index];
   const u32 bits = static_cast<const unsigned short*>(base)[index];
@@ -71,10 +67,8 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Rotates a row in shared memory, float [head_size], with one warp (see `hotkv_sparse.rotation`). Each pass multiplies
-// by signs and applies a Hadamard transform. Afterwards every lane may read the row.
-//
-// `factors`: [passes, head_size], each sign divided by the square root of the number of channels of its pass.
+// Rotates a row in shared memory, float [head_size], with one warp (`hotkv_sparse.rotation`); then every lane may read
+// it. `factors`: [passes, head_size], signs / sqrt(channels of the pass).
 __device__ __forceinline__ void rotate_row(float* row, const float* factors, int head_size, int lane) {
   int size = 1;
   while (2 * size <= head_size) size *= 2;
@@ -95,20 +89,18 @@ __device__ __forceinline__ void rotate_row(float* row, const float* factors, int
   __syncwarp();
 }
 
-// Says where the blocks of an engine's row are. Blocks [num_sinks, freed) are *away*: only in host memory. All other
-// blocks are in the pages that the row's block table names. If `table` is null, there is no engine, and all blocks
-// count as away.
+// Where an engine row's blocks are: [num_sinks, freed) are *away*, only in host memory, others in the pages of `table`.
+// `table` null: no engine, all count as away.
 struct Engine {
   const int* table;
   int freed, num_sinks;
 
   __device__ __forceinline__ bool is_away(int block) const { return !table || (block >= num_sinks && block < freed); }
-  // Returns the page of a block. `slot_page` is the page of the block's hot slot.
+  // `slot_page`: of the block's hot slot.
   __device__ __forceinline__ int page_of(int block, int slot_page) const { return is_away(block) ? slot_page : table[block]; }
 };
 
-// Copies a part of a range of bytes: the part with the index `piece`, if the range is divided into `pieces` parts, one
-// for each thread block. The addresses may be in host memory.
+// Copies part `piece` of `pieces` of a range, one per thread block. Addresses may be in host memory.
 __device__ __forceinline__ void copy_bytes(long long source, long long target, long long bytes, int piece, int pieces) {
   constexpr int IN_FLIGHT = 4;
   const bool is_aligned = ((source | target | bytes) & 15) == 0;

@@ -1,9 +1,7 @@
-"""Allocates device arrays and launches the CUDA kernels of this folder. `Device` is the protocol,
-`CupyDevice` its implementation with CuPy.
+"""Allocates device arrays and launches the kernels of this folder.
 
-A launch is queued on a stream and returns at once. NVRTC compiles a kernel at its first launch, and
-CuPy caches the result on disk. `CupyDevice.compile` compiles all kernels in advance, because a CUDA
-graph can't be captured during a compilation.
+A launch is queued on a stream. NVRTC compiles a kernel at its first launch, CuPy caches it on
+disk. `CupyDevice.compile` compiles all in advance: a CUDA graph can't be captured meanwhile.
 """
 
 import contextlib
@@ -21,9 +19,8 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FOLDER = Path(__file__).parent
 TOKEN_KERNELS = {(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}
-"""The pairs (bits of a code, groups of four lines) for which the kernel `score_tokens` is compiled.
-A line is 64 bytes with the codes of several channels for 16 tokens (`hotkv_sparse.formats`); the
-number of lines depends on the head size."""
+"""(bits of a code, groups of four lines) for which `score_tokens` is compiled; lines follow from
+the head size."""
 SOURCES: dict[str, tuple[str, ...]] = {
     "build.cu": ("build_tokens",),
     "score.cu": (
@@ -36,7 +33,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "attend.cu": ("attend",),
     "resident.cu": ("find_states", "locate_keys", "stage_pages"),
 }
-"""Names of the kernels in each source file."""
+"""Kernels by source file."""
 OPTIONS = ("--std=c++17",)
 
 Scalar = np.int32 | np.int64 | np.uint32 | np.float32 | np.float64
@@ -44,34 +41,25 @@ Host = npt.NDArray[np.generic]
 
 
 class Array(Protocol):
-    """Device memory that another object owns, such as an array of CuPy or a tensor of torch. In
-    tests without a GPU it is an array of numpy."""
+    """Device memory of CuPy or torch; in tests without a GPU an array of numpy."""
 
     @property
-    def shape(self) -> Sequence[int]:
-        """Returns the number of elements along each axis."""
+    def shape(self) -> Sequence[int]: ...
 
 
 Argument = Array | Scalar | int | None
-"""An argument of a kernel. A plain int is an address; None is the address 0."""
+"""An int is an address, None the address 0."""
 
 
 class Device(Protocol):
-    """A device that runs kernels."""
-
-    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Allocates memory, filled with 0."""
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array: ...
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Copies host memory to the device: sets target[start : start + values.shape] = values,
-        after the work that is already queued on the stream.
-
-        Blocks until the caller may change `values`.
-        """
+        """target[start : start + values.shape] = values, after the work on the stream. Blocks
+        until the caller may change `values`."""
 
     def read(self, source: Array) -> Host:
-        """Waits until the stream's work is done, then returns a copy of the array in host
-        memory."""
+        """A copy, after the work on the stream."""
 
     def launch(
         self,
@@ -81,41 +69,32 @@ class Device(Protocol):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Queues a kernel on the stream.
+        """Queues a kernel.
 
-        grid: number of thread blocks along each axis.
-        threads: number of threads of a thread block.
-        args: the kernel's arguments. Numbers must be numpy scalars of the types that the kernel
-            declares.
-        shared_bytes: dynamic shared memory of a thread block.
+        grid: thread blocks along each axis; `threads`: of one.
+        args: numbers must be numpy scalars of the types that the kernel declares.
+        shared_bytes: dynamic, of a thread block.
         """
 
 
 def source_of(kernel: str) -> str:
-    """Returns the name of the source file that holds the kernel."""
     return next(source for source, kernels in SOURCES.items() if kernel in kernels)
 
 
 def source_text(source: str) -> str:
-    """Returns the text of a source file, with the text of its header in place of the `#include`
-    line.
-
-    CuPy's cache finds compiled code by the source text. It would not notice a change of an included
-    file.
-    """
+    """With the header in place of its `#include`: CuPy's cache goes by the source text, and
+    would not notice a changed header."""
     header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")
     return (FOLDER / source).read_text().replace('#include "common.cuh"\n', header)
 
 
 def address_of(argument: Argument) -> int:
-    """Returns the device address of an argument: a CUDA tensor, any array with CUDA's array
-    interface, or a plain address. Returns 0 for None."""
+    """0 for None."""
     if argument is None:
         return 0
     if isinstance(argument, int):
         return argument
-    # A torch tensor returns its address for every float type. In some versions its array interface
-    # does not support bfloat16.
+    # In some versions of torch the array interface does not support bfloat16.
     if getattr(argument, "is_cuda", False):
         return int(argument.data_ptr())  # type: ignore[attr-defined]
     interface = getattr(argument, "__cuda_array_interface__", None)
@@ -135,7 +114,7 @@ class _Module(Protocol):
 
 
 def cupy_module() -> ModuleType:
-    """Imports and returns CuPy. Raises an ImportError that names the package to install."""
+    """Raises an ImportError that names the package to install."""
     try:
         import cupy
     except ImportError as error:
@@ -148,14 +127,9 @@ def cupy_module() -> ModuleType:
 
 @contextlib.contextmanager
 def _signals_still_wake() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM wake the main thread again after NVRTC has compiled in the `with`
-    block. While NVRTC 12 or 13.0 compiles, it handles these signals itself. At the end it restores
-    the process's handlers with C's `signal`, which sets the flag SA_RESTART; this function clears
-    the flag.
-
-    While the flag is set, a signal does not wake a main thread that waits for a lock, as the main
-    thread of an idle vLLM engine does. So Python does not run the handler.
-    """
+    """Undoes what NVRTC 12 and 13.0 do to SIGINT and SIGTERM: they restore handlers with C's
+    `signal`, which sets SA_RESTART. A signal then does not wake a main thread that waits for a
+    lock, as in an idle vLLM engine, and Python never runs the handler."""
     try:
         yield
     finally:
@@ -164,11 +138,10 @@ def _signals_still_wake() -> Iterator[None]:
 
 
 class CupyDevice:
-    """A CUDA device, used through CuPy.
+    """A CUDA device, through CuPy.
 
-    number: CUDA's number of the device.
-    stream: CUDA's handle of the stream for launches, as an int (torch:
-        `torch.cuda.current_stream().cuda_stream`).
+    number: CUDA's.
+    stream: CUDA's handle (torch: `torch.cuda.current_stream().cuda_stream`).
     """
 
     def __init__(self, number: int = 0, stream: int = 0) -> None:
@@ -182,23 +155,21 @@ class CupyDevice:
         return f"CupyDevice({self._number}, {len(self._kernels)} kernels loaded)"
 
     def use_stream(self, stream: int) -> None:
-        """Sets the stream of the device on which later calls are queued."""
+        """For later calls."""
         self._stream = self._cupy.cuda.ExternalStream(stream, self._number)
 
     def compile(self) -> None:
-        """Compiles all kernels. Takes seconds if CuPy's cache is empty."""
+        """Takes seconds if CuPy's cache is empty."""
         for kernels in SOURCES.values():
             for kernel in kernels:
                 self._kernel(kernel)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Allocates memory, filled with 0 (`Device.zeros`)."""
         with self._cupy.cuda.Device(self._number), self._stream:
             array: Array = self._cupy.zeros(tuple(shape), dtype)
         return array
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Copies host memory to the device (`Device.write`)."""
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         # CuPy compiles its own kernels for some copies.
         with self._cupy.cuda.Device(self._number), self._stream, _signals_still_wake():
@@ -206,7 +177,6 @@ class CupyDevice:
             self._stream.synchronize()
 
     def read(self, source: Array) -> Host:
-        """Copies an array to host memory (`Device.read`)."""
         with self._cupy.cuda.Device(self._number), self._stream:
             values: Host = self._cupy.asnumpy(self._cupy.asarray(source))
             self._stream.synchronize()
@@ -220,7 +190,6 @@ class CupyDevice:
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Queues a kernel on the stream (`Device.launch`)."""
         values = [
             arg if isinstance(arg, np.generic) else np.uint64(address_of(arg)) for arg in args
         ]

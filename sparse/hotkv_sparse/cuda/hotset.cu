@@ -1,17 +1,16 @@
-// Updates the hot sets (the blocks on the device to which a step attends) on the device, as `hotkv_sparse.hotset` does
-// on a CPU: decides which selected blocks to load, into which slots, and which blocks to evict for them.
+// Updates the hot sets as `hotkv_sparse.hotset` does on a CPU: which selected blocks to load, into which slots, what to
+// evict for them.
 //
-// The tables are in device memory, and only these kernels change them, in the order of the stream. So attention that
-// was queued earlier reads its table before a later step changes it. Other streams may copy blocks only to slots in
-// state LOADING, which no table names. The least recently used block is evicted first; of equally old blocks, the block
-// with the lowest position. Always kept blocks, and blocks without a copy in host memory, are never evicted.
+// Only these kernels change the tables, in the order of the stream, so attention queued earlier reads its table before
+// a later step changes it. Other streams copy only to slots in state LOADING, which no table names. The least recently
+// used block goes first, of equals the lowest position; never an always kept block, or one without a copy in host
+// memory.
 //
-// The tables of a sequence belong to a *state*, not to a row of the batch: row r of a step has the state `state_of[r]`;
-// -1 if it has none.
+// Tables belong to a *state*, not to a row of the batch: row r has state `state_of[r]`, -1 if none.
 //
-// With an engine's block table (`engine_table` int32 [rows, engine_stride]; null without an engine), a block that is
-// not *away* (only in host memory, see common.cuh) is in the page that this table names. Its slot is then only a place
-// in the hot set and holds no bytes. Every complete block has a copy in host memory.
+// With an engine's block table (`engine_table` int32 [rows, engine_stride], or null), a block that is not *away* (see
+// common.cuh) is in the page that it names; its slot holds no bytes. Every complete block then has a copy in host
+// memory.
 #include "common.cuh"
 
 constexpr signed char FREE = 0, MAPPED = 1, LOADING = 2, CANCELLED = 4;
@@ -19,8 +18,8 @@ constexpr int NO_SLOT = -1;
 constexpr int STEP_THREADS = 1024;
 constexpr u64 NO_KEY = 0;
 
-// The tables of a sequence. state, block_of, used_at: [num_slots]. slot_of, has_copy: [max_blocks]. If has_copy is
-// null, every block has a copy in host memory.
+// Tables of a sequence. state, block_of, used_at: [num_slots]. slot_of, has_copy: [max_blocks]. has_copy null: all have
+// one.
 struct Tables {
   signed char* state;
   int* block_of;
@@ -37,7 +36,7 @@ struct Tables {
   }
 };
 
-// Returns the largest key of all threads of the thread block. All threads must call this function.
+// Largest key of the thread block. All threads must call it.
 __device__ u64 largest(u64 key, u64* of_warps) {
   for (int step = WARP_LANES / 2; step > 0; step /= 2) key = max(key, __shfl_xor_sync(ALL_LANES, key, step));
   __syncthreads();
@@ -47,7 +46,7 @@ __device__ u64 largest(u64 key, u64* of_warps) {
   return key;
 }
 
-// Returns the lowest free slot above `after`; -1 if there is none.
+// Lowest free slot above `after`; -1 if none.
 __device__ int free_slot_after(const Tables& tables, int num_slots, int after, u64* of_warps) {
   u64 key = NO_KEY;
   for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x)
@@ -56,9 +55,8 @@ __device__ int free_slot_after(const Tables& tables, int num_slots, int after, u
   return key == NO_KEY ? NO_SLOT : static_cast<int>(0xffffffffu - static_cast<u32>(key));
 }
 
-// Returns the next block to evict: the least recently used block whose last use was before step `clock`; -1 if no block
-// may be evicted. `key` is the key of the block that the previous call returned (all bits 1 for the first call). Sets
-// it to the key of the returned block.
+// Next block to evict: the least recently used, last used before step `clock`; -1 if none. `key`: of the block returned
+// last (all bits 1 at first); set to this block's.
 __device__ int coldest_after(const Tables& tables, int num_slots, int first, int last, int clock, u64& key, u64* of_warps) {
   u64 best = NO_KEY;
   for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x) {
@@ -72,22 +70,20 @@ __device__ int coldest_after(const Tables& tables, int num_slots, int first, int
   return key == NO_KEY ? NO_SLOT : static_cast<int>(~key & 0xffffffffu);
 }
 
-// Returns the key by which missing blocks are ordered: a heavier block has a larger key. Of equally heavy blocks, the
-// block that comes first in the selection has the larger key. Every key is above NO_KEY.
+// Key of a missing block: larger if heavier, of equals for the first in the selection; above NO_KEY.
 __device__ __forceinline__ u64 weight_key(float weight, int i) {
   const u32 bits = __float_as_uint(weight + 0.0f), ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(i));
 }
 
-// Assigns slots to the blocks that contexts have gained, before the engine writes keys and values to these slots. grid
-// (rows), 1024 threads. All new blocks of a sequence get slots, or none of them. In the latter case `faults[0]` is
-// incremented, and the next step tries again.
+// Assigns slots to blocks that contexts gained, before the engine writes them. grid (rows), 1024 threads. All new
+// blocks of a sequence get one, or none: then `faults[0]` counts it, and the next step tries again.
 //
-// `known`: int [states], number of blocks of the context that were considered so far.
-// `epochs`: int [states], or null. If a state's number differs from the number in `seen`, this layer builds the hot set
-//   anew (another request has the state): it then has only the always kept blocks.
-// `seen`: int [states], the number in `epochs` for which this layer last built the hot set anew.
-// `is_first`: u8 [states], set to 1 for a hot set that is built anew; its next `hot_step` reads it.
+// `known`: int [states], blocks considered so far.
+// `epochs`: int [states], or null. If it differs from `seen`, this layer builds the hot set anew (another request has
+//   the state), with only the always kept blocks.
+// `seen`: int [states], number for which it was last built.
+// `is_first`: u8 [states], set to 1 for such a hot set, for its next `hot_step`.
 // `content`: int [states, num_slots], the block whose bytes each slot holds.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
     const int* plan, const int* state_of, int max_blocks, signed char* state, int* block_of, int* used_at, int num_slots, int* slot_of,
@@ -127,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
         tables.may_go(block))) atomicAdd(&num_able, 1);
   }
   __syncthreads();
-  // A state that begins anew gets slots only for its always kept blocks. Its other blocks get slots in its first
-  // `hot_step`.
+  // Anew, only always kept blocks get slots here, others in the first `hot_step`.
   const int num_new = is_fresh ? first + count - last : count - from;
   int growth = capacities[sequence] - num_mapped;
   const int excess = max(-growth, 0);
@@ -159,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
     __syncthreads();
     --growth;
   }
-  // Evicts further blocks, because the capacity has shrunk below the size of the hot set.
+  // The capacity has shrunk below the size of the hot set.
   for (int i = 0; i < excess; ++i) {
     const int victim = coldest_after(tables, num_slots, first, last, clock + 1, key, of_warps);
     if (victim == NO_SLOT) break;
@@ -169,18 +164,18 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
   if (thread == 0) known[sequence] = count;
 }
 
-// Indices of the counts of a step; each row has STEP_WORDS counts.
+// A step's counts.
 constexpr int LOADED = 0, VICTIMS = 1, PREFETCH = 2, SELECTED = 3, RESIDENT = 4, ATTENDED = 5, SEQUENCE_TOKENS = 6, STEP_WORDS = 8;
 
-// Makes a step of the hot sets: assigns slots to missing blocks of the selection, and evicts other blocks for them.
-// grid (sequences), 1024 threads. Missing always kept blocks come first, even beyond `max_corrections`, but at most
-// `max_loads` of them. In the first step of a state, the limit `max_corrections` does not apply.
+// Assigns slots to missing selected blocks, and evicts others for them. grid (sequences), 1024 threads. Missing always
+// kept blocks come first, even beyond `max_corrections`, up to `max_loads`. A state's first step ignores
+// `max_corrections`.
 //
-// `is_first`: u8 [states], 1 before the first step of a state; set to 0.
-// `capacities`, `clocks`: int32 [states], the capacity of the hot set, and the number of its steps.
-// `loads`: int32 [sequences, 2, max_loads], output: blocks to load, and their slots.
-// `victims`: int32 [sequences, max_victims], output: evicted blocks.
-// `prefetch`: int32 [sequences, max_prefetch], output: missing blocks that are not in `loads`, heaviest first.
+// `is_first`: u8 [states], 1 before that step; set to 0.
+// `capacities`, `clocks`: int32 [states], of the hot set; number of its steps.
+// `loads`: int32 [sequences, 2, max_loads], output: blocks, slots.
+// `victims`: int32 [sequences, max_victims], output.
+// `prefetch`: int32 [sequences, max_prefetch], output: missing blocks not in `loads`, heaviest first.
 // `counts`: int32 [sequences, STEP_WORDS], output.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     const int* blocks, const float* weights, const int* numbers, int max_selected, const int* plan, const int* state_of, int max_blocks,
@@ -211,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = 0;
   __syncthreads();
 
-  // Marks the selected blocks that are mapped as used in this step, and counts the missing blocks.
+  // Mark mapped ones as used in this step, count missing ones.
   for (int i = thread; i < number; i += blockDim.x) {
     const int slot = tables.slot_of[blocks[i]];
     const bool is_always = isinf(weights[i]);
@@ -241,8 +236,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   }
   __syncthreads();
 
-  // Finds slots for the missing blocks: free slots as long as the hot set is below its capacity, then the slots of the
-  // least recently used blocks.
+  // Slots for missing blocks: free ones below the capacity, then those of the least recently used blocks.
   const int wanted = min(min(num_missing, max(num_kept, max_corrections)), max_loads), growth = capacities[sequence] - num_mapped;
   int free_slot = -1;
   for (int i = 0; i < min(wanted, growth); ++i) {
@@ -253,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   __syncthreads();
   u64 before;
   int num_lost = 0;
-  // The second round finds slots for always kept blocks only. It evicts even blocks that this step has selected.
+  // The second round is for always kept blocks only, and evicts even selected ones.
   for (int is_second = 0; is_second < 2; ++is_second) {
     const int excess = is_second ? min(num_kept, wanted) - num_loads : wanted - num_loads + max(-growth, 0);
     before = ~0ull;
@@ -274,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     __syncthreads();
   }
 
-  // Assigns these slots to the heaviest missing blocks. The next heaviest blocks are listed for the prefetch.
+  // The heaviest missing blocks get these slots, the next heaviest are listed for the prefetch.
   const int num = num_loads;
   int num_rest = 0;
   before = ~0ull;
@@ -317,15 +311,14 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   counts[RESIDENT] = (number - num_missing) - (num_always - num_kept);
 }
 
-// Writes the block table for attention. grid (rows), 1024 threads. The table has the blocks of the hot set in the order
-// of their slots; only the last block of the context, which may be partial, is moved to the end. Also writes the counts
-// ATTENDED and SEQUENCE_TOKENS. For a row without a state, writes only these counts, as 0.
+// Writes the block table for attention: the hot set in the order of slots, but the context's last block, perhaps
+// partial, at the end; and the counts ATTENDED and SEQUENCE_TOKENS, which are 0 without a state. grid (rows), 1024
+// threads.
 //
-// `slots`: int32 [rows, num_slots], output: the slots of these blocks.
+// `slots`: int32 [rows, num_slots], output: of these blocks.
 // `table`: int32 [rows, table_stride], output: their pages.
-// `lengths`: int32 [rows], output: number of tokens in these blocks, the same as SEQUENCE_TOKENS.
-// `content`: the block whose bytes each slot holds, or null. Set here for blocks that are away (only in host memory),
-//   because their pages have been copied into the slots.
+// `lengths`: int32 [rows], output: SEQUENCE_TOKENS.
+// `content`: as in `hot_grow`, or null. Set here for blocks that are away: their pages have been copied into the slots.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
     const int* plan, const int* state_of, int block_tokens, const signed char* state, const int* block_of, int num_slots, const int* pages,
     const int* engine_table, long long engine_stride, const int* freed, int num_sinks, int* content, int* slots, int* table,
@@ -375,13 +368,12 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
   }
 }
 
-// Copies the blocks of `loads` from the mapped arena (host memory) into their slots. grid (max_loads, pieces, rows),
-// 256 threads.
+// Copies the blocks of `loads` from the mapped arena into their slots. grid (max_loads, pieces, rows), 256 threads.
 //
-// `arena`: int64 [states, max_blocks], address of each block in host memory; 0: no address (counted in `faults[1]`).
-// `fragments`: int64 [num_fragments, 3], the contiguous pieces of a block: offset in the block, address in page 0, and
-//   number of bytes. In page p the address is `page_bytes` * p higher.
-// `pages`: the page of each slot.
+// `arena`: int64 [states, max_blocks], addresses of blocks in host memory; 0: none (counted in `faults[1]`).
+// `fragments`: int64 [num_fragments, 3], contiguous pieces of a block: offset in it, address in page 0 (`page_bytes` *
+//   p higher in page p), number of bytes.
+// `pages`: of each slot.
 extern "C" __global__ void __launch_bounds__(256) pull_blocks(
     const int* loads, int max_loads, const int* counts, const int* state_of, const long long* arena, int max_blocks,
     const long long* fragments, int num_fragments, long long page_bytes, const int* pages, int num_slots, int* faults) {
@@ -399,10 +391,9 @@ extern "C" __global__ void __launch_bounds__(256) pull_blocks(
     copy_bytes(from + fragments[3 * i], fragments[3 * i + 1] + page * page_bytes, fragments[3 * i + 2], blockIdx.y, gridDim.y);
 }
 
-// Copies blocks of an engine's sequences from the mapped arena into their slots. grid (num_slots, pieces, rows), 256
-// threads. Copies each mapped block that is away (only in host memory), unless `content` says that its slot already
-// holds its bytes. So a block is also copied if the engine has freed its page after the block joined the hot set.
-// `faults[2]` counts the copied pages.
+// Copies mapped blocks that are away from the mapped arena into their slots, unless these hold them already
+// (`content`): so also a block whose page the engine freed after it joined the hot set. grid (num_slots, pieces, rows),
+// 256 threads. `faults[2]` counts copied pages.
 extern "C" __global__ void __launch_bounds__(256) pull_pages(
     const int* state_of, const signed char* state, const int* block_of, const int* content, int num_slots, const int* freed, int num_sinks,
     const long long* arena, int max_blocks, const long long* fragments, int num_fragments, long long page_bytes, const int* pages,

@@ -1,16 +1,13 @@
-"""The hot sets of a layer on CUDA. A sequence's hot set is the blocks in its hot slots (pages of
-device memory for selected blocks). A step attends only to these blocks.
+"""A layer's hot sets on CUDA. In each step and layer the engine calls:
 
-In each step and layer the engine calls:
-    hot_sets.grow()      before the layer writes the step's keys and values to the pages of new
-                         blocks' slots (`Workspace.pages`)
+    hot_sets.grow()      before KV is written to the pages of new blocks' slots (`Workspace.pages`)
     hot_sets.correct()   after the selection, before attention
 
-Always true: `hotkv_sparse.hotset` would compute the same hot sets on a CPU, with the policy `lru`
-or `none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
+Always true: the hot sets are those of `hotkv_sparse.hotset` with `lru` or `none`. Calls queue work
+on one stream, allocate nothing and never wait.
 
-Shapes: R rows of a step, Z states (sequences with hot sets), K hot slots of a sequence. Upper
-limits: B blocks of a sequence, L blocks that a step loads, S blocks of a selection.
+Shapes: R rows of a step, Z states, K hot slots of a sequence; at most B blocks of a sequence, L
+    loaded in a step, S of a selection.
 """
 
 from collections.abc import Sequence
@@ -25,20 +22,16 @@ from hotkv_sparse.cuda.workspace import Workspace
 
 STEP_WORDS = 8
 LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range(7)
-"""Columns of `CudaHotSets.counts`, in which a step writes: blocks loaded, blocks evicted, blocks to
-prefetch, selected blocks, selected blocks that were already in the hot set, blocks attended to, and
-the tokens of these."""
+"""Columns of `CudaHotSets.counts`: blocks loaded, evicted, to prefetch, selected, of these
+already in the hot set, attended to, and tokens of the latter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Contiguous bytes of a block in a layer, which a kernel copies from the arena to the engine's
-    cache.
+    """Contiguous bytes of a block in a layer, copied from arena to cache.
 
-    offset_bytes: start of the bytes in the block's slot in the arena.
-    address: device address of the bytes in page 0 of the cache; in page p it is p * `page_bytes`
-        higher.
-    num_bytes: number of these bytes.
+    offset_bytes: in the block's slot.
+    address: in page 0 of the cache; p * `page_bytes` higher in page p.
     """
 
     offset_bytes: int
@@ -47,24 +40,18 @@ class Fragment:
 
 
 class CudaHotSets:
-    """The hot sets of a layer, one for each sequence: the blocks on the device to which a step
-    attends.
+    """A layer's hot sets, one per sequence.
 
-    fragments: the pieces of a block that `correct` copies from the arena to a page of the cache.
-    page_bytes: distance between two pages of the layer's cache.
-    table: int32 [rows, hot slots], the block table for attention: the pages of each row's hot set,
-        with the last block of the context at the end. In a workspace with `Residents` (the tables
-        for contexts beyond device memory), all layers share one `table` and one `lengths`.
-    slots: int32 [rows, hot slots], the hot slots of the same blocks, numbered from 0 in each
-        sequence.
-    lengths: int32 [rows], number of tokens in the blocks of `table`.
-    counts: int32 [rows, 8], counts of the last step. The indices of the columns are LOADED and the
-        constants after it.
-    loads: int32 [rows, 2, `Workspace.max_loads`], the blocks that the last step loaded, and their
-        slots.
-    victims: int32 [rows, hot slots], the blocks that the last step evicted.
-    prefetch: int32 [rows, max_prefetch], selected blocks that the last step did not load, heaviest
-        first.
+    fragments: of a block, copied by `correct`.
+    page_bytes: between two pages of the layer's cache.
+    table: int32 [R, K], block table for attention, with the context's last block at the end. With
+        `Residents` all layers share `table` and `lengths`.
+    slots: int32 [R, K], of the same blocks, from 0 in each sequence.
+    lengths: int32 [R], tokens in the blocks of `table`.
+    counts: int32 [R, 8] of the last step; columns from LOADED on.
+    loads: int32 [R, 2, L], blocks and slots.
+    victims: int32 [R, K].
+    prefetch: int32 [R, max_prefetch], selected but not loaded, heaviest first.
     """
 
     def __init__(
@@ -109,17 +96,12 @@ class CudaHotSets:
         return f"CudaHotSets({shape.num_sequences} sequences of {shape.num_slots} hot slots)"
 
     def _has_copy(self) -> Array | None:
-        """Returns the array that marks the blocks of which the arena has a copy. Returns None in a
-        workspace with `Residents` (the tables for contexts beyond device memory), because then the
-        arena has a copy of every complete block."""
+        """None with `Residents`: every complete block has a copy."""
         return self._workspace.has_copy if self._workspace.residents is None else None
 
     def grow(self) -> None:
-        """Assigns hot slots (pages of device memory) to the blocks that contexts have gained since
-        the last call. Call it before the layer writes keys and values to these pages.
-
-        `workspace.faults[0]` counts the sequences that had no slot for a new block.
-        """
+        """Slots for new blocks of contexts. `workspace.faults[0]` counts sequences without room
+        for one."""
         work, shape = self._workspace, self._workspace.shape
         self._device.launch(
             "hot_grow",
@@ -135,15 +117,12 @@ class CudaHotSets:
         )  # fmt: skip
 
     def correct(self, blocks: Array, weights: Array, numbers: Array) -> None:
-        """Queues the work that updates the hot sets (the blocks on the device to which a step
-        attends). The work evicts blocks, adds selected blocks, copies these from the arena to the
-        cache, and writes `table`.
+        """Evicts, adds selected blocks, copies them from the arena and writes `table`.
+        `workspace.faults[1]` counts blocks without a copy.
 
-        `workspace.faults[1]` counts blocks that had no copy in the arena.
-
-        blocks: int32 [rows, `Workspace.max_selected`], the selected blocks of each row.
-        weights: float32, same shape, the selected blocks' weights; inf for always kept blocks.
-        numbers: int32 [rows], number of selected blocks of each row.
+        blocks: int32 [R, S].
+        weights: float32, same shape; inf for always kept blocks.
+        numbers: int32 [R], of selected blocks.
         """
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, slots = np.int32(shape.max_blocks), np.int32(shape.num_slots)

@@ -1,11 +1,7 @@
-"""A layer's sketches in device memory: a pool with a row per block, which a kernel builds
-from the engine's keys. Sketches are compact forms of blocks' keys, by which sparse attention
-selects blocks.
+"""A layer's sketches on the device: a pool with a row per block, built from the engine's keys.
 
-`CudaSelector` scores the rows of the pool. A row has the same bytes as a sketch from
-`hotkv_sparse.sketches`, so the server may store it with its block, and any engine may load
-it. Because of float rounding, two things may differ from the CPU's result: the code of a channel
-halfway between two levels, and the last bit of a sigma (a token's scale).
+A row has the bytes of `hotkv_sparse.sketches`, so the server may store it and any engine load it.
+Rounding may change only the code of a channel halfway between two levels, and a sigma's last bit.
 
 Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
 """
@@ -24,15 +20,14 @@ from hotkv_sparse.formats import Format
 from hotkv_sparse.rotation import factors
 
 FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""The number by which kernels identify a float type, by the type's name."""
+"""Kernels' number of a float type."""
 MAX_HEAD_SIZE = 256
 _LINE_CHANNELS = {2: 16, 3: 32}
 _BUILD_THREADS = 512
 
 
 def float_kind(dtype: str) -> int:
-    """Returns the number by which kernels identify the float type `dtype`. Raises INVALID_FIELD for
-    types that they don't support."""
+    """Raises INVALID_FIELD."""
     if dtype not in FLOAT_KINDS:
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -43,15 +38,13 @@ def float_kind(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The keys, or the values, of a layer in device memory.
-
-    For vLLM's CUDA caches [2, pages, tokens, heads, channels] or [pages, 2, …], in NHD or HND
-    order, make one object of `cache[0]` (or `cache[:, 0]`) and one of `cache[1]` (or `cache[:, 1]`)
-    with the strides of these views.
+    """A layer's keys, or values, on the device. For vLLM's caches [2, pages, tokens, heads,
+    channels] or [pages, 2, …], NHD or HND, one object each for index 0 and 1, with the strides of
+    these views.
 
     data: a tensor, or the address of page 0, token 0, head 0.
-    dtype: name of the float type, a key of FLOAT_KINDS.
-    page_stride, token_stride, head_stride: distances in elements. Channels are contiguous.
+    dtype: of FLOAT_KINDS.
+    page_stride, token_stride, head_stride: in elements; channels are contiguous.
     """
 
     data: Array | int
@@ -63,8 +56,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """Sizes of the rows of a pool. A row is the sketch (compact form of the keys) of a
-    block, in the format `name`. Raises INVALID_FIELD if the kernels don't support them."""
+    """Sizes of a pool's rows. Raises INVALID_FIELD if kernels don't support them."""
 
     name: str
     kv_heads: int
@@ -90,53 +82,43 @@ class IndexShape:
 
     @property
     def form(self) -> Format:
-        """Returns the format of the sketches (compact forms of blocks' keys)."""
         return formats.format_named(self.name)
 
     @property
     def channels(self) -> int:
-        """Returns the number of channels of a head, with padding."""
+        """With padding."""
         return formats.padded_channels(self.form, self.head_size)
 
     @property
     def num_runs(self) -> int:
-        """Returns the number of runs in a block. A run has 16 tokens; a sketch in a token
-        format, which has a scale per token, consists of runs (see `formats`)."""
         return formats.num_runs(self.block_tokens)
 
     @property
     def head_bytes(self) -> int:
-        """Returns the size in bytes of the sketch (compact form of the keys) of one block
-        in one KV head."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """Returns the size of a row in bytes: KV heads * bytes of a head (`head_bytes`), rounded up
-        to a multiple of 32, the size of a sector of device memory."""
+        """Rounded up to sectors of 32 bytes."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
     def num_lines(self) -> int:
-        """Returns the number of lines in a run (16 tokens), as the kernel `score_tokens` counts
-        them. A line has codes of several channels for the 16 tokens (`hotkv_sparse.formats`)."""
+        """Of a run, as `score_tokens` counts."""
         return self.channels // _LINE_CHANNELS[self.form.bits]
 
     @property
     def line_groups(self) -> int:
-        """Returns the number of groups of four lines in a run (16 tokens). A line has codes of
-        several channels for the 16 tokens (`hotkv_sparse.formats`)."""
+        """Of four lines, per run."""
         return -(-self.num_lines // 4)
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the size in bytes of a tile: the prepared queries of 8 heads, in the order in
-        which the kernel `score_tokens` reads them."""
+        """Prepared queries of 8 heads, as `score_tokens` reads them."""
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:
-        """Returns the levels of the format's codes (the integers that the codes stand for) for
-        kernels, as two 32-bit words of four signed bytes each: codes 0 to 3, and codes 4 to 7."""
+        """Levels as two words of four signed bytes: codes 0 to 3, codes 4 to 7."""
         levels = np.zeros(8, np.int8)
         levels[: len(self.form.levels)] = self.form.levels
         low, high = levels.view(np.uint32)
@@ -144,13 +126,11 @@ class IndexShape:
 
 
 class Index:
-    """The sketches (compact forms of blocks' keys) of a layer in device memory.
+    """A layer's sketches on the device.
 
-    pool: uint8 [rows, row_bytes], a row per block.
-    mu_HD: the centre (mean key of each head), which is subtracted from keys before they are
-        encoded; None: 0.
-    bias: by how much scores overestimate the log of a block's attention mass, in nats; None: the
-        format's bias.
+    pool: uint8 [R, row_bytes].
+    mu_HD: None: 0.
+    bias: by how much scores overestimate the log mass, in nats; None: the format's.
     """
 
     def __init__(
@@ -179,9 +159,7 @@ class Index:
 
     @functools.cached_property
     def _levels(self) -> Array:
-        """Returns an array with the levels of the format's codes, followed by the thresholds
-        between adjacent levels. A level is the integer that a code stands for. A threshold is the
-        mean of two adjacent levels, converted to units of the key's rms."""
+        """Levels, then the thresholds between them in units of the key's rms."""
         levels = np.array(self.shape.form.levels, np.float64)
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))
@@ -195,18 +173,13 @@ class Index:
         num_tokens: Array | None = None,
         addresses: Array | None = None,
     ) -> None:
-        """Builds the sketches (compact forms of keys) of blocks from the keys in the
-        engine's cache.
+        """Queues the build of sketches; keys must not change until it is done. Raises INVALID_FIELD
+        for summary formats, which `hotkv_sparse.sketches` builds.
 
-        The work is queued on the stream; the keys must not change until it is done. Raises
-        INVALID_FIELD for summary formats, for which there are no kernels here; build these with
-        `hotkv_sparse.sketches`.
-
-        pages: int32 [num_blocks], page of each block; not used if `addresses` is given.
-        rows: int32 [num_blocks], row of the pool for each block; a negative row skips the block.
-        num_tokens: int32 [num_blocks], valid tokens of each block; None: all tokens are valid.
-        addresses: int64 [num_blocks], address of each block's page; 0 skips the block. None: use
-            `pages`.
+        pages: int32 [num_blocks]; not used with `addresses`.
+        rows: int32 [num_blocks], of the pool; negative skips the block.
+        num_tokens: int32 [num_blocks]; None: all are valid.
+        addresses: int64 [num_blocks], of pages; 0 skips the block.
         """
         shape, form = self.shape, self.shape.form
         if not form.bits:
@@ -234,13 +207,12 @@ class Index:
 
 
 def upload(device: Device, values: npt.NDArray[np.generic]) -> Array:
-    """Copies values to device memory and returns the copy."""
     array = device.zeros(values.shape, values.dtype)
     device.write(array, (0,) * values.ndim, np.ascontiguousarray(values))
     return array
 
 
 def check_length(name: str, shape: Sequence[int], needed: Sequence[int]) -> None:
-    """Raises INVALID_FIELD if the shape of the array `name` is not `needed`."""
+    """Raises INVALID_FIELD."""
     if tuple(shape) != tuple(needed):
         raise HotKVError(Reason.INVALID_FIELD, f"{name} is {list(shape)}; pass {list(needed)}")

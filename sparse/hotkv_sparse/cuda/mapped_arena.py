@@ -1,20 +1,15 @@
-"""Makes the server's arena readable for CUDA kernels. The arena is host memory that this process
-has mapped.
+"""Makes the mapped arena readable for CUDA kernels; never writes to it.
 
-This module never writes to the arena. Always true: `MappedArena.addresses` returns an address for a
-block only if the device may read the whole block. If memory must be registered with CUDA, this is
-done piece by piece from the arena's start, and `close` unregisters the memory before the mapping is
-dropped. There are three ways in which a device can read the arena:
+Always true: `addresses` names only blocks that the device may read whole. A device reads the arena
+in one of three ways:
 
-- If this process has mapped the arena writable: the memory is registered with CUDA. The server
-  provides writable mappings to the users in its setting `security.arena_writers`.
-- If the device supports read-only registration: the memory is registered with CUDA as read-only.
-  Many devices do not support this, and without it CUDA refuses to register a read-only mapping.
-- If the device can read pageable memory (HMM, or a page table shared with the host, as on Grace):
-  the memory is not registered.
+- a writable mapping (for users in `security.arena_writers`) is registered with CUDA;
+- a read-only one is, if the device supports that, which many don't;
+- nothing is registered if the device reads pageable memory (HMM, or Grace's shared page table).
 
-Only bytes for which the system has already allocated memory are registered. Registering other bytes
-would allocate their memory, and charge it to this process.
+Registration goes piece by piece from the start, and only over memory that the system has
+allocated: otherwise it would allocate it and charge it to this process. `close` unregisters
+before the mapping is dropped.
 """
 
 import enum
@@ -35,39 +30,30 @@ I64 = npt.NDArray[np.int64]
 
 DEFAULT_PIECE_BYTES = 1 << 30
 WRITABLE_FLAGS = 1 | 2
-"""Flags of cudaHostRegister for a writable mapping: Portable and Mapped."""
+"""Of cudaHostRegister: Portable and Mapped."""
 REGISTER_FLAGS = WRITABLE_FLAGS | 8
-"""Flags of cudaHostRegister for a read-only mapping: WRITABLE_FLAGS and ReadOnly."""
+"""ReadOnly too."""
 POLL_S = 0.05
 MOST_POLLS = 600
-"""While a part of a piece (the bytes that one call registers) has no memory yet, the piece is
-checked every POLL_S seconds. If MOST_POLLS checks in a row find no more memory than before, the
-part without memory, and all later pieces, are not registered."""
+"""After so many polls without more memory, the rest of the arena stays unregistered."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
-"""CUDA's numbers of the device attributes cudaDevAttrPageableMemoryAccess,
-cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnlySupported."""
+"""cudaDevAttrPageableMemoryAccess, cudaDevAttrCanUseHostPointerForRegisteredMem,
+cudaDevAttrHostRegisterReadOnlySupported."""
 
 
 class Access(enum.Enum):
-    """The way in which a device reads the arena (the server's host memory with all blocks).
-
-    registered: the memory is registered with CUDA.
-    pageable: the device can read pageable memory, so that no memory is registered.
-    """
+    """How the device reads the arena."""
 
     REGISTERED = "registered"
     PAGEABLE = "pageable"
 
 
 class MappedArena:
-    """The server's arena, mapped into this process and made readable for a device.
+    """`start` registers in the background, `wait` waits for it. Wait before a CUDA graph is
+    captured: CUDA may forbid registration meanwhile.
 
-    `start` registers the memory with CUDA in the background; `wait` waits until all memory is
-    registered. Call `wait` before a CUDA graph is captured, because CUDA may forbid registration
-    during a capture.
-
-    memory: uint8 [bytes], the mapping (`hotkv_client`'s `Session.arena().memory`). This object
-        keeps a reference to it until `close`.
+    memory: uint8 [bytes], the mapping (`hotkv_client`'s `Session.arena().memory`); kept until
+        `close`.
     """
 
     def __init__(
@@ -78,15 +64,11 @@ class MappedArena:
         is_writable: bool = False,
         memory_end: Callable[[int], int] | None = None,
     ) -> None:
-        """Chooses the way in which the device will read the memory (see the module). Raises
-        HotKVError; its reason is NOT_ALLOWED if the device supports none of the ways.
+        """Raises HotKVError; NOT_ALLOWED if the device supports none of the ways.
 
-        device: CUDA's number of the device.
-        piece_bytes: bytes that a call registers with CUDA, a multiple of the page size.
-        is_writable: whether the mapping of `memory` is writable.
-        memory_end: the system may still be allocating the arena's memory, from its start on. Takes
-            an offset, and returns the first offset from there on that has no memory yet. None: all
-            memory is allocated.
+        piece_bytes: of one registration; a multiple of the page size.
+        memory_end: from an offset to the first one at or behind it that has no memory yet. None:
+            all is allocated.
         """
         self._memory_end = memory_end
         self._cupy = cupy_module()
@@ -107,11 +89,9 @@ class MappedArena:
         self._flags = WRITABLE_FLAGS if is_writable else REGISTER_FLAGS
         self.access = self._find_access(is_writable)
         self.error = ""
-        """Why the device can't read the arena beyond `readable_bytes`; empty if no error
-        occurred."""
+        """Why the device reads no further than `readable_bytes`; empty: no error."""
         self.readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
-        """Number of bytes, from the arena's start, that the device may read. It only grows until
-        `close`."""
+        """From the start; only grows until `close`."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-register", daemon=True)
 
@@ -123,32 +103,23 @@ class MappedArena:
         )
 
     def start(self) -> None:
-        """Starts to register the memory with CUDA, piece by piece, on a thread. Does nothing if the
-        device can read the memory without registration (pageable memory)."""
+        """Does nothing if the device reads pageable memory."""
         if self.access is Access.REGISTERED:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the device can read the whole arena, or the registration has failed
-        (`error`), or `timeout_s` has passed.
-
-        Returns whether the device can read the whole arena.
-        """
+        """Waits until all is readable, registration has failed, or `timeout_s` has passed;
+        returns whether all is readable."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return self._memory is not None and self.readable_bytes == self.num_bytes
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
-        """Returns the device addresses of slots (places of blocks in the arena), int64, for
-        `Workspace.set_blocks`.
+        """Device addresses of slots, int64, for `Workspace.set_blocks`; 0 ("no copy") if the offset
+        is negative or not readable yet. Raises HotKVError for slots outside the arena. Replace them
+        before the block's lease ends, after which the server reuses the slot.
 
-        An address is 0, which means "no copy" to `set_blocks`, if the offset is negative or the
-        device can't read the slot yet. Raises HotKVError for slots outside the arena. The server
-        reuses a slot after the block's lease has ended, so replace the addresses before the lease
-        ends.
-
-        offsets: int64, offsets of the slots in the arena (`LeaseGrant.offsets`).
-        slot_bytes: size of each of these slots.
+        offsets: int64 (`LeaseGrant.offsets`).
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):
             why = f"slots of {slot_bytes} bytes at offsets up to {int(offsets.max(initial=0))}"
@@ -163,12 +134,8 @@ class MappedArena:
         return np.where(is_readable, offsets + self.address, 0).astype(np.int64)
 
     def close(self) -> None:
-        """Waits for the device, unregisters all memory, and drops the mapping. Blocks the calling
-        thread.
-
-        After this call the caller must not queue steps that read the arena. During the call no
-        CUDA graph may be captured.
-        """
+        """Waits for the device, unregisters all and drops the mapping. Blocks. No CUDA graph may
+        be captured meanwhile, and no steps that read the arena queued afterwards."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -230,10 +197,8 @@ class MappedArena:
             )
 
     def _await_memory(self, start: int, count: int) -> int:
-        """Waits until the system has allocated the memory of a piece (`count` bytes of the arena
-        from offset `start` on), because only such memory may be registered with CUDA. Returns how
-        many leading bytes of the piece have memory, in whole memory pages: fewer than `count` if no
-        more memory is allocated, or if the registration is stopped."""
+        """Waits for the memory of a piece. Returns how many bytes of it may be registered, in
+        whole pages: less than `count` if no more comes, or at a stop."""
         end, num_polls = start, 0
         while self._memory_end is not None and end < start + count:
             reached = self._memory_end(end)

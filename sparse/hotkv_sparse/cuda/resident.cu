@@ -1,25 +1,24 @@
-// Tables for sequences of an engine whose old blocks are only in host memory. The kernels find the state of each row of
-// the batch and the blocks that a step completes, and copy the pages of a whole context together.
+// Tables for sequences whose old blocks are only in host memory: finds each row's state and the blocks that a step
+// completes, and stages the pages of a context.
 //
-// The host knows each request by its state, but the engine's batch has rows. The block that a row writes last belongs
-// to one request only, so it identifies the row's request. The host writes `row_of_block` int32 [num_blocks] before the
-// step: 2 * state, plus 1 if the row attends sparsely; -1 for blocks that identify no request. So the host need not
-// read anything back from the device.
+// The host knows a request by its state, the batch by its row. The block that a row writes last is one request's alone
+// and so identifies it. Before the step the host writes `row_of_block` int32 [num_blocks]: 2 * state, plus 1 if the row
+// attends sparsely; -1 for others. So it need not read anything back.
 #include "common.cuh"
 
-// Finds the state of each row, before a step. The grid has a thread block for each row of the largest batch, 128
-// threads. Rows from `num_rows` on get no state. So a graph that was captured with more rows skips them.
+// Finds the state of each row. A thread block of 128 for each row of the largest batch; those from `num_rows` on get no
+// state, so that a graph captured with more rows skips them.
 //
-// `context_tokens`: int32 [rows], length of each context, including the step's tokens.
-// `starts`: int32 [rows + 1], index of each row's first query.
-// `own_of`: int32 [rows], output: the state of each row; -1 without a state.
-// `state_of`: int32 [rows], output: the same for rows that attend sparsely; -1 for all other rows. A row attends
-//   sparsely if the host says so and the row has one query.
-// `table`: [rows, table_stride], output: for rows that do not attend sparsely, a copy of their row of `engine_table`.
-// `lengths`: [rows], output: number of tokens in each row's context.
-// `complete_pages`, `complete_rows`: int32 [num_complete], output: the pages of the blocks that the step completes, and
-//   the rows of these blocks in the pools of sketches; -1 for an unused entry. The entries of row r begin at
-//   starts[r] / block_tokens + r, so the entries of two rows never overlap.
+// `context_tokens`: int32 [rows], with the step's tokens.
+// `starts`: int32 [rows + 1], first query of each row.
+// `own_of`: int32 [rows], output: states; -1 without.
+// `state_of`: int32 [rows], output: the same for rows that attend sparsely (the host says so, and there is one query),
+//   else -1.
+// `table`: [rows, table_stride], output: for other rows, a copy of `engine_table`.
+// `lengths`: [rows], output: tokens of each context.
+// `complete_pages`, `complete_rows`: int32 [num_complete], output: pages of the blocks that the step completes, and
+//   rows of their sketches; -1 for an unused entry. Row r's begin at starts[r] / block_tokens + r, so those of two rows
+//   never overlap.
 extern "C" __global__ void __launch_bounds__(128) find_states(
     const int* context_tokens, const int* starts, int num_rows, const int* engine_table, long long engine_stride, int block_tokens,
     const int* row_of_block, int num_blocks, const int* rows, int max_blocks,
@@ -53,13 +52,11 @@ extern "C" __global__ void __launch_bounds__(128) find_states(
   }
 }
 
-// Finds the keys of the blocks [0, count) of a state. The grid may have any size, 128 threads.
+// Finds the keys of a state's blocks [0, count). Any grid, 128 threads.
 //
-// `addresses`: int64 [count], output: the address of each block's page. The page is in the engine's cache, which begins
-//   at `cache` and has pages of `page_bytes`. If the block is away (only in host memory), the page is `layer_offset`
-//   bytes behind the start of the block's slot in the arena.
-// `found_rows`: int32 [count], output: the row of each block in the pools of sketches; -1 if no row of the batch
-//   has this state.
+// `addresses`: int64 [count], output: of pages, in the engine's cache (from `cache` on, `page_bytes` each) or, if away,
+//   `layer_offset` bytes behind the start of the slot in the arena.
+// `found_rows`: int32 [count], output: of sketches in the pools; -1 if the state is not in the batch.
 extern "C" __global__ void __launch_bounds__(128) locate_keys(
     int state, int count, const int* own_of, int num_rows, const int* engine_table, long long engine_stride, const int* freed, int num_sinks,
     const long long* arena, const int* rows, int max_blocks, long long cache, long long page_bytes, long long layer_offset,
@@ -75,9 +72,9 @@ extern "C" __global__ void __launch_bounds__(128) locate_keys(
   }
 }
 
-// Copies the pages of the first `count` blocks of batch row `row` side by side to `target`, beginning at page
-// `first_page` of `target`. Writes to `table` int32 [count] the page that each block got there. grid (count, pieces),
-// 256 threads. `faults[1]` counts blocks without an address.
+// Copies the first `count` pages of batch row `row` side by side to `target`, from its page `first_page` on; `table`
+// int32 [count] gets each block's page there. grid (count, pieces), 256 threads. `faults[1]` counts blocks without an
+// address.
 extern "C" __global__ void __launch_bounds__(256) stage_pages(
     int row, const int* own_of, const int* engine_table, long long engine_stride, const int* freed, int num_sinks, const long long* arena,
     int max_blocks, long long cache, long long page_bytes, long long layer_offset, long long target, int first_page, int* table,

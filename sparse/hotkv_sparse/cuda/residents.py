@@ -1,26 +1,20 @@
-"""Tables on the device for contexts beyond device memory. The old blocks of such contexts are only
-in host memory. All layers of a step share the tables.
-
-A block that is only in host memory is called *away*. The engine (vLLM) owns the pages and the block
-tables. It calls:
+"""Tables on the device for contexts beyond its memory, shared by all layers. A block that is only
+in host memory is *away*. vLLM owns pages and block tables, and calls:
 
     residents.name_rows({block: row})   on the host, between two steps
     residents.find(batch, …)            once a step, before the forward pass
 
 Always true:
-- The host identifies a request by its *state*, an index in the tables. A step's batch has a row for
-  each request. The host and the kernels recognise a row by the block to which it writes its newest
-  token, because this block belongs to one request only. The host never waits for results of the
-  device, so it may plan further steps before they arrive.
-- Only the host decides whether a row attends sparsely (`NamedRow`); kernels never decide this.
-- Blocks [sinks, `freed`) of a state are away and have an address in the arena. All other blocks are
-  in the pages that the engine's block table names. `freed` is raised only after the addresses are
-  written.
-- `epochs` has a number for each state. When the number changes, every layer discards the state's
-  hot set (the blocks to which the request attends) and builds it anew.
+- A request is its *state*, an index in the tables; in a batch it is a row, recognised by the block
+  that takes its newest token, which is its alone. The host never waits for the device, so it may
+  plan ahead.
+- Only the host decides whether a row attends sparsely (`NamedRow`).
+- Blocks [sinks, `freed`) of a state are away and have an arena address, written before `freed` is
+  raised. All others are in the engine's pages.
+- When a state's number in `epochs` changes, each layer builds its hot set anew.
 
-Shapes: R rows of a batch, S states, B blocks of a sequence (upper limit), K hot slots of a
-sequence, P pages of the engine's pool.
+Shapes: R rows of a batch, S states, B blocks of a sequence at most, K hot slots, P pages of the
+    engine.
 """
 
 from dataclasses import dataclass
@@ -35,19 +29,17 @@ from hotkv_sparse.cuda.index import upload
 
 NO_ROW = np.int32(-1)
 PIECES = 2
-"""Number of thread blocks that copy a page together."""
+"""Thread blocks that copy a page together."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """The engine's batch of a step, in device memory.
+    """A step's batch on the device.
 
-    context_tokens: int32 [rows], tokens in the context of each row, including the step's tokens.
-    starts: int32 [rows + 1], index of each row's first query among the step's tokens.
-    table: int32 [rows, at least the blocks of a row], the engine's block table: the page of each
-        block of a row.
-    table_stride: number of elements between two rows of `table`.
-    num_rows, num_tokens: rows and tokens of the step.
+    context_tokens: int32 [R], with the step's tokens.
+    starts: int32 [R + 1], first query of each row among the step's tokens.
+    table: int32 [R, >= blocks], the engine's block table.
+    table_stride: elements between two rows.
     """
 
     context_tokens: Array
@@ -59,31 +51,24 @@ class EngineBatch:
 
 
 class NamedRow(NamedTuple):
-    """The host's decision about a row (request) of the next step.
-
-    state: index of the request in the tables.
-    is_sparse: True: the row attends only to its hot set (blocks on the device). False: it attends
-        to its whole context.
-    """
+    """What the host decides for a row of the next step. Not sparse: it attends to its whole
+    context."""
 
     state: int
     is_sparse: bool
 
     @property
     def word(self) -> np.int32:
-        """Returns the number that stands for this decision in device memory: 2 * state + is_sparse.
-        (NO_ROW stands for a row that the host has not named.)"""
+        """2 * state + is_sparse; NO_ROW for a row that is not named."""
         return np.int32(2 * self.state + self.is_sparse)
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlaces:
-    """The places of a layer's pages (a block's bytes in this layer) in the engine's cache and in
-    the arena.
+    """Where a layer's pages lie.
 
-    cache: device address of page 0.
-    page_bytes: bytes of a page.
-    layer_offset: bytes from the start of a block's slot in the arena to the layer's page.
+    cache: address of page 0.
+    layer_offset: of the layer's page in a block's slot.
     """
 
     cache: int
@@ -92,16 +77,13 @@ class PagePlaces:
 
 
 class Residents:
-    """The tables for contexts beyond device memory (see the module). Used by one host thread.
+    """Used by one host thread; work is queued on the device's stream.
 
-    Methods queue work on the device's stream. A state is a request's index in the tables; a row is
-    its place in the batch of a step.
-
-    table: int32 [rows, blocks], contiguous, the block table for attention. In each layer, rows that
-        attend sparsely are replaced; the other rows are copies of the engine's rows.
-    lengths: int32 [rows], number of tokens in the blocks of each row of `table`.
-    own_of: int32 [rows], output of `find`: the state of each batch row; -1 without a state.
-    addresses, found_rows: [blocks], output of `locate_keys` for one state and layer.
+    table: int32 [R, B], the block table for attention. Each layer replaces the sparse rows; others
+        are the engine's.
+    lengths: int32 [R], tokens in each row's blocks.
+    own_of: int32 [R], output of `find`: states; -1 without.
+    addresses, found_rows: [B], output of `locate_keys` for one state and layer.
     """
 
     def __init__(
@@ -115,13 +97,12 @@ class Residents:
         num_pages: int,
         max_tokens: int,
     ) -> None:
-        """Allocates the tables on the device.
+        """Allocates the tables.
 
-        num_rows: largest number of rows in a batch.
-        num_states: number of states (requests that the tables can hold).
-        max_blocks: largest number of blocks in a sequence.
-        num_pages: number of pages of the engine's pool.
-        max_tokens: largest number of tokens in a step, summed over all rows.
+        num_rows: of a batch, at most.
+        max_blocks: of a sequence.
+        num_pages: of the engine.
+        max_tokens: of a step, over all rows.
         """
         self.device, self.config = device, config
         self.num_rows, self.num_states = num_rows, num_states
@@ -148,38 +129,28 @@ class Residents:
         return f"Residents({self.num_states} states, {len(self._named)} in the step)"
 
     def num_complete(self, num_rows: int, num_tokens: int) -> int:
-        """Returns an upper bound of the number of blocks that become full in a step with `num_rows`
-        rows and `num_tokens` tokens."""
+        """Upper bound of blocks that become full in a step."""
         return num_tokens // self.block_tokens + num_rows
 
     # ------------------------------------------------------------------------- between two steps
 
     def begin_anew(self, state: int) -> None:
-        """Resets a state for another request: no block of the state is away (only in host memory),
-        and the next step builds its hot sets (blocks on the device) again in all layers."""
+        """Resets a state for another request: nothing is away, and hot sets are built anew."""
         self._epochs[state] += 1
         self._freed[state] = 0
         self.device.write(self.epochs, (state,), self._epochs[state : state + 1])
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Marks blocks of a request as away (only in host memory): the blocks from the end of the
-        sinks to position `num_freed` (exclusive). Kernels then no longer read them from the pages
-        of the engine's block table. The caller must already have written the host addresses of
-        these blocks."""
+        """Blocks from the sinks to before `num_freed` are away. Their addresses must be written
+        already."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """Writes to the device, for each row of the next step, its state (index of a request in the
-        tables) and whether it attends sparsely.
-
-        Raises INVALID_FIELD if a block or state is out of range.
-
-        rows: the decision about each row, by the id of the block (page) that the row writes last.
-            Rows without a decision attend to the blocks of the engine's table.
-        """
+        """Decisions for the next step, by the page that a row writes last. Other rows attend to
+        the engine's blocks. Raises INVALID_FIELD if a block or state is out of range."""
         for block, (state, _) in rows.items():
             if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:
                 raise HotKVError(
@@ -197,15 +168,12 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array, is_named: bool = True) -> None:
-        """Finds the state (index of a request in the tables) of each row of the batch, and writes
-        it to `own_of`. For a row that attends sparsely, also writes the state to `state_of`, which
-        the kernels of sparse attention read. For any other row, writes the row's blocks to `table`.
-        Writes `lengths` for all rows.
+        """Writes each row's state to `own_of`, sparse rows' also to `state_of`, other rows' blocks
+        to `table`, and all `lengths`.
 
-        rows: int32 [states, blocks], for each block of a state, the row of its sketch
-            (compact form of its keys) in the pools.
-        state_of: int32 [rows], output.
-        is_named: False for a batch that `name_rows` does not describe; then no row has a state.
+        rows: int32 [S, B], rows of sketches in the pools.
+        state_of: int32 [R], output, for sparse attention.
+        is_named: False for a batch that `name_rows` does not describe: no row has a state.
         """
         if batch.num_rows > self.num_rows:
             raise HotKVError(
@@ -229,15 +197,12 @@ class Residents:
     def locate_keys(
         self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
     ) -> None:
-        """Finds where the keys of the first `count` blocks of a request are in a layer. Writes the
-        address of each block's page to `addresses`, and the row of its sketch to
-        `found_rows`. The row is -1 if the request is not in the batch.
+        """Addresses of the pages of a request's first `count` blocks, in the cache or, if away, in
+        the arena, to `addresses`; rows of their sketches to `found_rows`, -1 if the request is not
+        in the batch.
 
-        The page is in the cache, or in the arena if the block is away (only in host memory).
-
-        arena: addresses of the blocks' slots in the arena.
-        rows: for each block of a state, the row of its sketch (compact form of its keys) in
-            the pools.
+        arena: addresses of slots.
+        rows: as in `find`.
         """
         batch = self._batch()
         self.device.launch(
@@ -264,15 +229,13 @@ class Residents:
         table: Array | int,
         faults: Array,
     ) -> None:
-        """Copies the first `count` pages of a batch row, in one layer, to contiguous memory, so
-        that a prefill can attend to the whole context. Copies a page from the cache, or from the
-        arena if its block is away (only in host memory).
+        """Copies the first `count` pages of a row in one layer, from cache or arena, to contiguous
+        memory for a prefill.
 
-        arena: addresses of the blocks' slots in the arena.
-        target: address of the contiguous memory.
-        first_page: page of `target` that receives the first page.
-        table: int32 [count], output: the page of `target` that received each block.
-        faults: counts of blocks without an address (`Workspace.faults`).
+        arena: addresses of slots.
+        first_page: of `target`, for the first.
+        table: int32 [count], output: page of `target` of each block.
+        faults: counts blocks without an address (`Workspace.faults`).
         """
         batch = self._batch()
         self.device.launch(

@@ -1,27 +1,24 @@
-// Scores every candidate block of a context with a step's queries, as `hotkv_sparse.scores` does on a CPU. The
-// sketches (compact forms of blocks' keys) are read once for all query heads of a KV head.
+// Scores every candidate with a step's queries, as `hotkv_sparse.scores` does on a CPU. Sketches are read once for all
+// query heads of a KV head.
 //
-// Token formats: tensor cores multiply codes and queries as bytes (m16n8k32); the products are exact in int32. The rows
-// of a product are 16 tokens, its columns up to 8 query heads. Channels may have any order in the product, as long as
-// codes and queries have the same order. So a word of codes is widened to bytes by table lookup (`__byte_perm`) in the
-// order that is cheapest, and `prepare_queries` writes the bytes of a query in the same order. A warp processes two
-// runs (of 16 tokens) at a time. Each lane loads 4 tokens at a time, 16 bytes per load. It loads the next two runs
-// before it scores the present two.
-// Summary formats: products by `__dp4a`, 8 lanes for each block.
+// Token formats: tensor cores multiply codes and queries as bytes (m16n8k32), exact in int32; rows are 16 tokens,
+// columns up to 8 query heads. Channels may have any order that both share: so codes are widened by table lookup
+// (`__byte_perm`) in the cheapest order, which `prepare_queries` follows. A warp takes two runs at a time, each lane
+// loads 4 tokens at a time, 16 bytes per load, and the next two runs before it scores the present two. Summary formats:
+// products by `__dp4a`, 8 lanes per block.
 //
-// Lane 4 g + c of a warp reads from run g / 4 (of the two runs) the four tokens with the number g % 4, and line 4 j + c
-// of each group j of four lines.
+// Lane 4 g + c of a warp reads from run g / 4 the four tokens with number g % 4, and line 4 j + c of each group j of
+// four lines.
 #include "common.cuh"
 
 constexpr int COLUMNS = 8;
 constexpr int LINE_BYTES = 64;
 
-// Returns the number of registers that the widened codes of a token fill; a register has four channels. The codes come
-// from one word (2 bits) or from three words (3 bits).
+// Registers of a token's widened codes, four channels each, from one word (2 bits) or three (3 bits).
 __host__ __device__ constexpr int registers_of(int bits) { return bits == 2 ? 4 : 8; }
 
-// Returns the place of a channel's byte in a tile (the prepared queries of up to 8 heads, a column for each head), for
-// column 0. In the next column the place is 16 bytes higher. Channels have the order in which `widen` writes codes.
+// Place of a channel's byte in a tile (prepared queries of up to 8 heads, a column each), in the order of `widen`; for
+// column 0, 16 bytes higher per column.
 __device__ int place_of(int bits, int channel) {
   const int line_channels = bits == 2 ? 16 : 32, line = channel / line_channels, byte = channel % 4;
   const int plane = channel / 4 % 4, second = bits == 3 ? channel / 16 % 2 * 4 : 0;
@@ -30,15 +27,14 @@ __device__ int place_of(int bits, int channel) {
   return 4 * word + byte % 2 * 2 + plane / 2;
 }
 
-// Quantises the query of a head to bytes. grid (query heads, sequences), 32 threads.
+// Quantises a head's query to bytes. grid (query heads, sequences), 32 threads.
 //
 // `query`: floats of type `kind`; strides count elements.
-// `codes`: output. Token formats (`bits` > 0): [sequences, KV heads, tiles, tile_bytes], the rotated query in the order
-//   in which `score_tokens` reads it; the caller has set the unused bytes to 0. Summary formats (`bits` 0): [sequences,
-//   query heads, parts, channels]. With `parts_kind` 0 the parts are the positive and the negative channels of the
-//   query; with 1 there is one part, the query.
-// `words`: float [sequences, query heads, 2], output: the factor that converts a product of bytes to nats, and the
-//   shift that is added to each score.
+// `codes`: output. `bits` > 0: [sequences, KV heads, tiles, tile_bytes], rotated, as `score_tokens` reads it; the
+//   caller has zeroed unused bytes. `bits` 0: [sequences, query heads, parts, channels]; with `parts_kind` 0 parts are
+//   the positive and the negative channels, with 1 there is one.
+// `words`: float [sequences, query heads, 2], output: factor from a product of bytes to nats; shift added to each
+//   score.
 extern "C" __global__ void __launch_bounds__(32) prepare_queries(
     const void* query, int kind, long long sequence_stride, long long head_stride, const float* mu, const float* factors, int bits,
     int parts_kind,
@@ -76,11 +72,10 @@ extern "C" __global__ void __launch_bounds__(32) prepare_queries(
   }
 }
 
-// Computes c += a b with one warp, as PTX's mma.m16n8k32 on signed bytes. Lane 4 g + t holds:
-// - of a: bytes 4 t to 4 t + 3 of row g (a0) and of row g + 8 (a1), and the bytes 16 further on in the same rows (a2,
-//   a3);
+// c += a b with one warp, as PTX's mma.m16n8k32 on signed bytes. Lane 4 g + t holds:
+// - of a: bytes 4 t to 4 t + 3 of rows g (a0) and g + 8 (a1), and the bytes 16 further on (a2, a3);
 // - of b: the same bytes of column g (b0, b1);
-// - of c: columns 2 t and 2 t + 1 of row g (c0, c1) and of row g + 8 (c2, c3).
+// - of c: columns 2 t and 2 t + 1 of rows g (c0, c1) and g + 8 (c2, c3).
 __device__ __forceinline__ void multiply(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -104,8 +99,7 @@ struct Levels {
   u32 low, high;  // the level of each code, a signed byte each
 };
 
-// Replaces codes by their levels. Each nibble of `nibbles` has a code from 0 to 7. The lower four levels go to `first`,
-// the upper four to `second`.
+// Levels of the codes (0 to 7) in the nibbles: the lower four to `first`, the upper four to `second`.
 __device__ __forceinline__ void look_up(u32 nibbles, Levels levels, u32& first, u32& second) {
   first = __byte_perm(levels.low, levels.high, nibbles);
   second = __byte_perm(levels.low, levels.high, nibbles >> 16);
@@ -114,9 +108,8 @@ __device__ __forceinline__ void look_up(u32 nibbles, Levels levels, u32& first, 
 __device__ __forceinline__ u32 part(const uint4& four, int token) { return token == 0 ? four.x : token == 1 ? four.y : token == 2
     ? four.z : four.w; }
 
-// Widens the codes of a token to levels, a signed byte for each channel, for the line that this lane holds of a group
-// of four lines. `words` has the line's codes: one word per token with 2-bit codes; two low words and a high word with
-// 3-bit codes.
+// Widens a token's codes to levels, a signed byte per channel, for this lane's line of a group of four. `words`: one
+// per token with 2-bit codes; two low words and a high one with 3-bit codes.
 template <int BITS>
 __device__ __forceinline__ void widen(const uint4* words, int token, Levels levels, u32 (&out)[registers_of(BITS)]) {
 #pragma unroll
@@ -131,7 +124,7 @@ __device__ __forceinline__ void widen(const uint4* words, int token, Levels leve
   }
 }
 
-// The data of a run that one lane holds: words of the run's lines, and the scales (sigma) of its 4 tokens.
+// A lane's part of a run: words of lines, and sigmas of its 4 tokens.
 template <int BITS, int GROUPS>
 struct Words {
   static constexpr int PER_GROUP = BITS == 3 ? 3 : 1;
@@ -159,8 +152,7 @@ struct Words {
   }
 };
 
-// The attention masses of a block for a lane's two columns (query heads): the mass is sum * 2^peak. If the peak is
-// NO_SCORE, no token was added yet.
+// Masses of a block for a lane's two columns: sum * 2^peak; peak NO_SCORE: no token yet.
 struct Masses {
   float peak[2], sum[2];
 
@@ -171,9 +163,8 @@ struct Masses {
   }
 };
 
-// Adds the tokens of a warp's two runs (16 tokens each) to the masses. `is_first`: true: replaces the earlier masses.
-// `are_one`: true: both runs belong to one block; false: each run is a block of its own. `factor`: for each column
-// (query head), converts a product of bytes, times sigma, to a score in base 2.
+// Adds the tokens of a warp's two runs. `is_first`: replaces earlier masses. `are_one`: both runs are of one block.
+// `factor`: by column, from product * sigma to a score in base 2.
 template <int BITS, int GROUPS>
 __device__ __forceinline__ void add_tokens(
     Masses& masses, const Words<BITS, GROUPS>& run, const u32* query, Levels levels, const float (&factor)[2], bool is_first, bool are_one) {
@@ -205,7 +196,7 @@ __device__ __forceinline__ void add_tokens(
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 4));
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 8));
     if (are_one) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 16));
-    // If no token exists, this sum has no meaning; the peak NO_SCORE shows this.
+    // Without a token this sum is meaningless, as the peak NO_SCORE shows.
 #pragma unroll
     for (int token = 0; token < 4; ++token) sum += quick_exp2(scores[token] - top);
     sum += __shfl_xor_sync(ALL_LANES, sum, 4);
@@ -220,14 +211,12 @@ __device__ __forceinline__ void add_tokens(
   }
 }
 
-// Scores the candidates of each sequence in a token format. grid (any, KV heads * tiles, sequences), 128 threads.
+// Scores candidates in a token format. grid (any, KV heads * tiles, sequences), 128 threads.
 //
-// `pool`: the sketches; its address and row_bytes are multiples of 16.
-// `rows`: int32 [states, max_blocks], the row of each block in `pool`.
-// `lines`: number of lines of a run. A line counts 16 channels with 2 bits; with 3 bits it counts 32 channels, whose
-//   codes fill two low lines and a high line.
-// `scores`: float [sequences, query heads, max_blocks], output at the candidates' positions. The scores of always kept
-//   blocks are not written.
+// `pool`: address and row_bytes are multiples of 16.
+// `rows`: int32 [states, max_blocks], of `pool`.
+// `lines`: of a run: of 16 channels with 2 bits, of 32 with 3 bits (two low lines and a high one).
+// `scores`: float [sequences, query heads, max_blocks], output, at candidates only.
 template <int BITS, int GROUPS>
 __global__ void __launch_bounds__(128) score_tokens(
     const u8* pool, long long row_bytes, int head_bytes, int runs, int lines, const int* rows, const int* state_of, int max_blocks,
@@ -237,8 +226,7 @@ __global__ void __launch_bounds__(128) score_tokens(
   const int lane = threadIdx.x % WARP_LANES, warps = blockDim.x / WARP_LANES, sequence = blockIdx.z, kv_head = blockIdx.y / tiles,
       tile = blockIdx.y % tiles;
   const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
-  // An item is one block. If blocks have a single run, an item is two blocks. An item takes `parts` steps; each step
-  // processes two runs.
+  // An item is one block, or two blocks of a single run; it takes `parts` steps of two runs.
   const int per_item = runs == 1 ? 2 : 1, parts = runs == 1 ? 1 : (runs + 1) / 2, num_items = (last - first + per_item - 1) / per_item;
   const int stride = gridDim.x * warps, half = lane / 16, run_bytes = head_bytes / runs, num_heads = gridDim.y / tiles * group;
   int item = blockIdx.x * warps + threadIdx.x / WARP_LANES;
@@ -301,9 +289,9 @@ INSTANCE(3, 1)
 INSTANCE(3, 2)
 #endif
 
-// Scores the candidates of each sequence in a summary format. grid (any, KV heads, sequences), 128 threads. A
-// sketch has the parts, as bytes value + 128 [parts, channels], followed by a float scale for each part. A part
-// has at most 256 channels, a multiple of 16. `codes` and `words` are the outputs of `prepare_queries`.
+// Scores candidates in a summary format. grid (any, KV heads, sequences), 128 threads. A sketch has parts, bytes value
+// + 128 [parts, channels] (at most 256 channels, a multiple of 16), then a float scale each. `codes` and `words`:
+// outputs of `prepare_queries`.
 extern "C" __global__ void __launch_bounds__(128) score_parts(
     const u8* pool, long long row_bytes, int head_bytes, int num_parts, int channels, const int* rows, const int* state_of,
     int max_blocks, const int* plan, const signed char* codes, const float* words, int group, float* scores) {
@@ -311,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(128) score_parts(
   const int lane = threadIdx.x % LANES, sequence = blockIdx.z, kv_head = blockIdx.y, num_heads = gridDim.y * group;
   const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
   const int per_grid = blockDim.x / LANES, stride = gridDim.x * per_grid, units = channels / 16;
-  // No lane leaves this loop early, because all lanes of a warp take part in the shuffles.
+  // No lane leaves early: all take part in the shuffles.
   for (int base = first + blockIdx.x * per_grid; base < last; base += stride) {
     const int block = base + threadIdx.x / LANES;
     uint4 values[MAX_PARTS][MAX_UNITS] = {};
@@ -322,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(128) score_parts(
 #pragma unroll
       for (int i = 0; i < MAX_PARTS; ++i) {
         if (i >= num_parts) break;
-        // The scales are behind the parts, at a multiple of 4 bytes.
+        // At a multiple of 4 bytes.
         scales[i] = reinterpret_cast<const float*>(from + num_parts * channels)[i];
 #pragma unroll
         for (int u = 0; u < MAX_UNITS; ++u)

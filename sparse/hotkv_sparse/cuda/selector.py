@@ -1,22 +1,16 @@
-"""A layer's sparse decode step on CUDA: scores the blocks, selects the best blocks, updates the hot
-sets and writes the block table for attention. All of this runs on the device.
+"""A layer's sparse decode step on CUDA, all on the device. The engine calls in each step:
 
-In each step the engine calls, in this order:
     workspace.begin(context_tokens)   once, before the forward pass
-    selector.hot.grow()               in each layer, before it writes the step's keys and values to
-                                      the pages of new blocks' hot slots (`Workspace.pages`)
-    selector.step(query)              in each layer, with the step's query (after RoPE), before
-                                      attention
+    selector.hot.grow()               in each layer, before it writes KV to new blocks' slots
+    selector.step(query)              in each layer, with the query after RoPE
     … then attention over the block table hot.table, with the lengths hot.lengths …
 
-Always true:
-- All work is queued on one stream. Shapes, buffers and grids are fixed when objects are made. A
-  step allocates no memory and never waits, so a CUDA graph may capture and replay it. Call
-  `CupyDevice.compile` before the capture.
-- Selections are the same as from `hotkv_sparse.selection.select_layer`.
+Always true: all work is queued on one stream; shapes, buffers and grids are fixed when objects are
+made; a step allocates nothing and never waits, so a CUDA graph may capture it (after
+`CupyDevice.compile`). Selections are those of `selection.select_layer`.
 
-Shapes: R sequences, Q query heads, H KV heads, D channels, K hot slots of a sequence. Upper limits:
-B blocks of a sequence, S blocks of a selection.
+Shapes: R sequences, Q query heads, H KV heads, D channels, K hot slots of a sequence; at most B
+    blocks of a sequence, S of a selection.
 """
 
 import math
@@ -35,10 +29,10 @@ _ITEMS_PER_WARP = 8
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """A step's queries of one layer in device memory, [sequences, query heads, channels].
+    """A layer's queries on the device [R, Q, D].
 
-    data: a tensor, or the address of the first query.
-    sequence_stride, head_stride: distances in elements. Channels are contiguous.
+    data: a tensor, or the address of the first.
+    sequence_stride, head_stride: in elements; channels are contiguous.
     """
 
     data: Array | int
@@ -48,17 +42,12 @@ class Queries:
 
 
 class CudaSelector:
-    """The sparse decode of a layer on CUDA (see the module).
+    """A step writes its selection to:
 
-    index: the layer's sketches (compact forms of blocks' keys, by which blocks are scored).
-    keys, values: the layer's cache.
-    hot: the layer's hot sets (the blocks on the device to which a step attends).
-
-    A step writes its selection to these arrays:
-    blocks: int32 [sequences, `Workspace.max_selected`], the selected blocks of each sequence.
-    chosen: float32, same shape, the weights of `blocks`; inf for always kept blocks.
-    numbers: int32 [sequences], number of selected blocks.
-    mass: float32 [sequences], estimated share of the attention mass that the selected blocks have.
+    blocks: int32 [R, `Workspace.max_selected`].
+    chosen: float32, same shape, their weights; inf for always kept blocks.
+    numbers: int32 [R], of selected blocks.
+    mass: float32 [R], estimated share of the mass.
     """
 
     def __init__(
@@ -106,31 +95,24 @@ class CudaSelector:
 
     @property
     def _tiles(self) -> int:
-        """Returns the number of tiles per KV head. A tile is the prepared queries of up to 8 query
-        heads, which the kernel scores together."""
+        """Per KV head. A tile is the prepared queries of up to 8 query heads, scored together."""
         return -(-self._workspace.shape.group // 8)
 
     @property
     def _tile_bytes(self) -> int:
-        """Returns the size of a tile (the prepared queries of 8 query heads) in bytes. For a
-        summary format, which has one or two vectors (parts) per block, a tile has the parts of the
-        8 heads one after the other."""
+        """In a summary format, the parts of 8 heads one after the other."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
     def build(
         self, pages: Array | None, rows: Array, num_blocks: int, addresses: Array | None = None
     ) -> None:
-        """Builds the sketches (compact forms of keys) of blocks from the layer's keys. The
-        work is queued on the stream. `Index.build` explains the arguments."""
+        """Queues `Index.build` on the layer's keys."""
         self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
 
     def step(self, query: Queries, scale: float | None = None) -> None:
-        """Queues the step of all sequences: scores, selection, changes of the hot sets (blocks on
-        the device), and the block table for attention.
-
-        scale: scale of attention; None: 1 / sqrt(D).
-        """
+        """Queues scores, selection, changes of the hot sets and the block table. `scale`: None:
+        1 / sqrt(D)."""
         scale = 1.0 / math.sqrt(self._workspace.shape.head_size) if scale is None else scale
         self.attend(query, scale=scale, log_mass=self._workspace.always_log_mass, always=True)
         self.score(query, scale)
@@ -138,7 +120,7 @@ class CudaSelector:
         self.hot.correct(self.blocks, self.chosen, self.numbers)
 
     def score(self, query: Queries, scale: float) -> None:
-        """Computes the scores of the candidate blocks and writes them to `Workspace.scores`."""
+        """To `Workspace.scores`."""
         work, shape, index = self._workspace, self._workspace.shape, self.index.shape
         form = index.form
         unit = form.level_unit if form.bits else 1.0
@@ -205,8 +187,7 @@ class CudaSelector:
         )
 
     def choose(self) -> None:
-        """Chooses the blocks with the best scores. Writes the selection to `blocks`, `chosen`,
-        `numbers` and `mass`."""
+        """To `blocks`, `chosen`, `numbers` and `mass`."""
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, pieces = np.int32(shape.max_blocks), np.int32(work.num_pieces)
         launch, sequences = self._device.launch, work.num_rows
@@ -253,13 +234,12 @@ class CudaSelector:
         log_mass: Array | None = None,
         always: bool = False,
     ) -> None:
-        """Computes attention over the hot set (the blocks on the device), with a simple kernel.
+        """Attention over the hot set, with a simple kernel.
 
-        out: float32 [sequences, query heads, channels], output: the attention; None: not computed.
-        scale: scale of attention; None: 1 / sqrt(D).
-        log_mass: float32 [sequences, query heads], output: the log of the attention mass of the
-            attended blocks; None: not computed.
-        always: True: attend only to the always kept blocks (sinks, recent window).
+        out: float32 [R, Q, D]; None: not computed.
+        scale: None: 1 / sqrt(D).
+        log_mass: float32 [R, Q], output: of the attended blocks; None: not computed.
+        always: only always kept blocks.
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
         scale = 1.0 / math.sqrt(shape.head_size) if scale is None else scale

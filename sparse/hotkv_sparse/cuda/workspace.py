@@ -1,20 +1,15 @@
-"""Device memory that all layers of a step on CUDA share: the step's plan (lengths and candidates of
-each sequence), scratch memory, and the places of blocks.
+"""Device memory that all layers of a step share: its plan, scratch memory, places of blocks.
+`begin` is called once a step, before the forward pass.
 
-The engine calls `workspace.begin(context_tokens)` once a step, before the forward pass.
+Always true: shapes and buffers are fixed; `begin` allocates nothing and never waits, so a CUDA
+graph may capture it. A row with 0 `context_tokens` costs almost nothing: it is empty, or attends to
+its whole context.
 
-Always true:
-- Shapes and buffers are fixed when the workspace is made. `begin` allocates no memory and never
-  waits, so a CUDA graph may capture it.
-- A sequence whose `context_tokens` is 0 is skipped at almost no cost. The caller passes 0 if the
-  row is empty, or if its request attends to its whole context.
+A *row* is a sequence of the step; a *state* is a sequence with hot sets, kept for many steps.
+`state_of` maps rows to states.
 
-A *row* is a sequence of the current step. A *state* is a sequence with hot sets (blocks in device
-memory to which its steps attend); its tables are kept for many steps. `state_of` maps rows to
-states.
-
-Shapes: R rows of a step, S states, Q query heads, B blocks of a sequence (upper limit), K hot slots
-(pages for selected blocks) of a sequence.
+Shapes: R rows of a step, S states, Q query heads, B blocks of a sequence at most, K hot slots of
+    a sequence.
 """
 
 from dataclasses import dataclass
@@ -40,13 +35,11 @@ _PIECE_BLOCKS = 2048
 class StepShape:
     """The fixed sizes of a workspace.
 
-    num_sequences: largest number of sequences (rows) in a step.
-    max_blocks: largest number of blocks in a sequence.
-    num_slots: hot slots (pages of device memory for selected blocks) of a sequence and layer,
-        including spare slots.
-    max_prefetch: largest number of blocks that a step requests to be prefetched for the next step.
-    num_states: largest number of sequences that have hot sets (blocks on the device) at the same
-        time; 0: the same as `num_sequences`.
+    num_sequences: rows of a step, at most.
+    max_blocks: of a sequence.
+    num_slots: of a sequence and layer, spare ones included.
+    max_prefetch: blocks that a step asks to prefetch for the next.
+    num_states: 0: as `num_sequences`.
     """
 
     num_sequences: int
@@ -61,29 +54,23 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """Returns the largest number of sequences that have hot sets (blocks on the device) at the
-        same time. At most `num_sequences` of them are in a step."""
         return self.num_states or self.num_sequences
 
     @property
     def group(self) -> int:
-        """Returns the number of query heads that share a KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.kv_heads
 
 
 class Workspace:
-    """Device memory that all layers of a step share (see the module for rows and states).
+    """What the layers of a step share.
 
-    pages: int32 [states, hot slots], the page of the engine's cache for each hot slot (page for a
-        selected block) of a state, in all layers; at first the numbers 0, 1, ….
-    state_of: int32 [rows], the state of each row; -1 for a row without a state; at first the
-        numbers 0, 1, ….
-    residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
-        None, `begin` begins it.
-    capacity: the most blocks of a hot set.
-    faults: int32 [3], counts that only grow. [0]: sequences that had no slot for a new block. [1]:
-        blocks that had no copy in the arena. [2]: pages that were copied from the arena (no
-        faults).
+    pages: int32 [S, K], the engine's page of each hot slot, in all layers; at first 0, 1, ….
+    state_of: int32 [R]; -1 without a state; at first 0, 1, ….
+    residents: if set, `begin_batch` begins a step, else `begin`.
+    capacity: blocks of a hot set, at most.
+    faults: int32 [3], counts that only grow: sequences without a slot for a new block; blocks
+        without a copy in the arena; pages copied from the arena (no faults).
     """
 
     def __init__(
@@ -104,8 +91,8 @@ class Workspace:
         self.max_loads = max(config.max_correction_blocks, self.max_always)
         self.capacity = shape.num_slots
         if residents is not None:
-            # The first step of a sequence fills its whole hot set. Slots beyond the budget, in
-            # which CPU engines prefetch, stay unused.
+            # A sequence's first step fills its hot set. Slots beyond the budget, where CPU
+            # engines prefetch, stay unused.
             self.max_loads = shape.num_slots
             budget = config.budget_blocks(max_tokens, shape.block_tokens)
             self.capacity = min(self.capacity, max(budget, self.max_always))
@@ -136,14 +123,12 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Sets, for consecutive blocks of a sequence from position `first` on, where their
-        sketches (compact forms of keys) are, and where the blocks' copies in the arena are.
+        """Places of consecutive blocks from position `first` on. Between two steps. Blocks until
+        the values are copied.
 
-        Call this method between two steps. Blocks until the values are copied to the device.
-
-        sequence: index of the sequence's state.
-        rows: for each block, the row of its sketch in the pools.
-        addresses: for each block, the device address of its slot in the mapped arena; 0: no copy.
+        sequence: its state.
+        rows: of sketches in the pools.
+        addresses: of slots in the mapped arena; 0: no copy.
         """
         if (
             not 0 <= first <= first + len(rows) <= self.shape.max_blocks
@@ -160,25 +145,20 @@ class Workspace:
         self.device.write(self.has_copy, (sequence, first), (addresses != 0).astype(np.uint8)[None])
 
     def begin(self, context_tokens: Array) -> None:
-        """Begins a step, in a workspace without `residents`.
-
-        context_tokens: int32 [rows], tokens of each context, including the step's tokens; 0: skip
-            the row.
-        """
+        """Without `residents`. `context_tokens`: int32 [R], with the step's tokens; 0 skips the
+        row."""
         check_length("context_tokens", context_tokens.shape, (self.shape.num_sequences,))
         self._plan(context_tokens, self.shape.num_sequences)
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows in the step, which determines the size of kernel grids."""
+        """Of the step; determines the kernels' grids."""
         residents = self.residents
         batch = None if residents is None else residents.batch
         return self.shape.num_sequences if batch is None else batch.num_rows
 
     def engine_arguments(self) -> tuple[Argument, ...]:
-        """Returns four kernel arguments about the engine's block table: the table; its stride;
-        `Residents.freed` (for each sequence with hot sets, the position up to which its blocks,
-        except the sinks, are only in host memory); and the number of sink blocks."""
+        """The engine's block table, its stride, `Residents.freed` and the number of sink blocks."""
         residents = self.residents
         if residents is None or residents.batch is None:
             return None, np.int64(0), None, np.int32(0)
@@ -187,13 +167,11 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch, is_named: bool = True) -> None:
-        """Begins a step with an engine's batch. Only for a workspace with `residents` (tables for
-        contexts beyond device memory). The batch occupies the first rows of the workspace; the
-        other rows are empty. `is_named`: see `Residents.find`."""
+        """With `residents`. The batch takes the first rows; the others are empty. `is_named`:
+        see `Residents.find`."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of, is_named)
-        # Plans all rows of the workspace, not only the rows of the batch. A CUDA graph may have
-        # been captured with more rows than the batch has; it must find these rows empty.
+        # All rows, not only the batch's: a graph captured with more rows must find these empty.
         self._plan(batch.context_tokens, self.shape.num_sequences)
 
     def _plan(self, context_tokens: Array, num_rows: int) -> None:

@@ -1,9 +1,5 @@
-"""Estimates how much memory sparse decode needs: `python -m hotkv_sparse.estimate`.
-
-The estimate consists of the device and host memory of a request, and the number of requests that
-fit into a device. It does not run a model and does not estimate times. The report shows each figure
-with its formula.
-"""
+"""Estimates the memory of sparse decode, device and host, and how many requests fit: `python -m
+hotkv_sparse.estimate`. Runs no model, estimates no times; each figure has its formula."""
 
 from hotkv_sparse.estimate.memory import Figure, Memory, memory
 from hotkv_sparse.estimate.plan import DEVICES, MODELS, DeviceKind, Mode, Model, Plan, read_config

@@ -1,8 +1,5 @@
-"""The command line of the estimate: `python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens
-1000000 --device h200`.
-
-The command prints the figures and their formulas, as text or as JSON.
-"""
+"""`python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens 1000000 --device h200`: prints
+figures with their formulas, as text or JSON."""
 
 import argparse
 import dataclasses
@@ -46,7 +43,6 @@ SUMMARY: tuple[tuple[str, Callable[[Memory], Figure]], ...] = (
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
     flags = argparse.ArgumentParser(
         prog="python -m hotkv_sparse.estimate",
         description=(
@@ -139,14 +135,12 @@ def _count_or_share(text: str) -> int | float:
 
 
 def model_of(chosen: argparse.Namespace) -> Model:
-    """Returns the model that the flags name. Raises OSError if its config.json can't be read,
-    INVALID_FIELD if the name is unknown or the model can't be estimated."""
+    """Raises OSError if the config can't be read, INVALID_FIELD."""
     return model_named(chosen.model) if chosen.config is None else read_config(chosen.config)
 
 
 def device_of(chosen: argparse.Namespace) -> DeviceKind:
-    """Returns the device that the flags name. A memory size in the flags replaces the device's own
-    size. Raises INVALID_FIELD if the device is unknown or the size is not positive."""
+    """Raises INVALID_FIELD."""
     device = device_named(chosen.device)
     if chosen.device_memory is None:
         return device
@@ -160,8 +154,7 @@ def _bytes(name: str, gib: float) -> int:
 
 
 def plan_of(chosen: argparse.Namespace) -> Plan:
-    """Returns the plan (the case to estimate) that the flags describe. Raises INVALID_FIELD if the
-    value of a flag is invalid."""
+    """Raises INVALID_FIELD."""
     host = chosen.host_memory
     return Plan(
         tokens=chosen.tokens,
@@ -187,7 +180,7 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit status: 0, or 2 for bad input."""
+    """Exit status: 0, or 2 for bad input."""
     chosen = options(arguments)
     try:
         model, plan = model_of(chosen), plan_of(chosen)
@@ -215,8 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_text(model: Model, device: DeviceKind, plan: Plan, modes: Mapping[Mode, Memory]) -> str:
-    """Formats the estimate: a table with a column for each mode (dense, sparse, resident), followed
-    by the figures of each mode with their formulas."""
+    """A table with a column per mode, then each mode's figures."""
     lines = [
         f"{model.name} ({model.parameters / 1e9:.3g}B parameters), {plan.tokens:,} tokens, batch "
         f"{plan.batch}, on {plan.tensor_parallel} x {device.name}",
@@ -250,7 +242,7 @@ def _fits(taken: Memory) -> bool:
 
 
 def _figures(found: dict[str, Figure]) -> Iterator[str]:
-    """Yields a line with value and formula for each figure that is not zero."""
+    """Figures that are not zero."""
     for name, figure in found.items():
         if figure.value:
             yield f"  {name:24}{figure!s:>16}  = {figure.formula}"
@@ -259,7 +251,6 @@ def _figures(found: dict[str, Figure]) -> Iterator[str]:
 def as_json(
     model: Model, device: DeviceKind, plan: Plan, modes: Mapping[Mode, Memory]
 ) -> dict[str, object]:
-    """Returns the report as a dict for JSON: numbers, units and formulas."""
     return {
         "model": dataclasses.asdict(model) | {"parameters": model.parameters},
         "device": dataclasses.asdict(device),

@@ -1,11 +1,5 @@
-"""Computes the device and host memory of a plan (a case to estimate: context length, batch, budget)
-in one of three modes: dense, sparse (all KV on the device) and resident (KV in host memory). Each
-figure has its formula.
-
-A device holds once the weights, the activations and a staging area (in which a prefill assembles
-the KV of its context), and for each request keys, values and sketches (compact forms of
-keys). The memory that remains for requests limits the batch.
-"""
+"""Device and host memory of a plan in one mode. A device holds weights, activations and staging
+once, and for each request its KV and sketches; what remains limits the batch."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -23,11 +17,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of the report.
-
-    unit: "bytes", or a plural noun for the things that are counted, such as "requests".
-    formula: text that shows how `value` was computed, with the numbers.
-    """
+    """`unit`: "bytes", or a plural such as "requests". `formula`: with the numbers."""
 
     value: float
     unit: str
@@ -40,13 +30,13 @@ class Figure:
 
 
 def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
-    """Returns those fields of a dataclass whose values are `Figure` objects, by name."""
+    """Fields that are `Figure`s."""
     found = {item.name: getattr(owner, item.name) for item in fields(owner)}
     return {name: value for name, value in found.items() if isinstance(value, Figure)}
 
 
 def human_bytes(value: float) -> str:
-    """Formats bytes in the largest binary unit that gives at least 1."""
+    """In the largest binary unit that gives at least 1."""
     for unit in _BINARY[:-1]:
         if abs(value) < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -59,17 +49,15 @@ def human_bytes(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a plan (a case to estimate) in one mode. Figures are bytes of a device.
-    Exceptions: `host_request` and `host` are bytes of host memory for all ranks together, and
+    """Bytes of a device; but `host_request` and `host` are host memory of all ranks, and
     `largest_batch` counts requests.
 
-    staging: area in which a prefill assembles the pages of its context (mode RESIDENT).
-    room: device memory that remains for requests.
-    kv_token: keys and values of a token in all layers.
+    staging: where a prefill assembles its context (RESIDENT).
+    room: left for requests.
+    kv_token: of a token in all layers.
     request_kv, request_sketches: the parts of `request`.
-    request: the device memory of a request.
-    device: device memory of the whole batch; the batch fits if `device` is at most `device_limit`.
-    largest_batch: number of requests of this context that fit in device and host memory.
+    device: of the whole batch, which fits up to `device_limit`.
+    largest_batch: that fits device and host.
     """
 
     weights: Figure
@@ -88,8 +76,7 @@ class Memory:
 
 
 def memory(model: Model, device: DeviceKind, plan: Plan, mode: Mode) -> Memory:
-    """Computes the memory of a plan (a case to estimate) in one mode: dense, sparse or resident.
-    Raises INVALID_FIELD if the plan does not fit the model."""
+    """Raises INVALID_FIELD if the plan does not fit the model."""
     plan.check(model)
     parallel = plan.tensor_parallel
     weights = Figure(
@@ -143,8 +130,7 @@ def _over(parallel: int) -> str:
 
 
 def _activations(model: Model, plan: Plan) -> Figure:
-    """Estimates the memory of activations, as a rough upper bound: the widest activations of a
-    layer for the tokens of a step, and the logits."""
+    """Rough upper bound: a layer's widest activations for a step's tokens, and the logits."""
     parallel = plan.tensor_parallel
     tokens = max(plan.chunk_tokens, plan.batch)
     wide = 6 * model.hidden + 3 * model.intermediate / parallel
@@ -158,12 +144,8 @@ def _activations(model: Model, plan: Plan) -> Figure:
 
 
 def _staging(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the memory of the staging area: device memory in which a prefill of a context that
-    is only in host memory (mode RESIDENT) assembles the keys and values to which it attends.
-
-    It holds the context of `staging_layers` layers, and the new blocks of a step until these blocks
-    are stored.
-    """
+    """`staging_layers` layers of the context, and a step's new blocks until they are stored;
+    only for RESIDENT."""
     layer_bytes = plan.layer_token_bytes(model)
     if mode is not Mode.RESIDENT:
         return Figure(0.0, "bytes", "attention reads its pages in place")
@@ -209,10 +191,7 @@ def _sketches(model: Model, plan: Plan, mode: Mode) -> Figure:
 
 
 def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the host memory of a request. In mode RESIDENT (all KV in host memory) it holds the
-    whole context and its sketches (compact forms of blocks' keys). In mode SPARSE (all KV on
-    the device) it holds the sketches if `sketches_on_host` is set. Otherwise it is
-    0."""
+    """RESIDENT: context and sketches; SPARSE with `sketches_on_host`: sketches; else 0."""
     on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.sketches_on_host)
     if not on_host:
         return Figure(0.0, "bytes", "none needed")

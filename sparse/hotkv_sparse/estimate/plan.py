@@ -1,9 +1,5 @@
-"""Describes the case whose memory is estimated: a plan (context, batch, budget, and whether KV is
-on the device or in host memory), a model and a device.
-
-A `Plan` checks its values when it is made; `Plan.check` compares them with the model. Every error
-names the field and the fix. This module also counts the blocks that a request has on the device.
-"""
+"""The case to estimate: a plan (context, batch, budget, places of KV), a model and a device.
+Plans check themselves; `Plan.check` also checks against the model. Errors name field and fix."""
 
 import dataclasses
 import enum
@@ -27,14 +23,11 @@ HERE = "here"
 
 
 def refuse(name: str, value: object, fix: str) -> HotKVError:
-    """Returns the error that refuses the value of a field. Its message names the field, the value
-    and the fix."""
     return HotKVError(Reason.INVALID_FIELD, f"{name} is {value!r}; {fix}")
 
 
 MAX_COUNT = 10**18
-"""Largest whole number that a plan, a model or a device may have. Products of several such numbers
-still fit into a float."""
+"""Products of several such numbers still fit into a float."""
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
@@ -46,7 +39,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 def check_number(
     name: str, value: object, *, above: float = 0.0, most: float = float("inf")
 ) -> None:
-    """Raises INVALID_FIELD unless `value` is a finite number above `above` and at most `most`."""
+    """Raises INVALID_FIELD unless `value` is finite, above `above` and at most `most`."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -62,10 +55,7 @@ def check_number(
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """A kind of device. Raises INVALID_FIELD if its memory is not positive.
-
-    source: text that names the source of `memory_bytes`.
-    """
+    """Raises INVALID_FIELD if it has no memory. `source`: where `memory_bytes` comes from."""
 
     name: str
     source: str
@@ -75,12 +65,11 @@ class DeviceKind:
         check_count("device.memory_bytes", self.memory_bytes)
 
     def with_memory(self, memory_bytes: int) -> "DeviceKind":
-        """Returns a copy of the device with another memory size."""
         source = f"{self.source}; memory as given"
         return dataclasses.replace(self, source=source, memory_bytes=memory_bytes)
 
 
-# `memory_bytes` is the size that nvidia-smi shows, not the decimal gigabytes in the product's name.
+# What nvidia-smi shows, not the decimal gigabytes of the product's name.
 DEVICES: dict[str, DeviceKind] = {
     device.name: device
     for device in (
@@ -98,8 +87,7 @@ DEVICES: dict[str, DeviceKind] = {
 
 
 def device_named(name: str) -> DeviceKind:
-    """Returns the device with this name. The name HERE stands for this machine. Raises
-    INVALID_FIELD if the name is unknown."""
+    """HERE is this machine. Raises INVALID_FIELD."""
     if name == HERE:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return DeviceKind(HERE, "this machine's own memory", memory_bytes)
@@ -113,10 +101,10 @@ def device_named(name: str) -> DeviceKind:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of a decoder model. Raises INVALID_FIELD if a size is invalid.
+    """Sizes of a decoder model. Raises INVALID_FIELD.
 
-    tied: whether the output matrix is the embedding matrix.
-    qkv_bias: whether the projections of query, key and value have biases.
+    tied: the output matrix is the embedding matrix.
+    qkv_bias: projections of query, key and value have biases.
     """
 
     name: str
@@ -150,8 +138,7 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Returns the number of parameters of a layer: four projections, their biases, a gated MLP,
-        two norms."""
+        """Four projections, their biases, a gated MLP, two norms."""
         queries, keys = self.query_heads * self.head_size, self.kv_heads * self.head_size
         projections = 2 * self.hidden * queries + 2 * self.hidden * keys
         biases = queries + 2 * keys if self.qkv_bias else 0
@@ -159,24 +146,23 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Returns the number of parameters of the embedding matrix. The output matrix has the same
-        number."""
+        """Also of the output matrix."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Returns the number of all parameters, as the model's card counts them."""
+        """As the model's card counts."""
         matrices = 1 if self.tied else 2
         layers = self.layers * self.layer_parameters
         return layers + matrices * self.embedding_parameters + self.hidden
 
     def kv_token_bytes(self, element_bytes: int) -> int:
-        """Returns the size of a token's keys and values in all layers, in bytes."""
+        """In all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
 
-# The sizes come from the config.json of each model on Hugging Face. The resulting parameter counts
-# equal the counts in the models' cards (tests/sparse/test_estimate.py).
+# From each model's config.json on Hugging Face. Parameter counts equal those of the cards
+# (tests/sparse/test_estimate.py).
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
@@ -202,17 +188,15 @@ _REFUSED = {
 
 
 def model_named(name: str) -> Model:
-    """Returns the model of `MODELS` with this name. Raises INVALID_FIELD if the name is unknown."""
+    """Raises INVALID_FIELD."""
     if name not in MODELS:
         raise refuse("model", name, f"use one of {', '.join(MODELS)}, or --config with a file")
     return MODELS[name]
 
 
 def read_config(path: Path) -> Model:
-    """Reads a model from a Hugging Face config.json, or from the folder that contains it.
-
-    Raises OSError if the file can't be read, INVALID_FIELD if its model can't be estimated.
-    """
+    """From a Hugging Face config.json or its folder. Raises OSError if it can't be read,
+    INVALID_FIELD if its model can't be estimated."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -235,8 +219,7 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
         if key.startswith(("mamba_", "ssm_")):
             fix = "layers with recurrent states are not estimated; use a model of full attention"
             raise refuse(f"config.{key}", config[key], fix)
-    # Qwen's config.json has a `sliding_window`, but its `use_sliding_window` is false. Mistral's
-    # files have no `use_sliding_window`.
+    # Qwen's has a `sliding_window` but a false `use_sliding_window`, which Mistral's lack.
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         raise refuse(
             "config.sliding_window",
@@ -274,39 +257,34 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
 
 
 class Mode(enum.Enum):
-    """Says where the KV of requests is, and to which part of it decode attends."""
+    """Where KV lies, and what decode attends to."""
 
     DENSE = "dense"
-    """All KV is on the device, and decode attends to all of it."""
+    """All on the device; to all of it."""
     SPARSE = "sparse"
-    """All KV is on the device, and decode attends to the hot set (blocks selected in recent
-    steps)."""
+    """All on the device; to the hot set."""
     RESIDENT = "resident"
-    """All KV is in host memory. The device holds the blocks to which decode attends: sinks, recent
-    window and, in hot slots, selected blocks."""
+    """All in host memory; to what lies on the device: sinks, recent window and hot slots."""
 
 
 def default_sparse() -> SparseConfig:
-    """Returns the settings of sparse decode for which memory is estimated by default: all layers
-    are sparse for contexts of any length, with a budget of 4096 tokens."""
+    """All layers sparse at any length, 4096 tokens."""
     return SparseConfig(sparse_topk=4096, dense_layers=(), min_context_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A case to estimate. Raises INVALID_FIELD if a value is invalid.
+    """A case to estimate. Raises INVALID_FIELD.
 
-    tokens: tokens in the context of a request.
-    batch: number of requests that decode together.
-    sparse: the settings of sparse decode, as operators write them.
-    sketches_on_host: whether sketches (compact forms of blocks' keys) are in host
-        memory and use no device memory.
-    chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
-    staging_layers: number of layers whose context is on the device at the same time during a
-        prefill in mode `RESIDENT`. With 2, the next layer is copied while a layer attends.
-    weight_bits: bits of a weight; 0: as many as `dtype` has.
-    memory_ratio: share of the device's memory that vLLM may use (gpu_memory_utilization).
-    host_memory_bytes: host memory for requests; None: unlimited.
+    tokens: in the context of a request.
+    batch: requests that decode together.
+    sketches_on_host: they use no device memory.
+    chunk_tokens: of a prefill step (max_num_batched_tokens).
+    staging_layers: whose context is on the device at a time during a prefill in `RESIDENT`; with 2,
+        one is copied while one attends.
+    weight_bits: 0: as `dtype`.
+    memory_ratio: of the device, for vLLM (gpu_memory_utilization).
+    host_memory_bytes: None: unlimited.
     """
 
     tokens: int
@@ -336,8 +314,7 @@ class Plan:
 
     def check(self, model: Model) -> None:
         """Raises INVALID_FIELD if the plan does not fit the model."""
-        # The budget must suffice for this plan's context, but not for shorter ones. So checks the
-        # settings as if requests with fewer tokens attended densely.
+        # The budget must suffice for this context only, as if shorter ones attended densely.
         shortest = max(self.sparse.min_context_tokens, min(self.tokens, config.MAX_COUNT))
         sparse = dataclasses.replace(self.sparse, min_context_tokens=shortest)
         sparse.check(model.layers, self.block_tokens)
@@ -352,59 +329,48 @@ class Plan:
             )
 
     def with_(self, **changes: object) -> "Plan":
-        """Returns a copy of the plan with some fields replaced. Raises INVALID_FIELD if a value is
-        invalid."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     # --------------------------------------------------------------------------- counts of a layer
 
     @property
     def element_bytes(self) -> int:
-        """Returns the size of a single number in the keys and values, in bytes."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the size of a parameter in bytes; less than 1 for a weight of fewer than 8
-        bits."""
+        """Below 1 for less than 8 bits."""
         return (self.weight_bits or 8 * self.element_bytes) / 8
 
     @property
     def context_blocks(self) -> int:
-        """Returns the number of blocks of a request's context."""
         return -(-self.tokens // self.block_tokens)
 
     @property
     def always_blocks(self) -> int:
-        """Returns the number of always kept blocks: sinks, recent window and partial block."""
         return min(self.sparse.max_always_blocks(self.block_tokens), self.context_blocks)
 
     @property
     def hot_blocks(self) -> int:
-        """Returns the size of the hot set: the number of blocks to which a request attends in a
-        step, which are on the device. The hot set includes the always kept blocks (sinks, recent
-        window) and is at most as large as the context."""
+        """Of a step, always kept ones included."""
         budget = self.sparse.budget_blocks(self.tokens, self.block_tokens)
         return max(budget, self.always_blocks)
 
     # ------------------------------------------------------------------------- share of a device
 
     def sparse_layers(self, model: Model) -> int:
-        """Returns the number of sparse layers."""
         return model.layers - len(set(self.sparse.dense_layers))
 
     def rank_kv_heads(self, model: Model) -> int:
-        """Returns the number of KV heads on a device. It is at least 1: if there are more devices
-        than heads, several devices hold the same head."""
+        """At least 1: with more devices than heads, several hold the same head."""
         return max(1, model.kv_heads // self.tensor_parallel)
 
     def layer_token_bytes(self, model: Model) -> int:
-        """Returns the size of a token's keys and values in a layer, on a device, in bytes."""
+        """Of a rank."""
         return 2 * self.rank_kv_heads(model) * model.head_size * self.element_bytes
 
     def block_sketch_bytes(self, model: Model) -> int:
-        """Returns the size of a block's sketches (compact forms of its keys) in all sparse
-        layers, on a device, in bytes."""
+        """In all sparse layers, of a rank."""
         names = [name for layer in range(model.layers) for name in self.sparse.scorers_of(layer)]
         heads = self.rank_kv_heads(model)
         return heads * sum(head_bytes(name, self.block_tokens, model.head_size) for name in names)

@@ -1,8 +1,6 @@
-"""Performs the actions of hints on blocks. Each action is a generator, which performs one part per
-step.
+"""Performs hints' actions as generators, one part of some ms per step.
 
-The module has no state. In its functions, `lists` names the blocks of an action by group
-(`lists_of`). A part takes milliseconds. Between two steps other code may call the cache
+`lists` names an action's blocks by group (`lists_of`). Between two steps other code may call the
 core; blocks that it removes are skipped.
 """
 
@@ -21,16 +19,15 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Cause, Entries, HashList
 
 BLOCKS = 1 << 12
-"""Most blocks that one step of an action processes. Other code may run between two steps."""
+"""Of one step."""
 
 
 @dataclass(slots=True)
 class Done:
-    """The result of an action.
+    """What an action did.
 
-    num_blocks: number of blocks to which the action applies.
-    num_done: number of these blocks for which the action was done.
-    num_there: number of these blocks that are ready in host memory; only `keep` sets it.
+    num_blocks: that the action applies to.
+    num_there: ready in host memory; only `keep` sets it.
     """
 
     num_blocks: int = 0
@@ -42,11 +39,11 @@ Parts = Generator[None, None, Done]
 
 
 def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[HashList]:
-    """Returns, for each group, the blocks that contain tokens of `hashes[start:stop]`. Leaves out
-    groups without such a block.
+    """By group, blocks that contain tokens of `hashes[start:stop]`; groups without any are left
+    out.
 
-    hashes: a hash for each `hash_block_tokens` tokens of a prompt, uint32 words [n, 8]. If a
-        group's block spans several of these hashes, the block's hash is the last of them.
+    hashes: one per `hash_block_tokens`, words [n, 8]. A block that spans several has the last
+        one's hash.
     """
     lists = []
     for index, group in enumerate(key_space.groups):
@@ -74,13 +71,10 @@ def keep(
     *,
     is_use: bool,
 ) -> Parts:
-    """Retains the blocks of `lists` (an action's blocks, by group) with the priority and time to
-    live of `retention`. If `retention.pin` is set, also pins as many of them as the budget for
-    pinned blocks allows.
+    """Retains the blocks; with `retention.pin` also pins what the budget allows.
 
-    came_s: when the hint arrived; the time to live is counted from then.
-    is_use: True also records a use of the blocks. False: the request's use of the blocks was
-        already recorded with this retention.
+    came_s: arrival of the hint, from which the time to live counts.
+    is_use: False: the request's use was already recorded with this retention.
     """
     done = Done()
     left_s = max(0.0, came_s + retention.ttl_s - now_s) if retention.ttl_s else 0.0
@@ -88,8 +82,7 @@ def keep(
     for one in lists:
         done.num_blocks += len(one.hashes)
         starts = range(0, len(one.hashes), BLOCKS)
-        # Process the parts from the end of the prompt to its beginning, so that the first blocks
-        # count as the most recently used blocks.
+        # From the prompt's end, so that its first blocks are the most recently used.
         for start in reversed(starts) if is_use else ():
             entries, _ = _ready(core, key_space_id, one, start)
             core.space.touch(entries, now_s, use)
@@ -108,18 +101,12 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Demotes the blocks of `lists` (an action's blocks, by group): marks them, so that they are
-    evicted before all other blocks. Of the demoted blocks, the last blocks of a prompt are evicted
-    first.
-
-    If there is a tier below host memory, evicts at once the blocks that this tier also has, and
-    offers the other blocks to the tier.
-    """
+    """Marks blocks for eviction before all others, the prompt's last blocks first. With a tier
+    below host memory, evicts what it has too and offers it the rest."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
-        # Begin with the last blocks of the prompt, because blocks are evicted in the order in which
-        # they were demoted.
+        # Blocks are evicted in the order of their demotion.
         for start in reversed(range(0, len(one.hashes), BLOCKS)):
             entries, num_again = _ready(core, key_space_id, one, start)
             done.num_blocks -= num_again
@@ -134,10 +121,8 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
-    """Notifies the eviction policy that the ready blocks of `lists` (blocks by group) will probably
-    be used before `until_s`. The reason: the router's session that used them (such as a user's
-    conversation) is expected to send another request. Until `until_s` the policy may refuse to
-    evict these blocks to make room for other blocks."""
+    """Tells the policy that the blocks will probably be used before `until_s`. Until then it may
+    refuse to evict them for others."""
     for one in lists:
         for start in range(0, len(one.hashes), BLOCKS):
             entries, _ = _ready(core, key_space_id, one, start)
@@ -147,16 +132,14 @@ def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: flo
 
 
 def num_ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> int:
-    """Looks up the next BLOCKS blocks of the list `one`, from its position `start` on. Returns how
-    many of them are ready in host memory. Raises UNKNOWN_KEY_SPACE."""
+    """Ready blocks among the next BLOCKS of `one` from `start`. Raises UNKNOWN_KEY_SPACE."""
     entries, num_again = _ready(core, key_space_id, one, start)
     return len(entries) + num_again
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """Looks up the next BLOCKS blocks of the list `one`, from its position `start` on. Returns two
-    results: the entries of the blocks that are ready in host memory, in order and without
-    duplicates, and the number of duplicates that were left out. Raises UNKNOWN_KEY_SPACE."""
+    """Ready entries among the next BLOCKS, each once and in order, and the number of
+    repetitions. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]

@@ -1,14 +1,12 @@
-"""Records for each tenant its budget of actions, the outcomes of the actions that its hints
-request, and how many blocks of each action were reused.
+"""Records each tenant's budget of actions, their outcomes, and how much of each was reused.
 
-Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't see each other's
-data. An action is done once, even if its message arrives again. Each change of an outcome gives the
-outcome a new sequence number, higher than all earlier numbers of this tenant. A block counts as
-reused once a request has hit it in hotkv after the action; an action counts each of its blocks
-once.
+Always true: a tenant's data is bounded (`HintLimits`) and invisible to others. A repeated message
+does nothing twice. Each change gives an outcome a higher sequence number than all before of its
+tenant. A block counts as reused, once per action, when a request has hit it in hotkv after the
+action.
 
-A hash block is a range of `hash_block_tokens` tokens of a prompt: engines compute one hash for each
-such range. A block of a KV cache group consists of one or several hash blocks.
+A hash block is `hash_block_tokens` tokens of a prompt; a group's block is one or several of
+them.
 """
 
 from collections import OrderedDict
@@ -24,29 +22,24 @@ from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 NUMBERS_PER_S = 1_000_000
-"""A new tenant's sequence numbers begin at the clock's seconds times this number. Fewer outcomes
-than this can change in a second. So the numbers are higher than all numbers that the tenant had
-before it was dropped, or before the server was restarted."""
+"""Sequence numbers begin at the clock's seconds times this. Fewer outcomes change in a second,
+so numbers stay higher than those before a drop of the tenant or a restart."""
 OutcomeKey = tuple[str, str]
-"""Identifies the outcome of an action: id of the router's message, and id of the action in this
-message."""
+"""(message id, action id)."""
 
 
 @dataclass(slots=True)
 class HintOutcome:
-    """The outcome of an action of a hint.
+    """What became of an action.
 
-    kind: type of the action, as the router sent it.
-    session_id: the router's session to whose blocks the action applies; empty: the blocks of the
-        hint's request.
-    came_s: when the hint arrived, on the monotonic clock.
-    reason: explanation of the status, for people.
-    num_blocks: number of blocks to which the action applies, over all groups.
-    num_done: number of blocks for which the action was done.
-    reused_blocks: number of the action's hash blocks that requests have hit since the action. Each
-        block counts once, even if the load of its first hit fails.
-    saved_s: seconds of prefill that these hits saved; 0 if the engine's speed is unknown.
-    sequence: sequence number of the outcome's last change.
+    kind: as the router sent it.
+    session_id: whose blocks the action applies to; empty: those of the hint's request.
+    came_s: arrival, on the monotonic clock.
+    reason: for people.
+    num_blocks, num_done: over all groups.
+    reused_blocks: hash blocks that requests have hit since, each once, even if its load fails.
+    saved_s: prefill saved by these hits; 0 if the engine's speed is unknown.
+    sequence: of the last change.
     """
 
     message_id: str
@@ -65,19 +58,13 @@ class HintOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HintLimits:
-    """Limits of the memory and work for hints. `tenants` and `node_bytes` apply to the node, the
-    other limits to each tenant.
+    """Per tenant, but `tenants` and `node_bytes` for the node.
 
-    sessions: most sessions of routers (such as users' conversations) that are remembered.
-    session_bytes: most bytes of the block hashes of these sessions' prompts.
-    outcomes: most outcomes of actions that are remembered.
-    actions_per_s: actions accepted per second on average.
-    burst_actions: actions accepted at once after a pause.
-    tracked: most actions for which it is tracked whether requests reuse the action's blocks.
-    tracked_bytes: most bytes of the keys of these blocks. A copy of the keys for fast comparison
-        takes as many bytes again.
-    tenants: most tenants whose hints are remembered.
-    node_bytes: most bytes of the remembered prompts of all tenants (`HintBook.session_bytes`).
+    session_bytes: hashes of the sessions' prompts.
+    actions_per_s: on average; `burst_actions` at once after a pause.
+    tracked: actions whose reuse is tracked.
+    tracked_bytes: their keys; a copy for fast comparison takes as many again.
+    node_bytes: `HintBook.session_bytes`.
     """
 
     sessions: int = 1024
@@ -93,12 +80,11 @@ class HintLimits:
 
 @dataclass(slots=True)
 class _Tracked:
-    """A range of hash blocks of a prompt (see the module) to which an action applied, and whose
-    reuse is tracked.
+    """Hash blocks whose reuse is tracked for an action.
 
-    keys: keys of the prompt's hash blocks, from the first block to the end of the range.
-    start: index of the first hash block of the range.
-    seen: for each hash block of the range, True if a request has hit it since the action, bool [n].
+    keys: of the prompt, from its first block to the end of the range.
+    start: first hash block of the range.
+    seen: bool [n], hit since the action.
     """
 
     outcome: HintOutcome
@@ -114,20 +100,14 @@ class _Tracked:
 
 @dataclass(slots=True)
 class TenantHints:
-    """The state of a tenant's hints: its sessions, the outcomes of its actions, and its budget of
-    actions.
+    """A tenant's sessions, outcomes and budget.
 
-    sessions: the router's sessions, with their latest prompts.
-    outcomes: the latest outcomes, by message and action.
-    tokens: number of actions that the tenant may still request now (a token bucket).
-    filled_s: when `tokens` was last refilled.
-    last_sequence: highest sequence number of an outcome.
-    tracked: actions for which the reuse of their blocks is tracked.
-    prefetch_bytes: bytes of the blocks that running prefetches are fetching.
-    num_prefetches: number of running prefetches.
-
-    `_watched` has the tracked actions by key space, in the form that `hit` compares; it is built on
-    demand.
+    outcomes: the latest.
+    tokens: actions that may still be requested now (token bucket).
+    filled_s: last refill.
+    tracked: actions whose reuse is tracked; `_watched` has them by key space, built on demand for
+        `hit`.
+    prefetch_bytes: being fetched.
     """
 
     limits: HintLimits
@@ -142,8 +122,7 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Returns whether the tenant's routers may request `count` more actions now, and if so,
-        subtracts them from the tenant's budget of actions, which is refilled over time."""
+        """Takes `count` actions from the budget, if it has them."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -154,9 +133,8 @@ class TenantHints:
         return True
 
     def begin(self, outcome: HintOutcome) -> HintOutcome | None:
-        """Adds the outcome of an action that begins, and returns it. Returns None if an action with
-        the same message id and action id arrived before. With an empty message id, replaces the
-        earlier outcome."""
+        """None if the action arrived before. With an empty message id the earlier outcome is
+        replaced."""
         key = outcome.message_id, outcome.action_id
         if outcome.message_id and key in self.outcomes:
             return None
@@ -170,22 +148,17 @@ class TenantHints:
         return outcome
 
     def changed(self, outcome: HintOutcome) -> None:
-        """Assigns a new sequence number to an outcome that has changed, by which `since` finds the
-        change."""
+        """Gives the outcome a new sequence number, by which `since` finds it."""
         self.last_sequence += 1
         outcome.sequence = self.last_sequence
 
     def settle(self, outcome: HintOutcome, status: Status, reason: str) -> None:
-        """Sets the status and reason of an action's outcome, and assigns a new sequence number, by
-        which `since` finds the change."""
         outcome.status, outcome.reason = status, reason
         self.changed(outcome)
 
     def since(self, cursor: int, message_id: str, most: int) -> list[HintOutcome]:
-        """Returns up to `most` outcomes that have changed since the change with sequence number
-        `cursor`, the oldest change first.
-
-        message_id: only outcomes of this message; empty: of all messages.
+        """Outcomes changed after sequence number `cursor`, oldest change first. `message_id`:
+        empty: of all messages.
         """
         found = [
             one
@@ -197,15 +170,8 @@ class TenantHints:
     def track(
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
-        """Starts to track the blocks of an action (such as pin or prefetch): whether requests hit
-        them after the action was done. The blocks are the hash blocks [start, stop) of a prompt
-        (see the module).
-
-        If the action is already tracked in this key space from the same `start` on, keeps the hits
-        counted so far.
-
-        hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
-        """
+        """Tracks whether requests hit hash blocks [start, stop) from now on. Keeps the hits of
+        an action that is tracked from the same `start` already."""
         seen = np.zeros(stop - start, np.bool_)
         for one in self.tracked:
             if one.outcome is outcome and one.key_space_id == key_space_id and one.start == start:
@@ -228,11 +194,9 @@ class TenantHints:
         return sum(one.num_bytes for one in self.tracked)
 
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
-        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv (see
-        the module). Counts the hits for the actions that applied to these blocks before.
+        """A request has hit hash blocks [first, stop) in hotkv.
 
-        hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
-        block_s: seconds that the engine needs to compute a hash block; 0 if unknown.
+        block_s: the engine's time for a hash block; 0 if unknown.
         """
         if not self.tracked or first >= stop:
             return
@@ -252,7 +216,6 @@ class TenantHints:
                 self.changed(one.outcome)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a bound is broken or sequence numbers repeat."""
         self.sessions.check_invariants()
         assert len(self.outcomes) <= self.limits.outcomes, "too many outcomes"
         numbers = [one.sequence for one in self.outcomes.values()]
@@ -264,12 +227,8 @@ class TenantHints:
 
 
 class HintBook:
-    """Records the state of the hints of all tenants (`TenantHints`). If a limit is exceeded, drops
-    the least recently used tenants.
-
-    A tenant with running prefetches is not dropped and does not count for the limit of tenants.
-    After its prefetches have ended, the next call of `tenant` may drop it.
-    """
+    """`TenantHints` by tenant; at a limit the least recently used goes. One with running
+    prefetches is neither dropped nor counted; the next `tenant` after them may drop it."""
 
     def __init__(self, limits: HintLimits | None = None) -> None:
         self.limits = limits or HintLimits()
@@ -282,15 +241,14 @@ class HintBook:
         return f"HintBook({len(self)} tenants)"
 
     def tenant(self, name: str, now_s: float) -> TenantHints:
-        """Returns the hints of a tenant. Creates them if the tenant is new."""
+        """Creates the tenant if it is new."""
         known = self._tenants.pop(name, None)
         if known is None:
             limits = self.limits
             sessions = HintSessions(limits.sessions, limits.session_bytes)
             known = TenantHints(limits, sessions)
             known.tokens, known.filled_s = float(limits.burst_actions), now_s
-            # Begin with a number that is higher than all numbers of an earlier server, and higher
-            # than the numbers that this tenant had if it was dropped before.
+            # See NUMBERS_PER_S.
             known.last_sequence = int(now_s * NUMBERS_PER_S)
         self._tenants[name] = known
         known.sessions.forget_others(now_s)
@@ -305,22 +263,18 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Returns how many bytes the recorded prompts of all tenants take: the hashes of the
-        prompts of routers' sessions (such as users' conversations), and the keys of the prompts of
-        requests without a session."""
+        """Of all recorded prompts of all tenants."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )
 
     def known(self, name: str) -> TenantHints | None:
-        """Returns the hints of a tenant; None if the tenant is unknown."""
         return self._tenants.get(name)
 
     def all(self) -> Iterator[tuple[str, TenantHints]]:
-        """Yields the name and the hints of each tenant, in order of name."""
+        """By name."""
         yield from sorted(self._tenants.items())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a bound of a tenant is broken."""
         for hints in self._tenants.values():
             hints.check_invariants()

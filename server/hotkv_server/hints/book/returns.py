@@ -1,9 +1,7 @@
-"""Measures how long a router's sessions (such as users' conversations) pause between the end of a
-request and their next request, to predict when a session returns.
+"""Predicts when a tenant's sessions return, from their pauses between a request's end and the next.
 
-The values belong to one tenant. Always true: at most OWN_GAPS pauses are stored for a session, and
-at most SHARED_GAPS for all sessions together. After the end of a request only the session's next
-request records a pause. Further requests that begin before another request ends record none.
+Always true: at most OWN_GAPS pauses per session and SHARED_GAPS over all are kept. After an end
+only the session's next request records a pause.
 """
 
 from collections import deque
@@ -12,26 +10,20 @@ from statistics import median
 
 OWN_GAPS, SHARED_GAPS = 8, 200
 PRIOR_GAPS = 3
-"""Number of artificial pauses that the prediction for a session (such as a user's conversation)
-includes, each as long as the median over all sessions. So if few pauses of the session are known,
-the other sessions determine its prediction."""
+"""Artificial pauses, each the median over all sessions, in every prediction: they dominate while
+few of the session's own are known."""
 HELD_GAPS = 1.5
-"""The eviction policy holds a session's blocks (does not evict them) for HELD_GAPS times the pause
-that is expected before the session's next request."""
+"""Blocks are held for this many expected pauses."""
 MAX_HOLD_S = 5.0
-"""Longest time for which a session's blocks are held (not evicted). Blocks that would have to be
-held longer are not held at all: the same memory gives more hits if it holds the blocks of sessions
-with shorter pauses (`bench.agents`)."""
+"""Blocks that would be held longer are not held at all: the memory gives more hits with sessions
+of shorter pauses (`bench.agents`)."""
 
 
 @dataclass(slots=True)
 class SessionGaps:
-    """The latest pauses of a session (such as a user's conversation): times between the end of a
-    request and the next request.
+    """A session's latest pauses.
 
-    gaps_s: lengths of the session's pauses in seconds.
-    idle_since_s: when a request of the session last ended; None if a request has begun since, or if
-        no request has ended yet.
+    idle_since_s: end of the last request; None if a request has begun since, or none has ended.
     """
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=OWN_GAPS))
@@ -39,9 +31,6 @@ class SessionGaps:
 
 
 class ReturnTimes:
-    """Predicts how long a tenant's sessions (such as users' conversations) pause between the end of
-    a request and their next request (see the module)."""
-
     def __init__(self) -> None:
         self._all_s: deque[float] = deque(maxlen=SHARED_GAPS)
 
@@ -49,8 +38,6 @@ class ReturnTimes:
         return f"ReturnTimes({len(self._all_s)} gaps)"
 
     def began(self, session: SessionGaps, now_s: float) -> None:
-        """Records that a request of the router's session (such as a user's conversation) was
-        scheduled."""
         if session.idle_since_s is not None:
             gap_s = max(0.0, now_s - session.idle_since_s)
             session.gaps_s.append(gap_s)
@@ -58,21 +45,15 @@ class ReturnTimes:
         session.idle_since_s = None
 
     def ended(self, session: SessionGaps, now_s: float) -> float:
-        """Records that a request of the session has ended. Returns for how many seconds the
-        eviction policy should hold the session's blocks (not evict them), because the next request
-        will probably use them: HELD_GAPS times the expected pause, or 0 if no pause is known or
-        that time would exceed MAX_HOLD_S."""
+        """Seconds to hold the session's blocks; 0 if no pause is known or it would exceed
+        MAX_HOLD_S."""
         session.idle_since_s = now_s
         hold_s = HELD_GAPS * self.expected_s(session)
         return hold_s if hold_s <= MAX_HOLD_S else 0.0
 
     def expected_s(self, session: SessionGaps) -> float:
-        """Returns the expected pause of the session before its next request, in seconds; 0 if no
-        pause of any session is known yet.
-
-        It is the median of the session's pauses and of PRIOR_GAPS artificial pauses, each as long
-        as the median over all sessions.
-        """
+        """Median of the session's pauses and PRIOR_GAPS medians over all sessions; 0 if none is
+        known."""
         if not self._all_s:
             return 0.0
         return median([*session.gaps_s, *[median(self._all_s)] * PRIOR_GAPS])

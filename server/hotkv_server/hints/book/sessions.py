@@ -1,10 +1,9 @@
-"""Remembers the sessions that a router has named (for example conversations), each with the block
-hashes of its latest prompt in each key space (a model in a configuration). Also remembers the
-prompts of requests without a session.
+"""Remembers a tenant's sessions as routers name them (for example conversations) with their latest
+prompts, and prompts without a session.
 
-The data belongs to one tenant. Always true: there are at most `most_sessions` sessions, and their
-hashes have at most `most_bytes` together; the least recently used session is dropped first. Prompts
-without a session have a separate bound over all key spaces, and expire. This module pins no blocks.
+Always true: sessions and the bytes of their hashes are bounded, the least recently used goes
+first. Prompts without a session have a bound of their own over all key spaces, and expire.
+Nothing is pinned here.
 """
 
 import math
@@ -18,22 +17,18 @@ from hotkv_server.hints.book.chains import ChainKeys, chain_keys, common_blocks
 from hotkv_server.hints.book.returns import ReturnTimes, SessionGaps
 
 MAX_OTHERS = 128
-"""Most prompts of requests without a session (such as a user's conversation) that are remembered.
-The oldest prompt is dropped first."""
+"""Remembered prompts without a session; the oldest goes first."""
 MAX_OTHERS_BYTES = 1 << 20
 RECENT_S = 600.0
-"""Time for which the prompt of a request without a session (such as a user's conversation) counts
-as likely to be repeated, in seconds."""
+"""How long a prompt without a session counts as likely to be repeated."""
 
 
 @dataclass(slots=True)
 class SessionReceipt:
-    """Sums over the requests of a router's session (such as a user's conversation), from the
-    engine's report about each request when it was scheduled.
+    """Sums over a session's requests, as engines reported them when scheduled.
 
-    device_hit_tokens: tokens that hit in the engine's own cache.
-    hit_tokens: tokens that hit in the engine's own cache or in hotkv.
-    saved_s: seconds of prefill that hits in hotkv saved; 0 if the engine's speed is unknown.
+    hit_tokens: in the engine's own cache or in hotkv.
+    saved_s: prefill saved by hotkv; 0 if the engine's speed is unknown.
     """
 
     num_requests: int = 0
@@ -43,7 +38,6 @@ class SessionReceipt:
     saved_s: float = 0.0
 
     def add(self, other: "SessionReceipt") -> None:
-        """Adds the sums of another receipt to this receipt."""
         self.num_requests += other.num_requests
         self.prompt_tokens += other.prompt_tokens
         self.device_hit_tokens += other.device_hit_tokens
@@ -53,17 +47,12 @@ class SessionReceipt:
 
 @dataclass(slots=True)
 class HintSession:
-    """A session of a router, such as a user's conversation.
+    """A router's session.
 
-    used_s: when a request last used the session.
-    chains: by key space, the block hashes of the session's latest prompt, uint32 words [n, 8].
-    keys: by key space, the first eight bytes of each of these hashes (`chain_keys`); views of the
-        memory of `chains`.
-    message_id: id of the hint message that came with the last request; empty without hints.
-    before_s: when the session was last used by a request with an earlier hint message than
-        `message_id`.
-    receipt: hit tokens and saved time, summed over the session's requests to this server.
-    gaps: the session's pauses, for `HintSessions.returns`.
+    chains: by key space, hashes of the latest prompt, uint32 words [n, 8].
+    keys: their `chain_keys`, as views.
+    message_id: of the last request's hints; empty without.
+    before_s: last use with an earlier message than `message_id`.
     """
 
     used_s: float
@@ -79,32 +68,26 @@ class HintSession:
         return sum(chain.nbytes for chain in self.chains.values())
 
     def use(self, message_id: str, now_s: float) -> None:
-        """Records that a request of the session (such as a user's conversation) was scheduled or
-        has ended.
-
-        message_id: id of the request's hint message; empty without hints.
-        """
+        """A request was scheduled or has ended."""
         if not message_id or message_id != self.message_id:
             self.before_s = self.used_s
         self.message_id, self.used_s = message_id, now_s
 
     def used_beside_s(self, message_id: str) -> float:
-        """Returns when a request with another hint message than `message_id` last used the session;
-        -inf if there was no such request. With an empty `message_id`, every request counts.
+        """Last use by a request with another message; -inf if none. With an empty id every request
+        counts.
 
-        The reason for this rule: one API request with `n` > 1 becomes several requests with the
-        same hint message. They must not count as other users of the session.
+        An API request with `n` > 1 becomes several with one hint message, which are not other
+        users of the session.
         """
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 
 class HintSessions:
-    """A tenant's sessions (of a router, such as users' conversations) with their latest prompts,
-    and the tenant's prompts without a session.
+    """A tenant's sessions, and its prompts without one.
 
-    num_bytes: bytes of the hashes of the sessions' prompts.
-    other_bytes: bytes of the keys of prompts without a session.
-    returns: predicts when sessions return.
+    num_bytes: of the sessions' hashes.
+    other_bytes: of the keys of prompts without a session.
     """
 
     def __init__(self, most_sessions: int, most_bytes: int) -> None:
@@ -123,7 +106,6 @@ class HintSessions:
         return f"HintSessions({len(self)}, {self.num_bytes} B)"
 
     def get(self, session_id: str) -> HintSession | None:
-        """Returns the router's session (such as a user's conversation) with this id, or None."""
         return self._by_id.get(session_id)
 
     def use(
@@ -135,12 +117,10 @@ class HintSessions:
         message_id: str = "",
         receipt: SessionReceipt | None = None,
     ) -> None:
-        """Records the prompt of a request of the session. Opens the session if it is new.
+        """Records a request's prompt, truncated to `most_bytes`; opens the session if it is new.
 
-        A prompt whose hashes alone exceed `most_bytes` is truncated.
-
-        message_id: id of the request's hint message; empty without hints.
-        receipt: counts of the request when it was scheduled; None at the request's end.
+        message_id: empty without hints.
+        receipt: None at the request's end.
         """
         session = self._by_id.pop(session_id, None) or HintSession(-math.inf)
         if receipt is not None:
@@ -158,8 +138,7 @@ class HintSessions:
             self.num_bytes -= dropped.num_bytes
 
     def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
-        """Records the prompt of a request without a session (such as a user's conversation),
-        because later requests may share its blocks."""
+        """Records a prompt without a session: later requests may share its blocks."""
         if not len(hashes):
             return
         keys = chain_keys(hashes)
@@ -170,7 +149,6 @@ class HintSessions:
         self.forget_others(now_s)
 
     def forget_others(self, now_s: float) -> None:
-        """Drops prompts without a session that have expired."""
         while self._others and self._others[0][0] < now_s - RECENT_S:
             self._drop_other()
 
@@ -178,20 +156,16 @@ class HintSessions:
         self.other_bytes -= self._others.popleft()[2].nbytes
 
     def end(self, session_id: str) -> None:
-        """Drops a router's session (such as a user's conversation) and its prompts."""
         ended = self._by_id.pop(session_id, None)
         if ended is not None:
             self.num_bytes -= ended.num_bytes
 
     def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
-        """Returns the number of leading blocks of a prompt that other sessions (such as users'
-        conversations), or recent requests without a session, may use again.
+        """Leading blocks of a prompt that other sessions, or recent requests without one, may use
+        again. A recorded prompt without a session does not count if the given one begins with all
+        of it, as it is probably continued.
 
-        A recorded prompt without a session does not count if the given prompt begins with all
-        blocks of the recorded prompt: then the given prompt probably continues the recorded one.
-
-        hashes: hashes of the prompt's blocks.
-        session_id: the session of the prompt; empty if it has no session.
+        session_id: of the prompt; empty without.
         """
         keys, shared = chain_keys(hashes), 0
         for name, one in self._by_id.items():
@@ -205,7 +179,6 @@ class HintSessions:
         return shared
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if bytes are miscounted or a bound is broken."""
         assert self.num_bytes == sum(one.num_bytes for one in self._by_id.values()), "miscounted"
         assert len(self._by_id) <= self._most_sessions and self.num_bytes <= self._most_bytes
         assert self.other_bytes == sum(keys.nbytes for _, _, keys in self._others), "miscounted"

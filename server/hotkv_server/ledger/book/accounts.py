@@ -1,14 +1,10 @@
-"""Sums up usage (tokens, seconds, bytes) by account and over time. An account is a tenant, a key
-space (a model in a configuration) and an engine. Each account has the same counts (columns):
-the numbers of `Usage`, the tokens that hit in each tier, and the tokens that missed for each
-reason.
+"""Sums up usage by account (tenant, key space, engine) and over time, in columns: the numbers of
+`Usage`, tokens hit per tier, tokens missed per reason.
 
-Always true: there are at most `max_accounts` accounts. Every count is in exactly one account and in
-`total`. If there are too many accounts, the least recently used account is folded: it is merged
-into another account. An account of a single engine is merged into the key space's account with the
-engine OTHERS. An account with the engine OTHERS is merged into a single account for the whole node.
-So memory is fixed, however many engine names there are. Each token of a prompt is counted once: as
-a hit on the device, a hit in a tier, or a miss for a reason.
+Always true: memory is fixed. Every count is in exactly one account and in `total`; each prompt
+token counts once, as a hit on the device, a hit in a tier, or a miss. Above `max_accounts` the
+least recently used is folded: an engine into its key space's OTHERS, that into one account for
+the node.
 """
 
 import math
@@ -24,16 +20,14 @@ from hotkv_server.cache.values import HOST_TIER
 
 NUM_MINUTES = 120
 NUM_HOURS = 192
-"""Number of hours for which there is a sum per hour: eight days. (NUM_MINUTES is the number of
-minutes for which there is a sum per minute: two hours.)"""
+"""Eight days; NUM_MINUTES are two hours."""
 NUM_CELLS = 1 + NUM_MINUTES + NUM_HOURS
-"""Number of rows of `Buckets.cells`: a row with the sums of all time, then a row for each minute,
-then a row for each hour."""
+"""Rows of `Buckets.cells`: all time, minutes, hours."""
 FIRST_HOUR = 1 + NUM_MINUTES
 MAX_BACK_MINUTES = 60
-"""If the clock goes back by more minutes than this, all minutes and hours are cleared."""
+"""If the clock goes back further, all minutes and hours are cleared."""
 Values = NDArray[np.float64]
-# The names of the first columns, in the order of the fields of `Usage`.
+# In the order of the fields of `Usage`.
 FIXED = (
     "requests",
     "prompt_tokens",
@@ -46,42 +40,33 @@ FIXED = (
 )
 HIT, MISSED = "hit_tokens/", "missed_tokens/"
 REASONS = tuple(reason for reason in Miss if reason is not Miss.ABSENT)
-"""Reasons under which missed tokens are counted. ABSENT is not among them: the module `outcome`
-replaces it by a more exact reason before counting."""
+"""`outcome` replaces ABSENT by a more exact reason before counting."""
 MAX_TIERS = 16
 MAX_ACCOUNTS = 64
-"""Default limit of the number of accounts (each a tenant, key space and engine). An account with 30
-columns (counts) takes 75 KB."""
+"""75 KB each, with 30 columns."""
 OTHERS = "others"
-"""Name in place of engine, tenant and model, for an account into which other accounts were folded
-(merged)."""
+"""Engine, tenant or model of an account into which others were folded."""
 
 
 # ----------------------------------------------------------------------------------- sums over time
 
 
 def window_s(seconds: float) -> int:
-    """Returns the length of the window of time over which counts are summed, in seconds. It is
-    `seconds`, rounded up to whole minutes, or to whole hours if it is above two hours, and is at
-    most eight days. 0 means all time."""
+    """`seconds` rounded up to minutes, or to hours above two; at most eight days. 0: all time."""
     if (minutes := math.ceil(seconds / 60)) <= NUM_MINUTES:
         return 60 * minutes
     return 3600 * min(math.ceil(seconds / 3600), NUM_HOURS)
 
 
 class Buckets:
-    """Sums each column of the ledger (a count, such as prompt tokens) by minute, by hour, and over
-    all time.
+    """Sums columns by minute, by hour, and over all time.
 
-    A count is added to the bucket of its minute, to the bucket of its hour, and to the sum of all
-    time. Time is wall-clock time in whole minutes since 1970, so that buckets outlive the server.
-    If the clock goes back by an hour or less, counts are added to the newest minute. If the clock
-    goes back further, all minutes and hours are cleared: until the clock has caught up, new counts
-    could not be distinguished from older counts.
+    Time is wall-clock minutes since 1970, so that buckets outlive the server. If the clock goes
+    back an hour at most, counts go to the newest minute; further back, minutes and hours are
+    cleared, as new counts could not be told from old ones.
 
-    cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring buffer of minutes, then a
-        ring buffer of hours.
-    minute: the newest minute, since 1970.
+    cells: float64 [NUM_CELLS, columns]: all time, ring of minutes, ring of hours.
+    minute: the newest.
     """
 
     __slots__ = ("cells", "minute")
@@ -95,13 +80,13 @@ class Buckets:
 
     @property
     def total(self) -> Values:
-        """Returns the sums of all time [columns], as a view."""
+        """[columns], a view."""
         total: Values = self.cells[0]
         return total
 
     def add(self, values: Values, minute: int, age_minutes: int = 0) -> None:
-        """Adds `values` [columns] to three sums: of one minute, of its hour, and of all time. This
-        minute is `age_minutes` before the present minute `minute`."""
+        """Adds `values` [columns] to the minute `age_minutes` before `minute`, to its hour and
+        to all time."""
         self.advance(minute)
         cells, at = self.cells, self.minute - age_minutes
         cells[0] += values
@@ -111,9 +96,7 @@ class Buckets:
             cells[FIRST_HOUR + at // 60 % NUM_HOURS] += values
 
     def advance(self, minute: int) -> None:
-        """Makes `minute` the newest minute if it is later, and clears the sums of minutes and hours
-        that are too old. If the clock went back by more than MAX_BACK_MINUTES, clears the sums of
-        all minutes and hours."""
+        """Clears what `minute` makes too old."""
         passed = minute - self.minute
         if passed < -MAX_BACK_MINUTES:
             self.cells[1:] = 0.0
@@ -127,11 +110,7 @@ class Buckets:
         self.minute = minute
 
     def since(self, seconds: float, minute: int) -> Values:
-        """Returns the sums [columns] of the last `window_s(seconds)` seconds, up to and including
-        `minute`.
-
-        seconds: 0: all time.
-        """
+        """[columns] of the last `window_s(seconds)`, including `minute`."""
         self.advance(minute)
         if not (window := window_s(seconds)):
             return self.total.copy()
@@ -144,15 +123,14 @@ class Buckets:
         return sums
 
     def minutes(self, minute: int) -> Values:
-        """Returns the sums of each of the last minutes [NUM_MINUTES, columns], the oldest minute
-        first. The last row is `minute`."""
+        """[NUM_MINUTES, columns], oldest first; the last row is `minute`."""
         self.advance(minute)
         at = 1 + np.arange(self.minute - NUM_MINUTES + 1, self.minute + 1) % NUM_MINUTES
         newest: Values = self.cells[at]
         return newest
 
     def merge(self, other: "Buckets") -> None:
-        """Adds all counts of `other` to this object, each to the same minute and hour."""
+        """Adds all counts, minute by minute."""
         latest = max(self.minute, other.minute)
         self.advance(latest)
         other.advance(latest)
@@ -164,16 +142,13 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Amounts to add to an account after one of three events: an engine has scheduled a request, a
-    load from the cache has ended, or transfers have moved bytes. After a failed load, `saved_s` and
-    `hit_tokens` are negative: they cancel the hit that was counted before. The tokens of the hit
-    are counted in `missed_tokens` instead, in the minute of the hit.
+    """What one event adds to an account: a scheduled request, the end of a load, or moved bytes. A
+    failed load cancels its hit with negative `saved_s` and `hit_tokens`, in the minute of the hit.
 
-    device_hit_tokens: prompt tokens that hit in the engine's own device memory.
-    saved_s: seconds of prefill that hits saved.
-    waited_s: seconds that requests waited for the cache.
-    hit_tokens: prompt tokens that hit in hotkv, by name of the tier.
-    missed_tokens: prompt tokens that were computed, by reason.
+    device_hit_tokens: hits in the engine's own memory.
+    waited_s: for the cache.
+    hit_tokens: by name of the tier.
+    missed_tokens: computed, by reason.
     """
 
     requests: int = 0
@@ -189,10 +164,9 @@ class Usage:
 
 
 class Columns:
-    """The columns of the ledger: its counts, such as prompt tokens or hits in a tier. Converts
-    between `Usage` and rows with a value for each column.
+    """Converts between `Usage` and rows of values.
 
-    tiers: names of the tiers, host memory first.
+    tiers: host memory first.
     """
 
     def __init__(self, tiers: Iterable[str]) -> None:
@@ -211,12 +185,10 @@ class Columns:
         return f"Columns({len(self)}, tiers={self.tiers})"
 
     def at(self, name: str) -> int:
-        """Returns the index of a column of the ledger (a count, such as prompt tokens)."""
         return self._at[name]
 
     def values(self, usage: Usage) -> Values:
-        """Converts a usage to values [columns]. Hits in an unknown tier are added to host
-        memory."""
+        """Hits in an unknown tier count as host memory's."""
         values = np.zeros(len(self))
         values[: len(FIXED)] = (
             usage.requests,
@@ -236,8 +208,7 @@ class Columns:
         return values
 
     def usage(self, values: Values) -> Usage:
-        """Converts values [columns] to a usage: the inverse of `values`. Counts of requests, tokens
-        and bytes are truncated to whole numbers."""
+        """Inverse of `values`; requests, tokens and bytes are truncated to whole numbers."""
         numbers = values.tolist()
         whole = [int(number) for number in numbers]
         first_reason = len(FIXED) + len(self.tiers)
@@ -264,11 +235,10 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The identity of an account of the ledger: a tenant, a model, a key space (a model in a
-    configuration) and an engine.
+    """Names an account.
 
-    tenant: name of the tenant; empty if no tenants are configured.
-    key_space: first digits of the key space's fingerprint.
+    tenant: empty if none are configured.
+    key_space: first digits of the fingerprint.
     """
 
     tenant: str
@@ -277,30 +247,23 @@ class Account:
     engine_id: str
 
     def folded(self) -> "Account":
-        """Returns the account into which this account (a tenant, key space and engine) is merged if
-        there are too many accounts. For the account of the whole node, returns the same account."""
+        """Account to merge into; itself for the account of the whole node."""
         if self.engine_id != OTHERS:
             return replace(self, engine_id=OTHERS)
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)
 
 
 MAX_SPEEDS = 1024
-"""Most key spaces whose prefill speed is remembered."""
+"""Key spaces whose prefill speed is remembered."""
 SLOWEST, FASTEST = 1.0, 1e9
-"""Limits of a prefill speed, in tokens per second. A speed outside the limits is ignored, so that a
-report can't make the sums infinite."""
+"""Tokens/s; speeds outside are ignored, so that a report can't make sums infinite."""
 
 
 class Accounts:
-    """All accounts of the ledger, each with its sums of usage. Times are in whole minutes since
-    1970.
+    """Times are minutes since 1970.
 
-    began_minute: when counting began.
-    num_folded: number of accounts that were folded (merged into other accounts).
-    total: sums of all accounts together.
-    speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It is
-        kept after the engine has ended, because a new engine has hits before it has measured its
-        own speed.
+    speeds: last reported prefill speed in tokens/s, by key space. Outlives the engine: a new one
+        has hits before it has measured its own speed.
     """
 
     def __init__(self, columns: Columns, minute: int, max_accounts: int = MAX_ACCOUNTS) -> None:
@@ -310,7 +273,7 @@ class Accounts:
         self.total = Buckets(len(columns), minute)
         self.speeds: dict[str, float] = {}
         self._max_accounts = max_accounts
-        # The least recently used account comes first.
+        # Least recently used first.
         self._rows: OrderedDict[Account, Buckets] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -320,9 +283,7 @@ class Accounts:
         return len(self._rows)
 
     def add(self, account: Account, values: Values, minute: int, age_minutes: int = 0) -> None:
-        """Adds `values` [columns] to an account (a tenant, key space and engine) and to the total,
-        in the minute that is `age_minutes` before the present minute `minute`. Opens the account if
-        it is new."""
+        """`values` [columns] count `age_minutes` before `minute`."""
         row = self._rows.get(account)
         if row is None:
             row = self._open(account, minute)
@@ -331,12 +292,11 @@ class Accounts:
         self.total.add(values, minute, age_minutes)
 
     def saved_s(self, key_space: str, hit_tokens: int, said_s: float, speed: float) -> float:
-        """Returns the seconds of prefill that a hit saved, and remembers the key space's speed.
+        """Seconds of prefill that a hit saved; remembers the speed.
 
-        said_s: seconds that the engine reports; the result is then `said_s`. 0: the engine does not
-            know; the result is then computed from the remembered speed, and is 0 without a speed.
-        speed: the engine's prefill speed in tokens/s. 0: the engine does not report it; it is then
-            computed from `said_s` and `hit_tokens`.
+        said_s: the engine's own figure, returned unless 0. 0: computed from the remembered speed, 0
+            without one.
+        speed: tokens/s; 0: computed from `said_s`.
         """
         if not speed and said_s > 0:
             speed = hit_tokens / said_s
@@ -349,9 +309,7 @@ class Accounts:
         return said_s or (max(0, hit_tokens) / known if known else 0.0)
 
     def since(self, seconds: float, minute: int) -> list[tuple[Account, Values]]:
-        """Returns each account (tenant, key space and engine) with the sums of its columns over the
-        window of time that `Buckets.since` chooses, the most recently used account first. Leaves
-        out accounts whose sums are all 0."""
+        """By `Buckets.since`, most recently used account first, without accounts of only zeros."""
         sums = ((account, row.since(seconds, minute)) for account, row in self._rows.items())
         return [(account, values) for account, values in sums if values.any()][::-1]
 
@@ -362,16 +320,15 @@ class Accounts:
         return row
 
     def _fold(self) -> None:
-        """Folds the least recently used account: merges it into the account that `Account.folded`
-        returns. If that account does not exist yet, only renames the least recently used account; a
-        later call then reduces the number of accounts."""
+        """Merges the least recently used account, or only renames it if its target does not
+        exist: a later call then removes one.
+        """
         oldest = next(one for one in self._rows if one.folded() != one)
         row, target = self._rows.pop(oldest), oldest.folded()
         self.num_folded += 1
         if target in self._rows:
             self._rows[target].merge(row)
-            # Merging a row into the account `target` counts as a use of `target`, so that it is not
-            # folded next.
+            # Counts as a use, so that `target` is not folded next.
             self._rows.move_to_end(target)
         else:
             self._rows[target] = row
@@ -379,23 +336,18 @@ class Accounts:
     # Saving and restoring
 
     def rows(self) -> list[tuple[Account, Buckets]]:
-        """Returns all accounts (each a tenant, key space and engine), the least recently used
-        account first."""
+        """Least recently used first."""
         return list(self._rows.items())
 
     def put_back(self, account: Account, row: Buckets) -> None:
-        """Restores an account of an earlier server. Call this method in order of use: the account
-        counts as used more recently than all accounts that were restored before it. A server of
-        another version may have had more accounts; the accounts that were restored first are then
-        folded (merged into other accounts)."""
+        """Call in order of use, least recent first. Folds if an earlier server allowed more
+        accounts."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row
         self.total.merge(row)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if there are too many accounts, or if the accounts do not add up to
-        the total."""
         assert len(self._rows) <= self._max_accounts, "too many accounts"
         whole = sum((row.total for row in self._rows.values()), np.zeros(len(self.columns)))
         assert np.allclose(whole, self.total.total), "accounts do not add up to the total"

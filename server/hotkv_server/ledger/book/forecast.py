@@ -1,24 +1,14 @@
-"""Forecasts the hits of larger caches: of an endless cache, and of a cache with some more memory.
+"""Forecasts the hits of an endless cache, and of one a step larger than the arena.
 
-Engines report the block keys of each request. The forecast uses a sample of the keys. It records
-which sampled keys have been seen. It also simulates two shadow caches (`shadow`): a cache of the
-arena's size, and a cache that is a step larger. The sizes of both are multiplied by the sample's
-share of all keys. Source of the sampling: Waldspurger et al., "Efficient MRC construction with
-SHARDS", FAST 2015, and "Cache modeling and optimization using miniature simulations", USENIX ATC
-2017.
+A sample of the keys records which were seen, and drives two `Shadow` caches, of the arena's size
+and a step larger, scaled by the sample's share. Misses are the sample's misses / share; hits are
+all tokens of full blocks minus these. (A shared prefix misses only once, so whether it is sampled
+hardly matters.) Sampling blocks, not requests, has no bias: prompts are evicted from their ends, so
+if a block misses, the blocks behind it miss too. Source: Waldspurger et al., SHARDS, FAST 2015;
+miniature simulations, USENIX ATC 2017.
 
-The number of missed blocks is estimated as the missed blocks of the sample divided by the sample's
-share. Hits are all tokens of full blocks minus these misses. Estimating the misses instead of the
-hits has an advantage: a prompt that many requests share misses only once, so it hardly matters
-whether its blocks are in the sample.
-
-The sample consists of blocks, not of requests. A key depends on its block and all blocks before it,
-and blocks at the ends of prompts are evicted first. So if a block of a prompt misses, the sampled
-blocks after it miss too, and the estimate has no bias.
-
-Always true: memory is fixed. The seen keys and the shadow caches each have a sample. A sample's
-share of all keys only falls: it is halved when the sample grows too large. A restart empties the
-shadow caches, but the seen keys survive it.
+Always true: memory is fixed. A sample's share only falls: it is halved when the sample is too
+large. A restart empties the shadows; seen keys survive.
 """
 
 from dataclasses import dataclass, replace
@@ -32,33 +22,25 @@ from hotkv_server.ledger.book.shadow import MakePolicy, Shadow
 
 GIB = 1 << 30
 STEP_SHARE = 8
-"""The larger cache has 1 / STEP_SHARE more memory than the arena, but at least one GiB more. With a
-large arena, the gain of a smaller step could not be distinguished from the sampling error."""
+"""The step is 1 / STEP_SHARE of the arena, at least a GiB: less drowns in sampling error."""
 MAX_SHADOW_KEYS = 4096
-"""Most keys of blocks in a shadow cache (simulated cache)."""
 MAX_SEEN = 1 << 16
-"""Most keys in the sample of seen keys (keys of blocks that requests have used)."""
 SEEN_ROOM = 2
-"""Number of keys for which the table of seen keys (keys of blocks that requests have used) is
-built, as a multiple of MAX_SEEN. With this reserve, the table's buckets do not overflow."""
+"""Size of the seen keys' table in MAX_SEEN; with this reserve its buckets don't overflow."""
 LOW_32 = np.uint64(0xFFFF_FFFF)
 NAMES = ("prompt_tokens", "block_tokens", "endless_missed", "now_missed", "more_missed")
-"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and how many of
-the tokens in full blocks would miss in an endless cache, in a cache of the arena's size, and in a
-cache that is a step larger."""
+"""Columns of `Forecast.sums`, in tokens: prompts; full blocks; and of the latter, misses of an
+endless cache, of the arena's size, and of a step more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDemand:
-    """The blocks of one request.
+    """A request's blocks.
 
-    keys: keys of the request's full blocks in the order of the prompt, uint64 [n]. A block has the
-        same key after a restart.
-    block_tokens: tokens of a block.
-    block_bytes: bytes of the arena that a block takes.
-    num_hits: number of blocks that did hit. They do not count as misses of an endless cache, even
-        if their keys have not been seen.
-    may_keep: True if the policy may keep other blocks instead of storing blocks of this request.
+    keys: of full blocks, in order, uint64 [n]; the same after a restart.
+    block_bytes: in the arena.
+    num_hits: blocks that did hit, no misses of an endless cache even if their keys are new.
+    may_keep: see `Shadow.serve`.
     """
 
     keys: Keys
@@ -71,13 +53,12 @@ class RequestDemand:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A forecast. Ratios are shares of all tokens of prompts.
+    """A forecast. Ratios are shares of all prompt tokens.
 
-    prompt_tokens: number of tokens from which the forecast was made; if 0, the ratios are 0.
-    ceiling_ratio: share of tokens that an endless cache would hit.
-    step_bytes: additional memory for which `gain_ratio` is forecast.
-    gain_ratio: increase of the share of hit tokens if the arena had `step_bytes` more.
-    gib_gain_ratio: `gain_ratio` per GiB of additional memory.
+    prompt_tokens: behind the forecast; 0: all ratios are 0.
+    ceiling_ratio: hits of an endless cache.
+    gain_ratio: more hits with `step_bytes` more.
+    gib_gain_ratio: `gain_ratio` per GiB.
     """
 
     prompt_tokens: int
@@ -88,12 +69,10 @@ class Outlook:
 
 
 class Forecast:
-    """Forecasts the hits of larger caches from the blocks of observed requests (see the module).
+    """The samples, and the sums that they gave.
 
-    make_policy: makes the eviction policy of a simulated cache.
-    sums: the counted and estimated tokens over time, in the columns NAMES.
-    seen_share: share of all keys in the sample of seen keys.
-    shadow_share: share of all keys in the sample of the shadow caches (simulated caches).
+    sums: columns NAMES over time.
+    seen_share, shadow_share: of all keys, in the seen keys' and the shadows' sample.
     """
 
     def __init__(
@@ -119,8 +98,7 @@ class Forecast:
     def observe(
         self, demand: RequestDemand, capacity_bytes: int, now_s: float, minute: int
     ) -> None:
-        """Records a request that arrived while the arena had `capacity_bytes` of memory. A key that
-        the engine reports several times counts once."""
+        """Repeated keys count once. `capacity_bytes`: the arena's size at that time."""
         keys, at = np.unique(demand.keys, return_index=True)
         if len(keys) < len(demand.keys):
             demand = replace(demand, keys=demand.keys[np.sort(at)])
@@ -142,11 +120,9 @@ class Forecast:
         )
 
     def _see(self, demand: RequestDemand, low: Keys) -> float:
-        """Marks the request's blocks as seen. Returns an estimate of the misses of an endless
-        cache: the number of blocks that did not hit and were not seen before.
+        """Marks the blocks as seen. Returns the estimated misses of an endless cache.
 
-        low: low 32 bits of each key after `spread` has mixed its bits [n]. They decide whether the
-            key is in the sample.
+        low: low 32 bits of the `spread` keys [n], which choose the sample.
         """
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
@@ -157,8 +133,7 @@ class Forecast:
         self._num_seen += num_fresh
         while self._num_seen > self._max_seen:
             self.seen_share /= 2
-            # A key is in the sample if the low half of its mixed key is below the threshold. The
-            # table's tag is this half without its last bit, so the table can drop keys by their
+            # The table's tag is `low` without its last bit, so keys can be dropped by their
             # tags.
             self._seen.drop_from(_threshold(self.seen_share))
             self._num_seen = len(self._seen)
@@ -167,12 +142,7 @@ class Forecast:
     def _serve(
         self, demand: RequestDemand, low: Keys, capacity_bytes: int, now_s: float
     ) -> tuple[float, float]:
-        """Estimates how many of the request's blocks miss in a cache of the arena's size, and in a
-        cache that is a step larger. Returns the two estimates.
-
-        low: low 32 bits of each key after `spread` has mixed its bits [n]. They decide whether the
-            key is in the sample.
-        """
+        """Estimated misses at the arena's size and a step more. `low`: see `_see`."""
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
         keys = demand.keys[low < _threshold(self.shadow_share)]
         while max(map(len, self._shadows)) + len(keys) > self._max_keys:
@@ -190,19 +160,14 @@ class Forecast:
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share
 
     def _thin_out(self) -> None:
-        """Halves the sample of the shadow caches (simulated caches): halves the sample's share of
-        all keys, and drops keys that are not in the smaller sample."""
+        """Halves the shadows' sample."""
         self.shadow_share /= 2
         for shadow in self._shadows:
             keys = shadow.keys
             shadow.drop(keys[(spread(keys) & LOW_32) >= _threshold(self.shadow_share)])
 
     def outlook(self, seconds: float, capacity_bytes: int, minute: int) -> Outlook:
-        """Returns the forecast from the requests of the last `seconds`. Rounds `seconds` up to
-        whole minutes, or to whole hours if it is above two hours. 0 means all requests.
-
-        capacity_bytes: present size of the arena.
-        """
+        """Over `Buckets.since`'s window. `capacity_bytes`: the arena's size now."""
         values = self.sums.since(seconds, minute)
         prompt, blocks, endless, now, more = values.tolist()
         step = step_bytes(capacity_bytes)
@@ -215,22 +180,18 @@ class Forecast:
     # Saving and restoring
 
     def seen(self) -> Keys:
-        """Returns the sampled keys of blocks that requests have used (seen keys), for the ledger's
-        file, uint64 [n]. The high 32 bits are the key's place in the table, the low 32 bits its tag
-        (a part of the key's hash)."""
+        """For the file, uint64 [n]: place in the table << 32 | tag."""
         flat = self._seen.tags.reshape(-1)
         at = np.flatnonzero(flat)
         return at.astype(np.uint64) << np.uint64(32) | flat[at]
 
     def put_back(self, seen: Keys, seen_share: float) -> None:
-        """Restores the seen keys of an earlier server, and their share. Ignores keys whose place is
-        not in this table, which happens only if the size of the table has changed."""
+        """Ignores keys whose place the table lacks, as after a change of its size."""
         places = (seen >> np.uint64(32)).astype(np.int64)
         self._seen.put_back(places, (seen & LOW_32).astype(np.uint32))
         self._num_seen, self.seen_share = len(self._seen), seen_share
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a sample is too large or miscounted."""
         assert self._num_seen <= self._max_seen, "too many keys were kept"
         self._seen.check_invariants()
         for shadow in self._shadows:
@@ -240,8 +201,6 @@ class Forecast:
 
 
 def step_bytes(capacity_bytes: int) -> int:
-    """Returns by how many bytes the larger simulated cache is larger than the arena: a share of the
-    arena, at least 1 GiB."""
     return max(GIB, capacity_bytes // STEP_SHARE)
 
 

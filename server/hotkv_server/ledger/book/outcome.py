@@ -1,13 +1,9 @@
-"""Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
+"""Finds the tier of each hit and the reason of each miss of a prompt.
 
-Only the blocks of a single KV cache group are counted, the counted group. It is the first group in
-which a hit needs all blocks before the hit's end (full attention or MLA); if there is no such
-group, the first group. A block of the counted group may have been ready and still missed, because a
-block of another group was missing. Then its miss is counted under the reason why that other block
-was missing.
-
-A hash block is a range of `hash_block_tokens` tokens of a prompt: engines compute one hash for each
-such range. A block of a group consists of one or several hash blocks.
+Only one group's blocks count, the *counted group*: the first in which a hit needs all blocks
+before its end (full attention or MLA), else the first. One of its blocks may be ready and still
+miss because another group lacks a block; then that block's reason counts. Engines hash every
+`hash_block_tokens` tokens (a *hash block*); a block is one or several of them.
 """
 
 from collections import Counter
@@ -31,12 +27,11 @@ ASKS_WHY = {
     Miss.REFUSED: Miss.REFUSED,
     Miss.LATE: Miss.LATE,
 }
-"""Reasons of engines that do not explain the miss of each block. For these reasons the server looks
-the blocks up. The value is the reason that is counted if a missed block is ready. The reasons from
-COMPUTED_SOONER on are here because they explain only blocks that the server had: the other blocks
-of such a prompt would have missed anyway."""
+"""Reasons of engines for which blocks are looked up; the value counts if a missed block is
+ready. From COMPUTED_SOONER on they explain only blocks that the server had: the others would
+have missed anyway."""
 
-# Blocks that a hint demoted count as evicted, because with more room they would have stayed.
+# A block that a hint demoted counts as evicted: with more room it would have stayed.
 REASONS = {
     Cause.NONE: Miss.NEVER_STORED,
     Cause.ROOM: Miss.EVICTED,
@@ -47,17 +42,16 @@ REASONS = {
     Cause.EXPIRY: Miss.NEVER_STORED,
     Cause.NO_ROOM: Miss.NO_ROOM,
 }
-"""The reason of a miss, by the cause of the block's removal."""
+"""By cause of the block's removal."""
 OF_CAUSES = np.array([REASONS[cause] for cause in Cause])
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """The result of a request: the numbers of its prompt's tokens that hit, and that missed.
+    """Tokens of a prompt that hit and missed.
 
-    hit_tokens: tokens that hit in hotkv, by number of the tier; 0 is host memory. Hits on the
-        engine's device are not included.
-    missed_tokens: tokens that missed, by reason.
+    hit_tokens: in hotkv, by number of the tier; 0 is host memory. Without device hits.
+    missed_tokens: by reason.
     """
 
     hit_tokens: dict[int, int]
@@ -65,8 +59,6 @@ class PromptOutcome:
 
 
 def counted_group(key_space: KeySpace) -> int:
-    """Returns the index of the KV cache group whose blocks are counted: the first group in which a
-    hit needs all blocks before it; 0 if there is no such group."""
     closed = (at for at, group in enumerate(key_space.groups) if group.kind in PREFIX_CLOSED)
     return next(closed, 0)
 
@@ -80,17 +72,15 @@ def note_outcome(
     hit_tokens: int,
     reason: Miss,
 ) -> PromptOutcome:
-    """Returns how many tokens of a request that was just scheduled hit in each tier, and missed for
-    each reason.
+    """Tokens of a request just scheduled, by tier of the hit and reason of the miss.
 
-    A block that was promoted from a tier is credited to that tier once, for the first request that
-    hits it; later hits are credited to host memory. This call looks missed blocks up a moment after
-    the engine asked for them, so a block may have become ready in the meantime.
+    The first hit of a promoted block is credited to its tier, later ones to host memory. Looks
+    missed blocks up a moment after the engine did, so a block may have become ready meanwhile.
 
-    hashes: hashes of the request's prompt, uint32 words [n, 8], one for each full hash block.
-    device_hit_tokens: tokens at the prompt's start that hit on the engine's device.
-    hit_tokens: tokens at the prompt's start that hit, on the device or in the cache.
-    reason: the miss reason that the engine reports.
+    hashes: uint32 words [n, 8], one per full hash block of the prompt.
+    device_hit_tokens: at the prompt's start, on the device.
+    hit_tokens: at the prompt's start, on the device or in the cache.
+    reason: as the engine reports.
     """
     key_space = core.key_space(key_space_id)
     group_index = counted_group(key_space)
@@ -104,7 +94,7 @@ def note_outcome(
         hits[tier] = min(count * tokens, left)
         left -= hits[tier]
     hits[0] = left
-    # The last token of a prompt is always computed, together with its block.
+    # The last token is always computed, with its block.
     full = max(0, prompt_tokens - 1) // tokens
     missed = prompt_tokens - hit_tokens
     partial = min(missed, prompt_tokens - full * tokens)
@@ -115,7 +105,7 @@ def note_outcome(
             counts = _why(
                 core, key_space_id, hashes, device_hit_tokens, range(stop, full), ASKS_WHY[reason]
             )
-            # Count missed blocks as UNKNOWN if the engine's report lacks their hashes.
+            # Blocks whose hashes the report lacks.
             counts[Miss.UNKNOWN] += full - stop - counts.total()
         else:
             counts[reason] = 1
@@ -133,9 +123,7 @@ def note_outcome(
 def _by_origin(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> list[tuple[int, int]]:
-    """Counts the blocks of `hashes` that were promoted from a tier and are not credited to the tier
-    yet. (The first hit of a promoted block is credited to its tier.) Returns a pair for each tier:
-    the tier's number and the number of its blocks. Marks these blocks as credited."""
+    """(tier's number, count) of promoted blocks not yet credited; marks them as credited."""
     origins = core.space.origins
     if not len(hashes):
         return []
@@ -157,22 +145,15 @@ def _why(
     blocks: range,
     if_ready: Miss,
 ) -> Counter[Miss]:
-    """Returns how many of the missed `blocks` of the counted group missed for each reason. Leaves
-    out blocks for which `hashes` has no hash.
+    """Counts `blocks` of the counted group by reason; blocks without a hash are left out.
 
-    A block that is ready missed because another block was missing. It is counted under the first of
-    these reasons that exists:
+    A ready block missed because another did. Its reason is the first of: a missing block's before
+    it, a missing block's of another group, `if_ready`. But if `if_ready` is IN_FLIGHT and only the
+    first block is ready, it gets the reason of the block after it: with a draft model an engine
+    hits a block only if the next is ready too.
 
-    - the reason of a missing block before it
-    - the reason of a missing block of another group
-    - `if_ready`
-
-    Exception: if `if_ready` is IN_FLIGHT and only the first block is ready, it is counted under the
-    reason of the block after it. The engine may use speculative decoding: with a draft model, it
-    hits a block only if the next block is ready too.
-
-    hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
-    device_hit_tokens: tokens whose blocks the engine has, so the server need not have them.
+    hashes: of hash blocks, words [n, 8].
+    device_hit_tokens: their blocks need not be in the server.
     """
     space = core.key_space(key_space_id)
     counted = counted_group(space)
@@ -190,8 +171,7 @@ def _why(
             if num_ready == 1 < len(codes) and if_ready is Miss.IN_FLIGHT:
                 if_ready = Miss(int(codes[1]))
         codes[:num_ready] = if_ready
-    # For each block: the index of the last block that is not ready, among this block and the blocks
-    # before it; 0 if all of them are ready.
+    # Index of the last block up to each that is not ready; 0 if all are.
     at = np.maximum.accumulate(np.where(is_ready, 0, np.arange(len(codes))))
     counts = np.bincount(codes[at])
     return Counter({Miss(int(code)): int(counts[code]) for code in np.flatnonzero(counts)})
@@ -200,9 +180,7 @@ def _why(
 def _codes(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words, blocks: range
 ) -> Int64s:
-    """Returns, for each of the prompt's `blocks` in a KV cache group, the number of the `Miss` (the
-    reason) why the block is not ready; 0 if the block is ready. Leaves out blocks for which
-    `hashes` has no hash."""
+    """`Miss` numbers for a group's `blocks`, 0 if ready; blocks without a hash are left out."""
     space = core.key_space(key_space_id)
     step = space.groups[group_index].block_tokens // space.hash_block_tokens
     named = np.ascontiguousarray(hashes[step - 1 :: step][blocks.start : blocks.stop])

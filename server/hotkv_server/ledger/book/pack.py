@@ -1,7 +1,7 @@
-"""Converts the ledger (accounts and forecast) into the bytes of its file, and back.
+"""Converts accounts and forecast into the bytes of the ledger's file, and back.
 
-Always true: a file that is incomplete, damaged or of another format is refused as a whole. Columns
-are identified by name, so tiers and reasons may be added and removed between two servers.
+Always true: an incomplete, damaged or foreign file is refused as a whole. Columns go by name, so
+tiers and reasons may come and go between two servers.
 
     8 bytes  magic and format version
     4 bytes  CRC-32 of all bytes after it
@@ -30,21 +30,17 @@ MAX_BYTES = 64 << 20
 
 
 class PackError(ValueError):
-    """Raised if the bytes are not the content of a ledger's file in this format. The message gives
-    the reason."""
+    """The bytes are not a ledger's file; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The ledger of an earlier server, as read from its file.
+    """An earlier server's ledger.
 
-    names: names of the columns of `rows`.
-    rows: accounts (each a tenant, key space and engine) with their sums, the least recently used
-        account first.
-    forecast: the forecast's sums.
-    seen: the sampled keys of blocks that the forecast has seen in requests.
-    seen_share: share of all keys in the sample of seen keys.
-    speeds: prefill speed in tokens/s, by key space.
+    names: columns of `rows`.
+    rows: least recently used first.
+    seen_share: share of all keys in the sample of `seen`.
+    speeds: tokens/s by key space.
     """
 
     names: tuple[str, ...]
@@ -58,18 +54,13 @@ class Kept:
 
     @property
     def tiers(self) -> list[str]:
-        """Returns the names of the tiers that have a column (of hit tokens) in the saved ledger."""
         return [name.removeprefix(HIT) for name in self.names if name.startswith(HIT)]
 
 
 def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) -> list[bytes]:
-    """Converts the ledger to pieces of bytes. The pieces are copies, so the ledger may change after
-    this call. The function `seal` then joins the pieces into the file's content; it may run on any
-    thread.
+    """Pieces of the file, for `seal`. They are copies: the ledger may change after this call.
 
-    seen: the sampled keys of blocks that the forecast has seen in requests.
-    seen_share: share of all keys in this sample. The caller has read `seen` and `seen_share` at the
-        same time, perhaps earlier than this call.
+    seen, seen_share: read at one time, perhaps earlier than this call.
     """
     tables = [_cells(row) for _, row in accounts.rows()]
     outlook = _cells(forecast.sums)
@@ -92,15 +83,14 @@ def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) 
 
 
 def seal(pieces: Iterable[bytes]) -> bytes:
-    """Joins the pieces of bytes that `pack` returned into the content of the ledger's file."""
+    """The file's content from the pieces of `pack`. Any thread."""
     text, *arrays = pieces
     body = struct.pack("<I", len(text)) + text + b"".join(arrays)
     return MAGIC + struct.pack("<I", zlib.crc32(body)) + body
 
 
 def unpack(content: bytes) -> Kept:
-    """Parses the content of a ledger's file. Raises PackError if the content is damaged, or of
-    another format."""
+    """Raises PackError."""
     if len(content) < HEADER.size:
         raise PackError(f"it has {len(content)} bytes")
     magic, crc, length = HEADER.unpack_from(content)
@@ -132,8 +122,7 @@ def unpack(content: bytes) -> Kept:
 
 
 def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
-    """Adds the content of an earlier server's ledger, `kept`, to a new `accounts` and a new
-    `forecast`, so that the ledger continues."""
+    """Continues an earlier ledger in a new `accounts` and `forecast`."""
     accounts.began_minute, accounts.num_folded = kept.began_minute, kept.num_folded
     accounts.speeds = dict(kept.speeds)
     columns = accounts.columns
@@ -148,34 +137,26 @@ def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
 
 
 def columns_for(tiers: Iterable[str], kept: Kept | None) -> Columns:
-    """Returns the columns for a ledger with these tiers. If there is an earlier ledger `kept`, also
-    includes the tiers of that ledger."""
+    """Includes the tiers of an earlier ledger."""
     return Columns([*tiers, *(kept.tiers if kept is not None else ())])
 
 
 def _cells(row: Buckets) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Returns two arrays that store `row.cells` (sums of each minute and hour) without its empty
-    lines: the indices of the lines that are not all 0, int32 [n], and the values of these lines,
-    float64 [n, columns]."""
+    """Indices of the rows that are not all 0, int32 [n], and their values, float64 [n, columns]."""
     at = np.flatnonzero(row.cells.any(axis=1)).astype("<i4")
     cells: NDArray[np.float64] = row.cells[at].astype("<f8")
     return at, cells
 
 
 class _Reader:
-    """Reads arrays from the file's content, one after the other, from offset `at` on. A read raises
-    ValueError if too few bytes are left."""
+    """Reads arrays one after the other. Raises ValueError if too few bytes are left."""
 
     def __init__(self, content: bytes, at: int) -> None:
         self._content = content
         self._at = at
 
     def buckets(self, count: int, num_columns: int, minute: int) -> Buckets:
-        """Reads a `Buckets` object (sums by minute and by hour). Of its array `cells`, which has
-        `num_columns` columns, the file contains only the `count` rows that are not all 0.
-
-        minute: the newest minute of the object, since 1970.
-        """
+        """The file has only the `count` rows that are not all 0. `minute`: the newest."""
         row = Buckets(num_columns, minute)
         at = np.frombuffer(self._take(4 * count), "<i4")
         if len(at) and not (at.min() >= 0 and at.max() < NUM_CELLS):
@@ -185,7 +166,6 @@ class _Reader:
         return row
 
     def keys(self, count: int) -> Keys:
-        """Reads the next `count` keys of blocks."""
         return np.frombuffer(self._take(8 * count), "<u8").astype(np.uint64)
 
     def _take(self, num_bytes: int) -> bytes:

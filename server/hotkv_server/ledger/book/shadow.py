@@ -1,12 +1,9 @@
-"""Simulates a cache of a given size under an eviction policy. Such a shadow cache holds only the
-keys of blocks, not their bytes.
+"""Simulates a cache of a given size under an eviction policy, with keys only.
 
-A simulated request first uses the keys of its blocks that the shadow cache holds, and then stores
-its other keys, as in `hotkv_server.simulate`.
-
-Always true: a key is held once. The blocks of the held keys would fit into the cache size that the
-last call of `Shadow.serve` gave. A request does not evict its own keys. If its keys find no room,
-they are not stored, and `Policy.decline` notifies the policy.
+A request first uses the keys that are held, then stores the others, as in
+`hotkv_server.simulate`. Always true: a key is held once; all held blocks fit into the limit of
+the last `serve`; a request does not evict its own keys, and the policy is told of keys that
+found no room.
 """
 
 from collections.abc import Callable
@@ -18,23 +15,18 @@ from hotkv_server.cache.room.policies import Policy
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 MakePolicy = Callable[[int], Policy]
-"""A function that makes an eviction policy. The argument is the highest number of blocks; the
-policy knows the blocks by entry numbers from 1 to this number."""
+"""Takes the most blocks; the policy knows them by entry numbers from 1."""
 QUEUE = 1
-"""Passed to `Policy.victims` in place of a slot size, so that the policy has a single queue for all
-keys, whatever the size of their blocks."""
+"""For `Policy.victims` in place of a slot size: one queue for all keys, whatever their size."""
 
 
 class Shadow:
-    """Simulates a cache of at most `max_keys` blocks under an eviction policy. Has only the keys of
-    the blocks, not their bytes (see the module)."""
-
     def __init__(self, make_policy: MakePolicy, max_keys: int) -> None:
         self.used_bytes = 0
         self._policy = make_policy(max_keys)
         self._entries: dict[int, int] = {}
         self._keys = np.zeros(max_keys + 1, np.uint64)
-        # For each entry: the size of its block in bytes.
+        # By entry.
         self._bytes = np.zeros(max_keys + 1, np.int64)
         self._is_pinned = np.zeros(max_keys + 1, np.bool_)
         self._free = list(range(max_keys, 0, -1))
@@ -47,18 +39,16 @@ class Shadow:
 
     @property
     def keys(self) -> Keys:
-        """Returns the keys of the blocks that the simulated cache holds."""
         return np.fromiter(self._entries, np.uint64, len(self._entries))
 
     def serve(
         self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
     ) -> int:
-        """Simulates a request. Returns the number of keys that were held before the first miss.
+        """Simulates a request. Returns the number of keys held before the first miss.
 
-        keys: distinct keys of the request's blocks, in order [n].
-        key_bytes: bytes of a block.
-        limit_bytes: size of the cache.
-        may_keep: True if the policy may keep other keys instead of storing keys of this request.
+        keys: distinct, in order [n].
+        key_bytes: of a block.
+        may_keep: the policy may keep other keys instead.
         """
         names = keys.tolist()
         found = np.array([self._entries.get(name, 0) for name in names], np.uint32)
@@ -81,17 +71,16 @@ class Shadow:
         return num_hits
 
     def drop(self, keys: Keys) -> None:
-        """Removes keys that the simulated cache holds."""
+        """Removes `keys`, which are held."""
         gone = np.array([self._entries[key] for key in keys.tolist()], np.uint32)
         self._remove(gone, evicted=False)
 
     def _make_room(
         self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
     ) -> None:
-        """Evicts keys until `more_bytes` fit into the limit, or no key can be evicted.
+        """Evicts until `more_bytes` fit, or nothing can be evicted.
 
-        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
-            soon; None if the policy must not hold entries back.
+        keep_at_s: now, if the policy may hold back what it expects to be used soon; else None.
         """
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
@@ -100,8 +89,8 @@ class Shadow:
         while self._entries:
             over_bytes = max(0, self.used_bytes + more_bytes - limit_bytes)
             num_slots = max(0, more_bytes // key_bytes - len(self._free))
-            # Ask for as many keys as if all blocks had the mean size. Evict no more of them than
-            # needed; if they were too few, ask again.
+            # Ask as if all blocks had the mean size; evict no more than needed, and ask again if
+            # they were too few.
             count = max(-(-over_bytes * len(self) // self.used_bytes), num_slots)
             if not count:
                 return
@@ -122,9 +111,8 @@ class Shadow:
         self._policy.admit(entries, keys, now_s)
 
     def _renew(self, hits: Entries, stored: int, now_s: float) -> None:
-        """Marks a request's hit entries as in use again, together with the first stored entry after
-        them, so that the stored blocks are not evicted later than the hit blocks. The server does
-        the same after a store (`Space.refresh_ancestors`)."""
+        """Renews hits together with the first stored entry behind them, so that stored blocks
+        don't outlive the blocks that they need; as `Space.refresh_ancestors` does."""
         chain = np.append(hits, np.uint32(stored))
         heat = self._policy.heat(chain)
         if heat[:-1].min() <= heat[-1]:
@@ -139,7 +127,6 @@ class Shadow:
         self.used_bytes -= int(self._bytes[entries].sum())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the tables contradict each other."""
         entries = np.array(list(self._entries.values()), np.int64)
         assert len(set(entries.tolist())) == len(entries), "two keys have one entry"
         assert not set(self._free) & set(entries.tolist()), "a free entry is held"

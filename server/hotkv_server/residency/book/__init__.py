@@ -1,2 +1,1 @@
-"""Decides which blocks residencies may pin, and pins these blocks. A residency pins the blocks of a
-running request in host memory. Pure: no clock, no I/O, no threads."""
+"""Decides which blocks residencies may pin, and pins them. Pure: no clock, no I/O, no threads."""

@@ -1,22 +1,18 @@
-"""Bounds the room that residencies take in the arena. A residency pins the blocks of a running
-request. Its room consists of promised slots (reserved, not yet pinned) and pinned slots.
+"""Bounds what residencies take of the arena: promised slots (reserved, not yet pinned) and pinned
+ones.
 
 Always true:
 
-- A tenant's residencies take at most `residency.share` (setting, 0 to 1) of the most bytes that the
-  tenant may hold in the arena. Their bytes are the promised and the pinned bytes; an entry that
-  several residencies pin counts once.
-- A tenant's residencies also take at most `residency.share` of the arena, minus a part for each
-  other tenant. This part is the larger of two numbers: `residency.share` of the other tenant's
-  guarantee (its setting `guaranteed_bytes`), and the bytes that the other tenant's residencies
-  take.
-- For the promises of each slot size, enough slabs (pieces of the arena) are reserved
-  (`SlabPool.floors`). So the server can make room for every promise by evicting unpinned blocks.
-- The bytes of a slot include its share of the unused end of its slab.
+- A tenant's residencies take at most `residency.share` of what the tenant may hold; an entry that
+  several pin counts once.
+- They also take at most `residency.share` of the arena minus a part for each other tenant:
+  `residency.share` of its `guaranteed_bytes`, or what its residencies take, whichever is larger.
+- For each slot size enough slabs are reserved (`SlabPool.floors`) to serve every promise by
+  evicting unpinned blocks.
+- A slot's bytes include its share of the unused end of its slab.
 
-A promise must also fit `PinBudget`: the budget of the whole arena, and the budget of the tenant.
-These budgets also count two other kinds of pinned bytes: those of read leases under which no load
-has begun, and those of blocks that requests asked to pin.
+A promise must also fit `PinBudget`, of the arena and of the tenant, which also counts leases
+before their first load and blocks that requests asked to pin.
 """
 
 import functools
@@ -30,28 +26,19 @@ from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned, shortest
 from hotkv_server.cache.values import Int64s
 
 MOST_NAMED_BYTES = 1 << 60
-"""Largest arena size that a refusal recommends, in case `residency.share` is so small that no size
-suffices."""
+"""Largest arena that a refusal recommends, for a `residency.share` with which none suffices."""
 
 
 @functools.lru_cache(maxsize=MAX_SIZES)
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns how many bytes of the arena a slot of this size costs. A slab (one of the equal
-    pieces of the arena) has several small slots; a large slot spans several slabs. A small slot
-    costs its share of the slab; a large slot costs all slabs that it spans.
-
-    Assumes that the slot lies in the shortest possible run (range of adjacent slabs with slots of
-    one size), because `SlabPool.floors` reserves runs of this length.
-    """
+    """Bytes of the arena per slot: a small one's share of its slab, or all slabs that a large
+    one spans. Assumes the shortest possible run of slabs, as `SlabPool.floors` reserves."""
     size = aligned(slot_bytes)
     return -(-shortest_run(size, slab_bytes) * slab_bytes // max(1, slab_bytes // size))
 
 
 def slots_of(sizes: Int64s) -> dict[int, int]:
-    """Counts slots (places in the arena) by their size.
-
-    sizes: size of each slot in bytes.
-    """
+    """Slots by size."""
     if not len(sizes):
         return {}
     if (sizes == sizes[0]).all():
@@ -61,9 +48,7 @@ def slots_of(sizes: Int64s) -> dict[int, int]:
 
 
 class ResidencyBound:
-    """Counts the bytes of the arena that residencies take, by tenant, and checks that they stay
-    within the bounds. A residency pins the blocks of a running request. It takes promised bytes
-    (reserved, not yet pinned) and pinned bytes.
+    """Counts bytes by tenant and checks them.
 
     share: the setting `residency.share`.
     """
@@ -88,43 +73,28 @@ class ResidencyBound:
 
     @property
     def bound_bytes(self) -> int:
-        """Returns the most bytes that all residencies (requests whose KV stays in host memory)
-        together may pin or be promised (reserved, not yet pinned). While the arena is being
-        prefaulted, counts only its prefaulted part."""
+        """Of all residencies. While the arena is being prefaulted, only its prefaulted part
+        counts."""
         return self._bound(self._tenants.capacity_bytes)
 
     def _bound(self, capacity_bytes: int) -> int:
         return min(int(self._share * capacity_bytes), most_pinned(capacity_bytes))
 
     def cost(self, slot_bytes: int) -> int:
-        """Returns how many bytes of this arena a slot of this size costs, including the slot's
-        share of the unused end of a slab (piece of the arena)."""
         return slot_cost(slot_bytes, self._slab_bytes)
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns how many bytes of the arena these slots cost together, including the slots'
-        shares of the unused ends of slabs (pieces of the arena).
-
-        slots: number of slots, by size.
-        """
+        """`slots`: number by size."""
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
-        """Counts slots (places in the arena) as promised (reserved, not yet pinned) to a tenant.
-
-        slots: number of slots, by size.
-        sign: -1 subtracts the slots instead.
-        """
+        """`slots`: number by size; `sign` -1 subtracts."""
         more = sign * self.costs(slots)
         self.promised_bytes += more
         self._change(tenant, more, slots, sign)
 
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
-        """Counts slots (places in the arena) as pinned for a tenant.
-
-        sizes: size of each slot in bytes.
-        sign: -1 subtracts the slots instead.
-        """
+        """`sizes`: bytes of each slot; `sign` -1 subtracts."""
         slots = slots_of(sizes)
         more = sign * self.costs(slots)
         self.pinned_bytes += more
@@ -139,19 +109,16 @@ class ResidencyBound:
             del self._taken[tenant]
 
     def taken_bytes(self, tenant: int) -> int:
-        """Returns how many bytes the tenant's residencies (requests whose KV stays in host memory)
-        take: pinned bytes plus promised bytes (reserved, not yet pinned)."""
+        """Pinned and promised."""
         return self._taken.get(tenant, 0)
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes can be promised to (reserved for) the tenant's residencies
-        now."""
+        """What can be promised now."""
         room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies(tenant)))
 
     def most_bytes(self, tenant: int) -> int:
-        """Returns the most bytes that could ever be promised to (reserved for) the tenant: the room
-        in an empty arena that is prefaulted completely."""
+        """What could be promised in an empty, prefaulted arena."""
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
@@ -160,8 +127,7 @@ class ResidencyBound:
         return min(bound, int(self._share * self._tenants.burst_bytes(tenant)))
 
     def check_ever(self, tenant: int, asked_bytes: int) -> None:
-        """Raises RESIDENCY_TOO_LARGE if `asked_bytes` can never be promised to (reserved for) the
-        tenant."""
+        """Raises RESIDENCY_TOO_LARGE if this can never be promised."""
         most = self.most_bytes(tenant)
         if asked_bytes > most:
             needed = int(min(asked_bytes / self._share, MOST_NAMED_BYTES)) + 1
@@ -176,11 +142,7 @@ class ResidencyBound:
             )
 
     def check_room(self, tenant: int, slots: Mapping[int, int]) -> None:
-        """Raises NO_ROOM_FOR_RESIDENCY unless slots (places in the arena) can be promised to
-        (reserved for) the tenant now.
-
-        slots: number of slots, by size.
-        """
+        """Raises NO_ROOM_FOR_RESIDENCY unless these slots can be promised now."""
         room, asked_bytes = self.room_bytes(tenant), self.costs(slots)
         if asked_bytes <= room and not self._floors.would_fit(slots):
             raise HotKVError(
@@ -209,12 +171,8 @@ class ResidencyBound:
     def check(
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
-        """Raises AssertionError if the counted bytes and slots (places in the arena) of residencies
-        (requests whose KV stays in host memory) differ from the given numbers, or exceed a bound.
-
-        promised, pinned: bytes by tenant.
-        slots: number of promised and pinned slots, by size.
-        """
+        """Raises AssertionError unless these are the counts (`promised`, `pinned`: bytes by
+        tenant; `slots`: both, by size) and within bounds."""
         self._floors.check(slots)
         taken = {
             tenant: promised.get(tenant, 0) + pinned.get(tenant, 0)

@@ -1,17 +1,13 @@
-"""Records the residencies of all engines: the blocks that each residency pins, the slots (places in
-the arena) that it may still pin (its promise), and refusals for lack of room.
+"""Records all residencies: what each pins, its *promise* (slots that it may still pin), and
+refusals for lack of room.
 
 Always true:
-- An id names a single open residency of its engine; a closing residency has no id.
-- A position (index of a block in the request) names a single entry (record in the block table) of a
-  residency.
-- A call that opens or grows a residency names the number of blocks of each group. A group has at
-  most as many positions as the last successful call named, and at most one sketch (compact
-  form of keys) per position. A group's rows are sorted by position.
-- The number of residencies and the memory of their lists are bounded for each owner, a tenant or an
-  engine (`cache.room.shares.FairBound`, `BoundShare`).
-- An engine's latest refusal is kept until the refused residency opens, grows or closes, or the
-  engine's last session closes.
+- An id names one open residency of its engine; a closing one has no id.
+- A position (index of a block in the request) names one entry of a residency. A group has at most
+  as many positions, sorted, as the last successful call named, and one sketch each.
+- Number and lists of residencies are bounded per owner (`cache.room.shares`).
+- An engine's latest refusal is kept until that residency opens, grows or closes, or the engine's
+  last session closes.
 """
 
 from collections import Counter
@@ -27,10 +23,10 @@ from hotkv_server.cache.values import BoolMask, Entries, Int64s, SessionRecord
 RESIDENCY_BYTES = 1024
 GROUP_BYTES = 512
 BLOCK_BYTES = 16
-"""The memory of a residency's lists is estimated as RESIDENCY_BYTES, plus GROUP_BYTES for each of
-its groups, plus BLOCK_BYTES for each block that it may pin."""
+"""Estimated memory of a residency's lists: these, per residency, group and block that may be
+pinned."""
 MAX_RESIDENCIES = 1 << 14
-"""Most residencies of all owners together."""
+"""Of all owners."""
 
 
 # ------------------------------------------------------------------------------------ one residency
@@ -38,19 +34,15 @@ MAX_RESIDENCIES = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class ResidentGroup:
-    """A table of the blocks of a group that a residency (a request whose KV stays in host memory)
-    pins, with a row for each block.
+    """Blocks of a group that a residency pins, a row each.
 
-    most: most blocks (rows) that the group may have.
-    block_bytes: slot size of a block.
-    kinds: the kinds of sketches (compact forms of keys, for sparse attention) to pin
-        together with the blocks, as group indexes.
-    kind_bytes: slot size of a sketch, the same for all `kinds`; 0 without kinds.
-    positions: position of each row's block in the request, int64, increasing.
-    entries: entry number of each row's block, uint32.
-    linked: entry number of the sketch that is pinned with each row's block, uint32; 0:
-        none.
-    num_linked: number of rows with a pinned sketch.
+    most: rows that there may be.
+    block_bytes, kind_bytes: slot size of a block and a sketch (0 without kinds).
+    kinds: sketches to pin with blocks, as group indexes.
+    positions: int64, increasing.
+    entries: uint32.
+    linked: the pinned sketches' entries, uint32; 0: none.
+    num_linked: rows with one.
     """
 
     most: int
@@ -63,13 +55,11 @@ class ResidentGroup:
     num_linked: int = 0
 
     def left(self) -> dict[int, int]:
-        """Returns the number of slots (places in the arena) of each size that the group may still
-        pin."""
+        """Slots that may still be pinned, by size."""
         return self._slots(self.most - len(self.positions), self.most - self.num_linked)
 
     def slots(self, num_blocks: int) -> dict[int, int]:
-        """Returns the number of slots (places in the arena) of each size that `num_blocks` blocks
-        need, with a sketch (compact form of keys) for each block."""
+        """Slots of `num_blocks` blocks with their sketches, by size."""
         return self._slots(num_blocks, num_blocks)
 
     def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
@@ -79,9 +69,7 @@ class ResidentGroup:
         return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Finds the rows of the blocks at these positions in the request. Returns two results for
-        each position: its row, and whether the row exists. If the row does not exist, the first
-        result is the index at which it would be inserted."""
+        """For each position its row, or where it would be inserted; and whether it is there."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -89,38 +77,27 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position the entry (record in the block table) of the sketch
-        (compact form of keys) that is pinned with its block; 0 if no sketch is pinned."""
+        """Entries of pinned sketches; 0 if none."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds a row for each block that the residency now pins, without its sketch
-        (compact form of keys).
-
-        positions: positions of the blocks, increasing; the group must not have rows for them yet.
-        entries: entry (record in the block table) of each block.
-        """
+        """`positions`: increasing, none of them there yet."""
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records the pinned sketches of blocks that had no sketch (compact form of
-        keys) yet.
-
-        rows: rows of the blocks.
-        linked: entry (record in the block table) of each block's sketch.
-        """
+        """For rows that have no sketch yet."""
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
-        """Removes up to `most` rows (one for each pinned block), the last rows first. Returns the
-        entries of their blocks and sketches (compact forms of keys)."""
+        """Removes up to `most` rows, the last first. Returns the entries of their blocks and
+        sketches."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
         gone: Entries = np.concatenate((self.entries[keep:], linked[linked != 0]))
@@ -133,28 +110,22 @@ class ResidentGroup:
         return gone
 
     def pinned(self) -> Entries:
-        """Returns the entries of all blocks and sketches (compact forms of keys) that the
-        group pins."""
+        """Blocks and sketches."""
         entries: Entries = np.concatenate((self.entries, self.linked[self.linked != 0]))
         return entries
 
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """The room that is reserved for a running request of an engine, and the request's blocks that
-    are pinned in host memory.
+    """Room reserved for a running request, and its pinned blocks.
 
-    owner: the tenant of the engine, or the engine itself if no tenants are configured. The bounds
-        on the number and memory of residencies apply to each owner.
-    session_number: the session that opened the residency.
-    tenant: number of the key space's tenant.
-    opened_s: when the residency was opened, on the monotonic clock.
-    asked: number of blocks to reserve, by group, from the latest call that opened or grew the
-        residency.
-    groups: the pinned blocks, by group.
-    is_closing: True if the residency is being closed: its promise (the slots that it may still pin)
-        is cancelled, it accepts no blocks, and its pins are being released.
-    is_gone: True if all pins of the residency have been released.
+    owner: tenant, or the engine if there are no tenants; bounds apply to it.
+    session_number: that opened it.
+    tenant: number.
+    opened_s: monotonic.
+    asked: blocks to reserve, by group, as of the latest call.
+    is_closing: the promise is cancelled, no blocks are accepted, pins are being released.
+    is_gone: all pins are released.
     """
 
     engine_id: str
@@ -177,36 +148,23 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Returns the number of blocks that the residency pins, without sketches (compact
-        forms of keys)."""
+        """Without sketches."""
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
-        """Returns the number of slots (places in the arena) of each size that the residency may
-        still pin (its promise)."""
+        """The promise: slots by size."""
         return {} if self.is_closing else sum_of_slots(self.groups)
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns the number of slots (places in the arena) of each size that blocks need, together
-        with their sketches (compact forms of keys, for sparse attention).
-
-        num_blocks: number of blocks, by group.
-        """
+        """Slots by size of these blocks, by group, with their sketches."""
         slots: Counter[int] = Counter()
         for group, count in num_blocks.items():
             slots.update(self.groups[group].slots(count))
         return dict(slots)
 
     def growth(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns the number of additional slots (places in the arena), by size, that the residency
-        needs to have room for `num_blocks`. Returns an empty dict if it already has that room.
-
-        Raises DUPLICATE_ID if the groups of the residency are not the groups in `num_blocks`, or if
-        the residency has room for more blocks of a group than `num_blocks` asks for: a residency
-        never shrinks.
-
-        num_blocks: all blocks of the residency after it has grown, by group.
-        """
+        """Additional slots by size for `num_blocks` in total; empty if there is room already.
+        Raises DUPLICATE_ID if other groups or fewer blocks are named: a residency never shrinks."""
         if num_blocks.keys() != self.asked.keys() or any(
             count < self.asked[group] for group, count in num_blocks.items()
         ):
@@ -220,32 +178,25 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns an upper estimate of the memory, in bytes, that the lists of the residency's
-        blocks use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
-        """Yields the entries (records of blocks) that the residency pins, an array per group."""
+        """An array per group."""
         for group in self.groups.values():
             yield group.pinned()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the rows of the residency (one for each pinned block) break an
-        invariant."""
         for group in self.groups.values():
             assert len(group.positions) <= group.most, "more blocks than were asked for"
             assert np.all(np.diff(group.positions) > 0), "a position is there twice"
             assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
 
     def reads(self, entries: Entries) -> bool:
-        """Returns True if the residency (a request's reserved room and pinned blocks) pins any of
-        these blocks. Its engine may then be reading the blocks."""
+        """Whether the engine may be reading any of these blocks."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
 
 
 def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
-    """Returns the number of slots (places in the arena) of each size that these groups together may
-    still pin."""
     left: Counter[int] = Counter()
     for group in groups.values():
         left.update(group.left())
@@ -253,11 +204,7 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns an upper estimate of the memory, in bytes, that the lists of a residency's blocks use
-    in this process (not the slots of the blocks in the arena).
-
-    asked: number of blocks to reserve, by group.
-    """
+    """Upper estimate of the lists' memory in this process, in bytes."""
     return RESIDENCY_BYTES + GROUP_BYTES * len(asked) + BLOCK_BYTES * sum(asked.values())
 
 
@@ -266,14 +213,11 @@ def weight_of(asked: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The latest refusal of an engine's call to open or grow a residency (to pin the blocks of a
-    running request), because the arena lacked room.
+    """Latest refusal of an engine for lack of room in the arena.
 
-    asked_bytes: bytes of the arena that the refused call would have reserved.
-    available_bytes: bytes that could be reserved at that time.
-    message: text of the error.
-    at_s: when the residency was refused, on the monotonic clock.
-    num_attempts: how many times in a row this residency has been refused.
+    asked_bytes, available_bytes: of the arena, at that time.
+    at_s: monotonic.
+    num_attempts: refusals of this residency in a row.
     """
 
     engine_id: str
@@ -286,14 +230,12 @@ class Refusal:
 
 
 class ResidencyBook:
-    """Finds residencies (each pins the blocks of a running request) by id and by session. Bounds
-    their number and memory for each owner (tenant or engine).
+    """Finds residencies by id and by session, and bounds them per owner.
 
-    bound: counts the residencies of each owner.
-    memory: counts, for each owner, the bytes of memory that the lists of the residencies' blocks
-        use.
-    orphans: numbers of sessions (connections of engines) that ended while the server drained before
-        its stop. Their residencies stay, for the next server.
+    bound: number per owner.
+    memory: bytes of lists per owner.
+    orphans: sessions that ended while the server drained; their residencies stay for the next
+        server.
     """
 
     def __init__(self, memory: BoundShare) -> None:
@@ -313,12 +255,8 @@ class ResidencyBook:
         return f"ResidencyBook({len(self)} residencies, {len(self._refusals)} refused)"
 
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the open residency (a request whose KV stays in host memory) with the id that a
-        call to open a residency gives; None if the id is new.
-
-        Raises INVALID_FIELD if the id is empty, DUPLICATE_ID if the engine uses it in another key
-        space.
-        """
+        """None if the id is new. Raises INVALID_FIELD if it is empty, DUPLICATE_ID if it is open
+        in another key space."""
         if not residency_id:
             raise invalid("residency_id is empty; choose an id that is unique in the engine")
         residency = self.get(session.engine_id, residency_id)
@@ -330,22 +268,17 @@ class ResidencyBook:
         return residency
 
     def get(self, engine_id: str, residency_id: str) -> Residency | None:
-        """Returns the engine's open residency (a request whose KV stays in host memory) with this
-        id; None if there is none."""
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency (a request whose KV stays in host memory) with this id; None if the
-        session's engine has no open residency with this id, or has it in another key space."""
+        """None if it is not open in the session's key space."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
         return residency
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
-        """Returns the open residency (a request whose KV stays in host memory) with this id. Raises
-        UNKNOWN_RESIDENCY if it is not open in the session's key space (a model in a
-        configuration)."""
+        """Raises UNKNOWN_RESIDENCY if it is not open in the session's key space."""
         residency = self.named(session, residency_id)
         if residency is None:
             raise HotKVError(
@@ -356,13 +289,8 @@ class ResidencyBook:
         return residency
 
     def check_room(self, residency: Residency) -> None:
-        """Checks a new residency (a request whose KV stays in host memory) against the bounds of
-        its owner.
-
-        Raises RESIDENCY_TOO_LARGE if the server's lists of its blocks would use more memory
-        (outside the arena) than any owner, a tenant or engine, may have. Raises OVERLOADED if the
-        owner has too many residencies, or too little memory left for the lists.
-        """
+        """For a new residency. Raises RESIDENCY_TOO_LARGE if its lists exceed what any owner may
+        have, OVERLOADED if its owner has too many residencies or too little memory left."""
         self._check_memory(residency.owner, residency.weight, residency.weight)
         if not self.bound.room(residency.owner):
             raise HotKVError(
@@ -372,24 +300,12 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks whether the lists of blocks that the server keeps for an open residency (a request
-        whose KV stays in host memory) may grow. Their memory, outside the arena, is bounded for
-        each owner (tenant or engine).
-
-        Raises RESIDENCY_TOO_LARGE if the lists would use more memory than any owner may have,
-        OVERLOADED if the owner has too little memory left.
-
-        num_blocks: number of blocks of the residency after it has grown, by group.
-        """
+        """For an open residency with `num_blocks` in total, by group. Raises as `check_room`."""
         weight = weight_of(num_blocks)
         self._check_memory(residency.owner, weight, weight - residency.weight)
 
     def _check_memory(self, owner: str, weight: int, more: int) -> None:
-        """Raises HotKVError unless an owner (tenant or engine) may use `more` additional bytes of
-        memory, outside the arena, for the lists of a residency's blocks.
-
-        weight: bytes that these lists would then use in total.
-        """
+        """`weight`: of the lists in total, `more` of it new."""
         if weight > self.memory.capacity // 2:
             raise HotKVError(
                 Reason.RESIDENCY_TOO_LARGE,
@@ -404,8 +320,6 @@ class ResidencyBook:
             )
 
     def add(self, residency: Residency) -> None:
-        """Registers a residency (a request whose KV stays in host memory) and counts it for its
-        owner (a tenant or engine)."""
         self._by_id[residency.engine_id, residency.residency_id] = residency
         self._by_session.setdefault(residency.session_number, []).append(residency)
         self.bound.take(residency.owner, 1)
@@ -414,10 +328,7 @@ class ResidencyBook:
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def grow(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Raises the number of blocks that a residency may have.
-
-        num_blocks: the new number of blocks by group, at least the old number.
-        """
+        """`num_blocks`: by group, at least the old numbers."""
         weight = residency.weight
         residency.asked = dict(num_blocks)
         for group, count in num_blocks.items():
@@ -426,22 +337,18 @@ class ResidencyBook:
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def begin_closing(self, residency: Residency) -> None:
-        """Frees the id of a residency (a request whose KV stays in host memory) that is about to
-        close, so that a call may use the id again. Deletes the recorded refusal of the residency,
-        if any."""
+        """Frees the id."""
         del self._by_id[residency.engine_id, residency.residency_id]
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def settle_refusal(self, engine_id: str, residency_id: str) -> None:
-        """Deletes the recorded refusal of an engine (for lack of room) if it is about this
-        residency."""
+        """Drops the engine's refusal if it is this residency's."""
         refusal = self._refusals.get(engine_id)
         if refusal is not None and refusal.residency_id == residency_id:
             del self._refusals[engine_id]
 
     def remove(self, residency: Residency) -> None:
-        """Removes a closing residency (a request whose KV stays in host memory) that has no pins
-        left. Subtracts it from the counts of its owner (a tenant or engine)."""
+        """The residency must be closing and without pins."""
         of_session = self._by_session[residency.session_number]
         of_session.remove(residency)
         if not of_session:
@@ -450,12 +357,11 @@ class ResidencyBook:
         self.memory.give(residency.owner, residency.weight)
 
     def all(self) -> list[Residency]:
-        """Returns all residencies (requests whose KV stays in host memory), including closing
-        residencies."""
+        """With closing ones."""
         return [residency for mine in self._by_session.values() for residency in mine]
 
     def of_session(self, session_number: int) -> list[Residency]:
-        """Returns the residencies that a session has opened, including closing residencies."""
+        """That it opened, with closing ones."""
         return list(self._by_session.get(session_number, ()))
 
     def note_refusal(
@@ -466,8 +372,6 @@ class ResidencyBook:
         message: str,
         now_s: float,
     ) -> None:
-        """Records that an engine's call to open or grow this residency (a request whose KV stays in
-        host memory) was refused for lack of room. `Refusal` explains the arguments."""
         self.num_refused += 1
         before = self._refusals.get(residency.engine_id)
         again = before is not None and before.residency_id == residency.residency_id
@@ -483,19 +387,13 @@ class ResidencyBook:
         )
 
     def forget_engine(self, engine_id: str) -> None:
-        """Deletes the recorded refusal (for lack of room) of an engine whose last session
-        (connection) has closed."""
+        """After its last session."""
         self._refusals.pop(engine_id, None)
 
     def refusals(self) -> list[Refusal]:
-        """Returns the latest refusal of each engine that was refused. A refusal is deleted once the
-        refused residency (a request whose KV stays in host memory) opens, grows or closes."""
         return list(self._refusals.values())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the register contradicts itself: if the ids or the counts do not
-        match the residencies (requests whose KV stays in host memory), or the counted memory does
-        not match the memory of the residencies."""
         everything = self.all()
         is_open = [residency for residency in everything if not residency.is_closing]
         assert len(is_open) == len(self._by_id), "open residencies miscounted"

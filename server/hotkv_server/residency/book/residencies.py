@@ -1,16 +1,12 @@
-"""Opens, extends and closes residencies. A residency keeps the blocks of a running request pinned
-in the arena, so that the engine can read them there without a copy.
+"""Opens, extends and closes residencies, whose blocks engines read in the arena without a copy.
 
-Opening a residency reserves room. Opening it again with more blocks reserves more room. Extending a
-residency pins stored blocks and returns their offsets. A store that names the residency pins its
-blocks when they become ready.
+Opening reserves room; opening again with more blocks reserves more. Extending pins stored blocks
+and returns offsets. A store that names a residency pins its blocks when they become ready.
 
-Always true: the pinned bytes and the promised bytes (reserved, not yet pinned) are within
-`ResidencyBound`. The server may unpin blocks that the engine has not released. Before that, the
-server changes the session's validity word, by which readers check that their blocks are still
-pinned (`cache.readers`). All sessions of an engine can use its residencies; a residency ends with
-the session that opened it. If the server drains (ends its work before it stops), residencies stay
-for the next server, whose `Grace` keeps their blocks for a time.
+Always true: pinned and promised bytes are within `ResidencyBound`. Before the server unpins
+blocks that the engine has not released, it changes the session's validity word. All sessions of
+an engine use its residencies; one ends with the session that opened it. If the server drains
+they stay, and the next server's `Grace` keeps their blocks for a time.
 """
 
 from collections import Counter
@@ -45,17 +41,11 @@ from hotkv_server.residency.book.register import (
 
 MAX_POSITION = 1 << 31
 PART_BLOCKS = 1 << 14
-"""Number of blocks that `closing` unpins in each part."""
+"""Unpinned by `closing` per step."""
 
 
 class Residencies:
-    """Opens, extends and closes residencies, which keep the blocks of running requests pinned in
-    host memory. The constructor registers the object with `CacheCore`, as a `Pinner`.
-
-    book: the residencies.
-    bound: counts the bytes that are promised (reserved, not yet pinned) and pinned.
-    resident: pins the residencies' entries (records in the block table).
-    """
+    """Registers itself with the core as a `Pinner`."""
 
     def __init__(self, core: CacheCore) -> None:
         space = core.space
@@ -79,18 +69,13 @@ class Residencies:
     def open(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
-        """Reserves room for a residency: for its blocks, and for a sketch (a compact form
-        of a block's keys) per block if the session has declared a kind. If the residency is already
-        open, reserves only the additional blocks.
+        """Reserves room for `num_blocks` in total, by group, and for a sketch per block if the
+        session has declared a kind.
 
-        Raises DUPLICATE_ID if the residency is already open for other groups than `num_blocks`
-        names, or for more blocks of a group than `num_blocks` asks for. Raises
-        NO_ROOM_FOR_RESIDENCY if there is no room now, and RESIDENCY_TOO_LARGE if there can never be
-        enough room. Raises HotKVError with another reason for other refusals, such as an invalid
-        group. A refusal for lack of room is recorded for operators. A refusal changes no other
-        state.
-
-        num_blocks: number of blocks to reserve in total, by group.
+        Raises DUPLICATE_ID if it is open for other groups or for more blocks,
+        NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if never, HotKVError
+        for other reasons. A refusal for lack of room is recorded; otherwise refusals change
+        nothing.
         """
         residency, slots, is_new = self._asked(session_number, residency_id, num_blocks, now_s)
         if slots:
@@ -109,12 +94,8 @@ class Residencies:
     def _asked(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> tuple[Residency, dict[int, int], bool]:
-        """Returns three results: the residency that a call opens or grows; the number of slots
-        (places in the arena), by size, that the call reserves; and whether the residency is new.
-        Changes nothing. Raises HotKVError if the call is not valid.
-
-        num_blocks: number of blocks to reserve in total, by group.
-        """
+        """The residency, slots to reserve by size, whether it is new. Changes nothing. Raises
+        HotKVError if the call is not valid."""
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
         groups = _new_groups(session, record, num_blocks)
@@ -129,11 +110,8 @@ class Residencies:
         return residency, residency.left(), True
 
     def _check(self, residency: Residency, num_blocks: Mapping[int, int], is_new: bool) -> None:
-        """Raises HotKVError if evictions can't make room for a new or growing residency: if it is
-        too large, or would exceed a bound of its owner (a tenant or engine).
-
-        num_blocks: number of the residency's blocks after the call, by group.
-        """
+        """Raises HotKVError for what evictions can't cure: too large, or beyond a bound of its
+        owner."""
         self.bound.check_ever(residency.tenant, self.bound.costs(residency.slots_of(num_blocks)))
         if is_new:
             self.book.check_room(residency)
@@ -145,11 +123,7 @@ class Residencies:
     def _noting_refusal(
         self, residency: Residency, slots: Mapping[int, int], now_s: float
     ) -> Iterator[None]:
-        """Records, for operators, a refusal if the `with` block raises HotKVError. The error still
-        reaches the caller.
-
-        slots: number of slots (places in the arena) that the call would have reserved, by size.
-        """
+        """Records a HotKVError of the body and passes it on."""
         try:
             yield
         except HotKVError as error:
@@ -160,19 +134,13 @@ class Residencies:
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Frees slabs (pieces of the arena) for the slot sizes that a new or growing residency (a
-        request whose KV stays in host memory) needs. Works in parts, between which the caller may
-        run other work.
-
-        Does nothing if enough slabs are free, or if the residency would be refused in any case.
-
-        num_blocks: number of blocks to reserve, by group.
-        """
+        """Frees slabs, in parts, for the slots that `open` will reserve. Does nothing if it
+        would be refused."""
         try:
             residency, slots, is_new = self._asked(session_number, residency_id, num_blocks, 0.0)
             self._check(residency, num_blocks, is_new)
         except HotKVError:
-            # `open`, which the caller calls next, raises this error.
+            # `open` raises it next.
             return
         if slots and self.bound.costs(slots) <= self.bound.room_bytes(residency.tenant):
             yield from self._space.room.make_floors(slots, residency.tenant)
@@ -188,18 +156,12 @@ class Residencies:
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """Pins the blocks of `hashes` that are ready and verified, with their sketches
-        (compact forms of keys, for sparse attention).
+        """Pins the ready, verified blocks with their sketches. `hashes` (words [n, 8]) begin at
+        `first_position` of the request.
 
-        Returns the slot offset of each block in the arena; -1 if the block is not pinned, or if its
-        bytes are not verified yet. A block that the residency already pins keeps its offset, even
-        if it has been flushed since (deleted with its whole key space).
-
-        Raises HotKVError: DUPLICATE_ID if the residency has another block at a position,
-        UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
-
-        first_position: position of the first block in the request; the other blocks follow it.
-        hashes: hashes of the blocks, each a row of eight uint32 words.
+        Returns slot offsets; -1 if not pinned or not verified yet. A block that is pinned
+        already keeps its offset even if it was flushed. Raises DUPLICATE_ID if a position has
+        another block, UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
         """
         session = self._sessions.record(session_number)
         _check_position(first_position, len(hashes))
@@ -231,8 +193,8 @@ class Residencies:
     def _named(
         self, session: SessionRecord, residency_id: str, group_index: int, num_blocks: int
     ) -> tuple[Residency, ResidentGroup]:
-        """Returns the residency and the group that a call names. Raises HotKVError if the residency
-        is not open or lacks the group, or if `num_blocks` is too large for a call."""
+        """Raises HotKVError if the residency is not open or lacks the group, or above the blocks
+        per call."""
         residency = self.book.live(session, residency_id)
         if group_index not in residency.groups:
             raise invalid(
@@ -252,10 +214,8 @@ class Residencies:
     def begin_comparing(
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
-        """Pins the ready blocks among `hashes` that a restart has restored and that have not been
-        compared with their checksums yet. Returns the entries (records in the block
-        table) of these blocks. The caller must compare them, and then pass them to
-        `resident.unpin`."""
+        """Pins and returns ready entries that are not verified yet. The caller verifies them,
+        then passes them to `resident.release_held`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
@@ -265,45 +225,34 @@ class Residencies:
     # Ending
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Closes the residencies (requests whose KV stays in host memory) of a session (connection
-        of an engine), in parts. Before it unpins any block, changes the session's validity word, by
-        which readers check that their blocks are still pinned.
-
-        If the server drains (ends its work before it stops), the residencies stay pinned, and the
-        next server keeps their blocks for a time.
-        """
+        """Closes a session's residencies, in parts. Draining leaves them pinned."""
         for residency in self._begin_ending(session):
             yield from self.closing(residency)
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins the blocks of a residency (a request's reserved room and pinned blocks) that ends.
-        Each step of the iterator unpins some of the blocks. Call it only after the engine has
-        closed the residency, or after the session's validity word (by which readers check their
-        blocks) has changed."""
+        """Unpins in parts. Only after the engine has closed the residency or the validity word
+        has changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
 
     def begin_closing(self, residency: Residency) -> None:
-        """Begins to close a residency: cancels its promise (the slots that it may still pin) and
-        frees its id. The caller must then call `give_back` until all blocks are unpinned."""
+        """Cancels the promise and frees the id. Then call `give_back` until it returns True."""
         if not residency.is_closing:
             self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True
             self.book.begin_closing(residency)
 
     def close(self, residency: Residency) -> None:
-        """Closes a residency: unpins all its blocks at once. Call it only after the engine has
-        closed the residency (a request whose KV stays in host memory), or after the session's
-        validity word (by which readers check their blocks) has changed."""
+        """Like `closing`, at once."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass
 
     def give_back(self, residency: Residency, most: int) -> bool:
-        """Unpins up to `most` blocks of a closing residency (a request whose KV stays in host
-        memory). Once all blocks are unpinned, removes the residency and returns True."""
+        """Unpins up to `most` blocks of a closing residency. Once none is left, removes it and
+        returns True."""
         if residency.is_gone:
             return True
         for group in residency.groups.values():
@@ -317,13 +266,8 @@ class Residencies:
         return True
 
     def _begin_ending(self, session: SessionRecord) -> list[Residency]:
-        """Changes the session's validity word, so that clients that read blocks of the session's
-        residencies (requests whose KV stays in host memory) stop. Begins to close these residencies
-        and returns them; the caller must unpin their blocks.
-
-        If the server drains (ends its work before it stops), changes nothing for readers and
-        returns an empty list.
-        """
+        """Changes the validity word, so that readers stop, and begins to close. If draining,
+        returns [] and changes nothing."""
         residencies = self.book.of_session(session.number)
         if residencies and self._sessions.draining:
             self.book.orphans.add(session.number)
@@ -334,10 +278,7 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """Handles blocks that do not match their checksums: closes all residencies (requests
-        whose KV stays in host memory) of each session that may be reading any of these blocks. The
-        session's client may have read damaged bytes. So the session's validity word is changed,
-        which makes the client stop."""
+        """Ends all residencies of each session that may have read these damaged blocks."""
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
         }
@@ -361,9 +302,7 @@ class Residencies:
     # Checking
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if the residencies (requests whose KV stays in host memory), the
-        pins of their blocks and the counts of `ResidencyBound` contradict each other. Takes time
-        linear in the capacity."""
+        """Takes time linear in the capacity."""
         counts = np.zeros(len(self.resident.counts), np.int64)
         promised: Counter[int] = Counter()
         slots: Counter[int] = Counter()
@@ -386,11 +325,7 @@ class Residencies:
 def _new_groups(
     session: SessionRecord, record: KeySpaceRecord, num_blocks: Mapping[int, int]
 ) -> dict[int, ResidentGroup]:
-    """Returns empty groups for a new residency. Raises INVALID_FIELD if a group or a number of
-    blocks is not valid.
-
-    num_blocks: number of blocks to reserve, by group.
-    """
+    """Raises INVALID_FIELD for a wrong group or number."""
     check_named(record, num_blocks, 0, 0, only_blocks=True)
     if not num_blocks or min(num_blocks.values()) < 1 or max(num_blocks.values()) >= MAX_POSITION:
         raise invalid("groups.block_count must be from 1 to 2147483647, for one group at least")
@@ -406,9 +341,7 @@ def _check_position(first_position: int, num_blocks: int) -> None:
 
 
 def _check_most(group: ResidentGroup, num_fresh: int) -> None:
-    """Checks that the group may get `num_fresh` additional blocks. Raises INVALID_FIELD if it would
-    then have more blocks than the call that opened the residency (a request whose KV stays in host
-    memory) asked for."""
+    """Raises INVALID_FIELD if the group would exceed what it was opened for."""
     count = len(group.positions) + num_fresh
     if count > group.most:
         raise invalid(
@@ -429,8 +362,7 @@ def _new_group(
     return ResidentGroup(
         count,
         aligned(record.shape(group_index).slot_bytes),
-        # Pin only the kinds of sketches (compact forms of keys) that have the largest slots:
-        # for each block, room for one slot of this size is reserved.
+        # Only the largest kinds: room for one slot of this size is reserved per block.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,
     )
