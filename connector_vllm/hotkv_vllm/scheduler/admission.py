@@ -6,7 +6,7 @@
 - However a request ends, its lease is released and its load cancelled.
 - `Admission.written` records an allocated block before any worker gets the step that writes it.
 
-Scheduler thread only. A call may wait a few ms for the server (`hits.Patience`).
+A call may wait a few ms for the server (`hits.Patience`).
 """
 
 import time
@@ -107,8 +107,8 @@ class Admission:
         return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
-        """Registers a new request and begins to look for its hit. While the engine awaits
-        handshakes, `Sharing.joining` remembers the request, and calls again later."""
+        """While the engine awaits handshakes, `Sharing.joining` remembers the request and calls
+        again."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests[request.request_id] = request
         cache, now_s = self._sharing.cache, time.monotonic()
@@ -175,10 +175,7 @@ class Admission:
         return None if sharing.may_offer else Miss.NOT_ASKED
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers `get_num_new_matched_tokens`.
-
-        num_computed_tokens: length of the hit in vLLM's own prefix cache.
-        """
+        """Answers `get_num_new_matched_tokens`."""
         if request.request_id in self.short:
             return NO_HIT
         self.written.matched(request.request_id, num_computed_tokens)
@@ -308,7 +305,6 @@ class Admission:
         """Begins the load of a hit, or releases its lease if vLLM loads nothing.
 
         blocks: vLLM's `KVCacheBlocks`.
-        num_external_tokens: to load; 0: no load.
         """
         if request.request_id in self.short:
             arrived_s, self.short[request.request_id] = self.short[request.request_id], None
@@ -378,7 +374,7 @@ class Admission:
             self._sharing.cache.finder.give_back(state)
 
     def finished(self, request: Any, block_ids: Any) -> None:
-        """Ends a finished or aborted request, and plans the store of its last blocks.
+        """Plans the store of the request's last blocks.
 
         block_ids: per vLLM group.
         """
@@ -446,8 +442,7 @@ class Admission:
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             self._sharing.cache.memory.ended(request_id, time.monotonic())
 
-    # ---------------------------------------------------------------- fallbacks of broken
-    # callbacks
+    # ------------------------------------------------------------------ fallbacks of callbacks
 
     def request_broke(self, request_id: str) -> None:
         """Forgets a request for which a callback raised. With residency, makes vLLM fail it."""

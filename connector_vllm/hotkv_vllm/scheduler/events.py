@@ -12,7 +12,7 @@ with its own events; an idle engine publishes none.
 - hotkv never publishes "all blocks cleared": routers would forget the device's blocks too. If vLLM
   does, the shared cache's blocks are published again.
 
-Scheduler thread only; never waits for the server.
+Never waits for the server.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,20 +33,16 @@ ABSENCE_PATIENCE_S = 5.0
 READ_S = 0.05
 """A read costs the server more than the events in it, so it waits for several."""
 MOST_IN_STORE = 1 << 20
-"""Per group."""
+"""Per group; beyond it, REMOVED_AT_ONCE are removed."""
 REMOVED_AT_ONCE = 1 << 12
-"""Blocks that are removed together beyond MOST_IN_STORE."""
 
 Place = tuple[int, str, str]
 """Group index, medium, name of the tier."""
 
 
 class SharedEvents:
-    """Turns the server's events into vLLM's, and tracks which blocks are published as stored.
-
-    kept: removal events of the last `take` that the caller must not publish: this engine still
-        has their blocks in host memory.
-    """
+    """kept: removal events of the last `take` that the caller must not publish: this engine
+        still has their blocks in host memory."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -86,7 +82,6 @@ class SharedEvents:
         """vLLM's events since the last call.
 
         session: None while hotkv is off.
-        groups: of the present key space.
         is_kept: whether this engine has the block in host memory.
         """
         taken: list[Any] = []
@@ -148,7 +143,6 @@ class SharedEvents:
             yield from self._take_back({place: [*islice(told, REMOVED_AT_ONCE)]})
 
     def _take_back(self, blocks: Mapping[Place, Iterable[bytes]]) -> Iterator[Any]:
-        """Removal events for those blocks that are published, and forgets them."""
         for place, hashes in list(blocks.items()):
             told = self._reported.get(place, {})
             gone = [block_hash for block_hash in hashes if block_hash in told]

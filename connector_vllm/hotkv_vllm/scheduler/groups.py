@@ -1,5 +1,5 @@
-"""Hashes and hits over a key space's groups (`CachedGroups`), and which sketches are stored and
-loaded with blocks (`SketchPlanner`)."""
+"""Hashes and hits over a key space's groups, and which sketches are stored and loaded with
+blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -82,9 +82,7 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """Hashes of some blocks, per group.
-
-        blocks: indices among the request's blocks, per group.
+        """blocks: indices among the request's blocks, per group.
         left_out: indices in the first group that are omitted.
         """
         named = [
@@ -105,9 +103,7 @@ class CachedGroups:
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
-        """Tokens of the longest hit.
-
-        masks: ready blocks per group.
+        """masks: ready blocks per group.
         computed_tokens: leading tokens that the engine holds, whose blocks count as ready.
         """
         known = []
@@ -183,10 +179,7 @@ class SketchPlanner:
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """The pinned sketches to load with `runs`.
-
-        granted: as `granted` returns.
-        """
+        """granted: as `granted` returns."""
         found = []
         for run in runs:
             mask = granted.get(run.group_index)
@@ -210,12 +203,10 @@ class SketchPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """The run of the blocks' sketches."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
-        """Into runs of blocks and runs of sketches."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

@@ -47,16 +47,14 @@ from hotkv_vllm.stats import HotKVStats
 # --------------------------------------------------------------------------- keys whose load failed
 
 MAX_HIDDEN_KEYS = 1 << 16
-"""Beyond it, the oldest keys are forgotten."""
 HIDDEN_FOR_S = 60.0
 """An engine that stores nothing (kv_role `kv_consumer`) never learns that a block was stored
-
-again: it offers hidden keys again after this time.
-"""
+again, so it offers hidden keys after this time."""
 
 
 class HiddenKeys:
-    """Keys (group, block hash) of blocks whose load failed: no hits, and stored again."""
+    """Keys (group, block hash) of blocks whose load failed: no hits, and stored again. Beyond
+    MAX_HIDDEN_KEYS the oldest are forgotten."""
 
     def __init__(self, *, stores: bool = True) -> None:
         self._keys: dict[tuple[int, bytes], None] = {}
@@ -93,7 +91,7 @@ class HiddenKeys:
         return any((group, h) in self._keys for h in hashes)
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        """A copy of `ready` that is False for hidden keys."""
+        """`ready` without hidden keys."""
         if not self._keys:
             return ready
         return ready & np.fromiter(
@@ -146,18 +144,13 @@ class TableProbe:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Whether lower tiers may make the hit longer: the table lists only blocks in host memory.
-
-        masks: as `ready` returns them.
-        """
+        """Whether lower tiers may make the hit longer: the table lists only host memory."""
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
     def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
-        """Mask of a full-attention group up to its first missing block; None without a table. Looks
-        up only
-
-        some: blocks after a missing one are rarely ready (`longest_prefix`).
+        """Mask of a full-attention group up to its first missing block; None without a table.
+        Probes few, because blocks after a missing one are rarely ready (`longest_prefix`).
 
         first: leading blocks in vLLM's own prefix cache, which count as ready.
         """
@@ -257,7 +250,6 @@ def load_runs(
 ANSWER_PATIENCE_S = 0.002
 """Per step; with asynchronous scheduling the workers compute meanwhile."""
 MOST_PASSED_BY = 63
-"""Most waits that `Patience` skips in succession."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -306,7 +298,6 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Waits for the answer; True if it has come."""
         if answer.done():
             return True
         if self._left_s <= 0:
@@ -328,7 +319,7 @@ class Patience:
 MISS_MEMORY_S = 0.05
 """How long a miss is believed."""
 HINT_MEMORY_S = 0.02
-"""How long after a request's arrival the result of its first lookup is used."""
+"""How long after the arrival the first lookup's result is used."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
 """A load begins within this share of its lease's lifetime, so that it ends before the lease."""
 NEVER_AGAIN = 1 << 30
@@ -336,7 +327,7 @@ NEVER_AGAIN = 1 << 30
 
 
 class HitFinder:
-    """Finds hits, acquires and releases their leases. Owns each request's `HitState`."""
+    """Finds hits; acquires and releases their leases."""
 
     def __init__(
         self,
@@ -356,7 +347,7 @@ class HitFinder:
         left_out: by the length of a hit, the blocks of the first group that its load omits, because
             with residency they stay in the server.
         failed_loads: the engine's, kept when the key space changes.
-        connection: number of the session's present connection.
+        connection: number of the present connection.
         """
         self._left_out = left_out
         self._connection = connection
@@ -392,10 +383,7 @@ class HitFinder:
         return self.groups.most_tokens(request.num_tokens - 1) > computed_tokens
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Answers vLLM's question for the hit, after a wait if `Patience` allows it.
-
-        computed_tokens: length of the hit in vLLM's own prefix cache.
-        """
+        """Answers vLLM's question for the hit, after a wait if `Patience` allows it."""
         answer = self._match(state, computed_tokens, now_s)
         while answer == ASK_AGAIN and state.hit.answer and self.patience.awaits(state.hit.answer):
             answer = self._match(state, computed_tokens, now_s)
@@ -685,7 +673,6 @@ class HitFinder:
         return hit_tokens - computed_tokens, True
 
     def _why(self, request: Any, hit_tokens: int) -> Miss:
-        """Why a hit ends at `hit_tokens`."""
         for index, spec in enumerate(self.groups.specs if self.hidden else ()):
             at = hit_tokens // spec.block_tokens
             if self.hidden.has(index, self.groups.hashes(request, index)[at : at + 1]):

@@ -30,8 +30,8 @@ class LoadRoom:
     first in vLLM's queue can run, and vLLM can preempt it. For a request without blocks vLLM's
     figure is right (`comes`).
 
-    After a refusal no later request of the step begins a load. vLLM asks in the order of its queue,
-    so only a request about which it asks earlier, or alone, overtakes. Scheduler thread only.
+    After a refusal no later request of the step begins a load. So a request is overtaken only by
+    those about which vLLM asks earlier, or while vLLM does not ask about it.
 
     has_refused: each step's plan resets it.
     """

@@ -1,4 +1,4 @@
-"""Which loads are in progress, and how they end. Scheduler thread only.
+"""Which loads are in progress, and how they end.
 
 `LoadOrders` has the workers' orders, `Quarantine` the blocks to which a hung server may still
 write; `FailedLoads` prevents stalls of vLLM after a failed load, `CommonLoads` several loads of
@@ -58,7 +58,6 @@ class LoadOrders:
         self.awaited.add(request_id)
 
     def ended(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Yields the reported requests that are awaited, and removes them."""
         for request_id in request_ids:
             if request_id in self.awaited:
                 self.awaited.discard(request_id)
@@ -80,8 +79,6 @@ class LoadOrders:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """blocks: vLLM's objects for the device blocks that it writes."""
-
     transfer_id: str
     blocks: tuple[Any, ...]
 
@@ -98,7 +95,7 @@ class Quarantine:
     pause or a sleep needs, only if no block is in use.
 
     pool: None: no block is held, and a request whose load hangs waits for the server.
-    loading: by request, the loads whose end vLLM does not know yet.
+    loading: by request, the loads whose end vLLM does not know.
     kept: vLLM's objects for the withheld blocks, by transfer id.
     """
 
@@ -214,7 +211,7 @@ class FailedLoads:
         return bool(self.waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """vLLM has dropped the reservations of requests that run."""
+        """vLLM drops the reservations of requests that run."""
         if self.waiting:
             self.waiting.difference_update(request_ids)
 
@@ -257,7 +254,6 @@ class CommonLoads:
         return f"CommonLoads({len(self.loads)})"
 
     def begin(self, request_id: str, end_tokens: int, name: bytes, until_s: float) -> None:
-        """Parameters as in `_Brings`."""
         self.loads[request_id] = _Brings(end_tokens, name, until_s)
 
     def ended(self, request_id: str) -> None:
@@ -328,7 +324,7 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Number of the step, which workers report at its end for `settled`; 0: no report needed.
+        """Number of the step, for workers to report at its end; 0: no report needed.
 
         has_sync_loads: of another connector.
         """
@@ -342,8 +338,7 @@ class OtherLoads:
         return self._last_step
 
     def lost(self) -> None:
-        """The planning of a step raised, so which requests it runs is unknown: distrusts all
-        admitted."""
+        """The planning of a step raised, so which requests it runs is unknown."""
         self._distrusted |= self._admitted
         self.held |= self._admitted
 

@@ -5,7 +5,7 @@ and one for decoding, it may come before the last blocks of its prompt.
   that speed is measured.
 - It waits at most once, before its hit is leased, and is then looked up anew.
 
-Scheduler thread only; never blocks.
+Never blocks.
 """
 
 from concurrent.futures import Future
@@ -79,10 +79,7 @@ class PrefillWait:
     def goes_on(
         self, finder: Finder, state: RequestState, computed_tokens: int, now_s: float
     ) -> bool:
-        """True while the request must wait; called each time vLLM asks for its hit.
-
-        computed_tokens: length of the hit in vLLM's own prefix cache.
-        """
+        """Called each time vLLM asks for the hit."""
         if state.wait is None:
             state.wait = self._begin(finder, state, computed_tokens, now_s)
         wait = state.wait
@@ -112,7 +109,6 @@ class PrefillWait:
         return wait
 
     def is_meant(self, request: Any) -> bool:
-        """Whether another engine computes the prompt."""
         params = transfer_params(request)
         if names_an_engine(params):
             return False

@@ -22,10 +22,7 @@ _report_ids = itertools.count(1)
 
 
 class UseReports:
-    """Collects reports until `send`. Owns each request's `UseState`.
-
-    is_waiting: reports wait to be sent.
-    """
+    """Collects reports until `send`."""
 
     def __init__(
         self,
@@ -38,8 +35,8 @@ class UseReports:
         tells_speed: bool = True,
     ) -> None:
         """hash_block_tokens: tokens per hash of vLLM.
-        keys: a request's hashes, one per `hash_block_tokens`. A request without is reported too, so
-            that its tokens count as missed.
+        keys: a request's hashes. A request without is reported too, so that its tokens count as
+            missed.
         prefill: predicts the time that a hit saves; None: 0 is reported.
         tells_speed: sends the engine's prefill speed, so that the server leaves blocks in a slow
             tier if the engine computes them sooner.

@@ -34,10 +34,7 @@ class HeldStores(Protocol):
 
 
 class CacheReset:
-    """A reset over several steps. Scheduler thread only.
-
-    under_way: until the server has confirmed the last flush that the reset needs.
-    """
+    """under_way: until the server has confirmed the last flush that the reset needs."""
 
     def __init__(self, session: Session, stores: HeldStores) -> None:
         self._session = session

@@ -5,8 +5,7 @@
 - Hits and stores are off while a rank has no session, the weights may have changed, or a reset is
   under way.
 
-Scheduler thread only. Waits for the server only at the start and after the weights have changed.
-`Sharing`, at the end, is the entry point.
+Waits for the server only at the start and after the weights have changed.
 """
 
 import logging
@@ -55,13 +54,13 @@ sessions reconnect one after the other."""
 
 
 class WorkerLinks:
-    """Which workers have a session. Scheduler thread only.
+    """Which workers have a session.
 
     While one has none, hits and stores are off, and each step asks all workers to report. Otherwise
     a worker reports when it gets or loses its session.
 
     A worker without one for ABSENCE_PATIENCE_S of the scheduler's present connection is warned
-    of: registering memory takes seconds, and reports come only with steps. A later line takes
+    of, as registering memory takes seconds and reports come only with steps. A later line takes
     this back.
     """
 
@@ -106,8 +105,7 @@ class WorkerLinks:
         self.are_complete = not self._absent
 
     def check_start(self) -> None:
-        """Warns of each worker without a session, when the scheduler's has connected at the
-        start."""
+        """When the scheduler's session has connected at the start."""
         for rank, why in self._absent.items():
             if why != STILL_CONNECTING:
                 self._warn(rank)
@@ -179,9 +177,7 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks agree on.
-
-    kinds: of sketches; empty if the ranks differ.
+    """kinds: of sketches; empty if the ranks differ.
     sparse_layers: (layer number, vLLM group).
     revocations: the ranks' fences; None if only workers revoke stores.
     """
@@ -283,9 +279,6 @@ class Engine:
 class Assembly:
     """What lives as long as one key space, and its session.
 
-    streams: counts the session's connections.
-    memory: reports which contexts decode sparsely; None without sparse decode.
-    residencies: None without residency.
     state_block_tokens: tokens of a block, by vLLM group with `CacheGroup.states_by_handoff`;
         each step needs it.
     """
@@ -494,7 +487,6 @@ class Sharing:
         return joining.asks_again(time.monotonic())
 
     def makes_wait(self, arrived_s: float, now_s: float) -> bool:
-        """Whether a request waits for workers to report their sessions or their weights."""
         if not self.is_connected:
             # The call begins a check of weights that may have changed.
             self.weights.waits(now_s)
@@ -589,8 +581,7 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- steps
 
     def say_on(self) -> None:
-        """Logs that hotkv is on once all have a session, and again only after one has ended.
-        Called in a step after each change of the session's state."""
+        """Logs that hotkv is on once all have a session, and again only after one has ended."""
         # Read first: a change from now on is seen in a later step.
         self.seen_changes = 0 if self.cache is None else self.cache.streams.num_changes
         is_on = self.is_connected and self.links.are_complete

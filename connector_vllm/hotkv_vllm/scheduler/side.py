@@ -1,9 +1,9 @@
-"""The connector's scheduler side: `HotKVScheduler`, which creates the parts that live as long as
-the engine.
+"""The connector's scheduler side: `HotKVScheduler` creates the parts that live as long as the
+engine.
 
-Scheduler's thread. After the start only three calls may block: a reset, vLLM's question for a
-hit (as long as `hits.Patience` allows), and the planning of a step after the weights have
-changed. While the engine does not share KV, all calls return at once.
+After the start only three calls may block: a reset, vLLM's question for a hit (as long as
+`hits.Patience` allows), and the planning of a step after the weights have changed. While the
+engine does not share KV, all calls return at once.
 """
 
 import time
@@ -102,10 +102,7 @@ class HotKVScheduler:
         return self.events.take(cache.session, cache.cache_groups, now_s)
 
     def connect(self, found: Iterable[Any]) -> None:
-        """If handshakes differ from earlier ones, running requests go on without hotkv.
-
-        found: from vLLM; other connectors' handshakes are ignored.
-        """
+        """If handshakes differ from earlier ones, running requests go on without hotkv."""
         handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
             self._leave()
@@ -131,8 +128,7 @@ class HotKVScheduler:
             self.requests.room.bind(manager)
 
     def update(self, output: Any) -> None:
-        """Processes a step's results, vLLM's `KVConnectorOutput`: reports not seen before, ends
-        of loads."""
+        """output: vLLM's `KVConnectorOutput`."""
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
         said, cache = output.kv_connector_worker_meta, sharing.cache
         is_resident = cache is not None and cache.residencies is not None
@@ -225,8 +221,7 @@ class HotKVScheduler:
         cache.finder.hidden.clear_all()
         return cache.reset.begin(self._config.reset_timeout_s)
 
-    # ---------------------------------------------------------------- fallbacks of broken
-    # callbacks
+    # ------------------------------------------------------------------ fallbacks of callbacks
 
     def update_broke(self, output: Any) -> None:
         """Loads whose end `update` has not handled count as failed, reported stores as ended.

@@ -1,12 +1,11 @@
-"""Plans the workers' part of a step, `HotKVMetadata`: loads to begin or cancel, blocks to store,
-and stores that must end before the step writes the blocks that they read.
+"""Plans the workers' part of a step, `HotKVMetadata`.
 
 - An order about a load is sent in one step only.
 - Each message lists the stores whose blocks the step is about to write. If these are unknown, all
   stores are revoked.
 - A quiet step (`HotKVMetadata.is_quiet`) costs one check.
 
-Scheduler thread only. Never blocks, except for a moment after the weights have changed.
+Never blocks, except for a moment after the weights have changed.
 """
 
 import time
@@ -22,8 +21,6 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
-    """manager: vLLM's block manager, once bound."""
-
     def __init__(
         self, engine: Engine, sharing: Sharing, requests: Admission, edge: CallbackEdge
     ) -> None:
@@ -125,7 +122,6 @@ class StepPlanner:
         )
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """All but what `plan` adds."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -166,7 +162,7 @@ class StepPlanner:
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """Advances a check of the weights and a reset, before the step's stores are planned."""
+        """Before the step's stores are planned."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
         # A reset first flushes the old key space.

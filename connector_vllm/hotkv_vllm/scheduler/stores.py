@@ -1,12 +1,10 @@
 """Plans which blocks to store after a step, and which stores must end before it writes the blocks
-that they read. Scheduler thread only; never blocks.
+that they read. Never blocks.
 
 - Before a step writes a block that a store reads, the store has ended or is revoked
   (`stores_in_flight.StoreFence`); each message lists these stores.
 - A request's block ids are read from vLLM at each step and never kept.
 - A block has at most one store in flight.
-
-`StorePlanner`, at the end, is the entry point.
 """
 
 import math
@@ -129,7 +127,6 @@ id, and the tokens that it covers."""
 Tables = Callable[[str], "tuple[Sequence[int], ...] | None"]
 """A request's block ids per vLLM group, as of this step; None if vLLM does not know it."""
 Handoffs = Mapping[str, Sequence[Handoff]]
-"""By request id."""
 
 
 class MissingBlocks:
@@ -285,8 +282,7 @@ class MissingBlocks:
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
-    """Distributes runs of at most STORE_BLOCKS, in order, over stores of at most STORE_BLOCKS
-    blocks and STORE_RUNS runs."""
+    """Stores of at most STORE_BLOCKS blocks and STORE_RUNS runs each, in order."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
@@ -306,7 +302,7 @@ Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
 class Tails:
     """Last blocks of ended requests, whose hashes became known only after the last step. The next
     step stores them, up to the first that it writes, because no hit reaches beyond a missing block;
-    a tail of several runs is dropped whole. Scheduler thread only.
+    a tail of several runs is dropped whole.
 
     blocks: ids of those that were added to `waiting`.
     """
@@ -375,8 +371,7 @@ request or empty, trace."""
 
 
 class StorePlanner:
-    """Plans each step's stores, and revokes those whose blocks it is about to write. Owns each
-    request's `StoreState`.
+    """Plans each step's stores, and revokes those whose blocks it is about to write.
 
     fence: None: only workers revoke stores.
     exactness: None: all tokens count as exact.
@@ -551,7 +546,6 @@ class StorePlanner:
             settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
-        """Drops tails and unsent stores, and revokes all others."""
         self.tails.forget()
         self.in_flight.plan_broke()
 

@@ -1,4 +1,4 @@
-"""The stores on which ranks are working. Scheduler thread only."""
+"""The stores on which ranks are working."""
 
 import itertools
 import time
@@ -258,7 +258,7 @@ class StoresInFlight:
         return tuple(sorted(self.stores))
 
     def plan_broke(self) -> None:
-        """Removes unsent stores and revokes all others by their words."""
+        """Removes unsent stores and revokes the others."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -282,7 +282,6 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts a store's results, and unhides its stored blocks."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (

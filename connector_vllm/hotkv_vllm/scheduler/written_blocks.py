@@ -1,5 +1,5 @@
 """Reallocated device blocks that the next step, or a load, is about to write. Stores that read
-them must end before, and notes about their old contents are deleted. Scheduler thread only."""
+them must end before, and notes about their old contents are deleted."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -30,11 +30,8 @@ class WrittenBlocks:
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
-        """Adds the blocks after the request's hit in vLLM's own prefix cache or, once its load has
-        ended, after the loaded tokens.
-
-        blocks: vLLM's `KVCacheBlocks`.
-        """
+        """Adds the blocks after the request's hit in vLLM's own prefix cache or, once its load
+        has ended, after the loaded tokens."""
         valid_tokens = max(
             request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
         )
