@@ -153,11 +153,8 @@ class WeightsWatch:
 
 
 def calling_worker() -> tuple[Any, Any]:
-    """vLLM's model runner and worker, or None, from the call stack while the worker registers its
-    KV
-
-    caches: vLLM does not pass them to connectors.
-    """
+    """vLLM's model runner and worker, or None. They are found on the call stack while the worker
+    registers its KV caches, because vLLM does not pass them to connectors."""
     runner = None
     frame = sys._getframe(1)
     for _ in range(MAX_FRAMES):
