@@ -189,9 +189,8 @@ CALLBACKS: dict[str, FunctionType] = {}
 
 
 class CallbackEdge:
-    """Time and exceptions of a connector's callbacks; `callback` catches the exceptions.
+    """Time and exceptions of a connector's callbacks, which `callback` records.
 
-    clock: `callback` adds each call's time to it.
     broken: callbacks that have raised.
     count: increments the counter of a name.
     """

@@ -60,11 +60,8 @@ ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 class NoSide:
-    """Stands for a side that this process lacks, or for both if hotkv is off.
-
-    Accepts every call, so callbacks need not test whether a side exists. Its results (`ANSWERS`)
-    make vLLM run as without hotkv.
-    """
+    """Stands for a side that this process lacks, or for both if hotkv is off: accepts every
+    call, and its results (`ANSWERS`) make vLLM run as without hotkv."""
 
     def __init__(self) -> None:
         vars(self).update(ANSWERS | dict.fromkeys(PARTS, self))
@@ -133,8 +130,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         causes a miss."""
         return self._is_resident
 
-    # -------------------------------------------------------------------------------- worker
-    # callbacks
+    # ------------------------------------------------------------------------ worker callbacks
 
     @callback(lambda self, *_: self._worker.memory_broke("shown to the server"))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -238,8 +234,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return self._worker.take_report(meta if isinstance(meta, HotKVMetadata) else None)
 
-    # ----------------------------------------------------------------------------- scheduler
-    # callbacks
+    # --------------------------------------------------------------------- scheduler callbacks
 
     @callback(lambda self, *_: self._scheduler.turn_off())
     def set_xfer_handshake_metadata_pp_aware(
@@ -352,12 +347,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @class_callback(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """A preference, which vLLM ignores if it can't use the layout; None on a CPU, which has one
-        layout.
-
-        None too if another connector of a MultiConnector asks for a layout: vLLM refuses two
-        that differ.
-        """
+        """A preference, which vLLM ignores if it can't use the layout; None on a CPU, which has
+        one layout, and if another child of a MultiConnector asks for one: vLLM refuses two that
+        differ."""
         layout, outer = checks.preferred_layout(vllm_config), checks.outer_configs()
         is_second = layout is not None and outer and checks.others_state_a_layout(cls, outer)
         return None if is_second else layout

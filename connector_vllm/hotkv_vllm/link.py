@@ -19,8 +19,8 @@ logger = logging.getLogger("vllm.hotkv")
 """A child of vLLM's logger, so vLLM's handlers and level apply."""
 
 OPENING_S = 10.0
-"""How much longer an engine's start waits for a server that has answered but has not opened the
-session."""
+"""How much longer an engine's start waits for a server that has answered but opened no session
+yet."""
 
 
 def open_session(
@@ -32,9 +32,9 @@ def open_session(
 ) -> Session:
     """Starts a session, which connects in its own thread.
 
-    layout: memory to register; None without memory.
-    fds: file descriptors of that memory, by the id of its handle.
-    fence: the page in which the scheduler revokes stores; None if only workers revoke them.
+    layout: None without memory.
+    fds: of that memory, by the id of its handle.
+    fence: in which the scheduler revokes stores; None if only workers revoke them.
     """
     memory = (
         None
@@ -76,8 +76,7 @@ def say_on(session: Session, target: str) -> None:
 class StateLog:
     """Logs a session's state when it changes; the session's thread calls it.
 
-    who: owner of the session in the log, such as `scheduler`.
-    level: level of the lines; INFO becomes WARNING for the line that there is no session.
+    level: of the lines; INFO becomes WARNING for the line that there is no session.
     why: the reason in the last call.
     """
 
@@ -95,7 +94,7 @@ class StateLog:
 
     def waited(self, wait_s: float) -> None:
         """Logs that the engine's start has found no server, which the session would report seconds
-        later. Nothing if the session has reported a state.
+        later.
 
         wait_s: how long the start has waited. If 0, logs only that the socket can't be connected
             to.

@@ -31,9 +31,7 @@ from hotkv_vllm.sparse.rows import SparseRows
 
 @dataclass(slots=True)
 class LoadJob:
-    """Blocks of a request to load under a read lease.
-
-    transfer_id: the same in all ranks.
+    """transfer_id: the same in all ranks.
     runs: one entry per group.
     timeout_s: the load is cancelled after this time.
     traceparent: of the load's trace span; None if not traced.
@@ -52,9 +50,9 @@ class LoadJob:
 class StoreJob:
     """Blocks that are complete at the end of the step. Each rank stores its shard under one lease.
 
-    lease_id: of the write lease. The first rank to reach the server acquires it; the others join.
+    lease_id: the first rank to reach the server acquires it; the others join.
     sketches: their blocks are in `runs` or were stored earlier.
-    fence_index: the store's word in the page of the fence; 0 if only workers revoke the store.
+    fence_index: the store's word in the fence's page; 0 if only workers revoke the store.
     request_id: only of a resident request; otherwise empty.
     """
 
@@ -75,24 +73,22 @@ class HotKVMetadata(KVConnectorMetadata):
     flush_stores: store ids that must have ended, or be revoked, before this step's first write.
     cancel_loads: request ids.
     abandoned_loads: requests whose load was never begun; reported to vLLM as failed.
-    held_loads: transfer ids of hung loads, whose blocks the scheduler holds back from vLLM's pool.
+    held_loads: transfer ids of hung loads, whose blocks the scheduler withholds from vLLM's pool.
         Workers report them to vLLM as failed, and in `StepReport.settled_loads` once they can't
         write any more.
     asks_links: each rank reports whether it has a session.
     lost_track: which blocks this step reallocates is unknown: workers revoke all stores and discard
         all sketches.
-    sparse_rows: the requests that attend sparsely, all others fully; None without sparse decode.
-    resident: the step's requests and where their blocks are; None without residency.
+    sparse_rows: the requests that attend sparsely; None without sparse decode.
+    resident: None without residency.
     allocated_blocks: that the step or a load is about to write; empty without sparse decode.
     last_reports_of: ended requests, whose last selections must be reported.
-    wants_handshake: True while handshakes are missing; each rank reports its own.
+    wants_handshake: each rank reports its handshake.
     settles_step: number to report when the step has ended, by which `OtherLoads` learns whether
         loads of other connectors failed in it; 0: none.
     timed_step: number to report when the step has ended, for `PrefillSpeed`; 0: none.
-    adapters: LoRA adapters to identify, and those whose bytes may be released.
-    weights: order to check whether the weights have changed.
-    is_quiet: nothing for the workers, except that `weights` is repeated; all other fields have
-        their defaults.
+    is_quiet: nothing for the workers but `weights`, repeated; all other fields have their
+        defaults.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -129,9 +125,8 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
     key_space: agreed by all ranks; None if the rank runs without hotkv, see `why_off`.
     sketches: kinds that the rank stores and loads with blocks.
-    sparse_layers: (layer number, vLLM group) of its sparse layers.
+    sparse_layers: (layer number, vLLM group).
     fence: None if only workers revoke the rank's stores.
-    host: id of its machine (`hotkv_vllm.identity.ranks.this_host`).
     absent: why the rank has no session yet; empty if it has one.
     weights_in_doubt: its weights may differ from `KeySpace.weights_identity`.
     is_reading: it reads the weights' files to identify them; the key space follows.
@@ -151,7 +146,7 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class StepReport:
-    """What ranks report about a step, since their last report. `JOINS` joins several.
+    """What ranks report since their last report.
 
     stores: by store id and rank, a byte (`BlockResult`) per block; empty if the rank's transfer
         failed as a whole.
@@ -164,7 +159,6 @@ class StepReport:
     load_seconds: by request, in the slowest rank. Negative if any rank's load reached its time
         limit.
     links: by rank, why it has no session; empty if it has one.
-    weights: by rank.
     """
 
     stores: dict[int, dict[int, bytes]] = field(default_factory=dict)

@@ -1,12 +1,12 @@
 """hotkv's plugin for vLLM (entry point `vllm.general_plugins`). vLLM calls `register` in every
 process, before it builds a model.
 
-It registers hotkv's connectors, so that MultiConnector finds them, and hotkv's attention backends,
-which without `hotkv.sparse` behave as vLLM's own. It makes vLLM's loaders begin to read the weights
-for their identity (`model_weights.read_beside_loading`).
+It registers hotkv's connectors, which MultiConnector looks up, and hotkv's attention backends,
+which without `hotkv.sparse` behave as vLLM's own. It makes vLLM's loaders read the weights for
+their identity too.
 
-A user may exclude the plugin by VLLM_PLUGINS, so each connector's module registers its own name
-too. The plugin never raises: vLLM would not start.
+A user may exclude it by VLLM_PLUGINS, so each connector's module registers its own name too. It
+never raises: vLLM would not start.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Ids of the ranks' reports, so that each counts once.
 
-vLLM may join a report with those of other ranks, with others of the same rank, and with itself.
-With `enable_fault_tolerance` vLLM 0.33 joins the outputs of a failed step with the next one's
+vLLM may join a report with others of any rank, and with itself. With `enable_fault_tolerance`
+vLLM 0.33 joins the outputs of a failed step with the next one's
 (`KVOutputAggregator.ft_defer_kv_connector_outputs`).
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 ReportId = tuple[int, int]
 """(rank, number). A rank's numbers ascend, also if its process is replaced."""
 MOST_HEARD = 4096
-"""Ids that `SeenReports` remembers."""
 
 
 def report_ids(rank: int) -> Iterator[ReportId]:

@@ -85,14 +85,11 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
 class SilentPromMetrics(KVConnectorPromMetrics):
     """In place of `HotKVPromMetrics` if its constructor raises."""
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        ...
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None: ...
 
 
 class CallbackClock:
-    """Time in the connector's callbacks, and number of steps.
-
-    who: the side in the log and the timing file, such as `worker-0`.
+    """who: the side in the log and the timing file, such as `worker-0`.
     by_callback: seconds so far.
     longest_s: longest single call within `callback_s`.
     step_s: wall time of the steps, callbacks included; worker side only.

@@ -1,9 +1,8 @@
 """Decides whether hotkv works with the installed vLLM: with tested versions, and with those whose
 sources still have the API that hotkv uses (`compat.uses`).
 
-With any other version hotkv is off and the engine runs without it: a callback whose meaning has
-changed could serve wrong KV, and an engine that did not start would be worse than no cache.
-`hotkv.allow_untested_vllm` overrides this.
+With any other, hotkv is off and the engine runs: a callback whose meaning has changed could
+serve wrong KV. `hotkv.allow_untested_vllm` overrides this.
 """
 
 import functools

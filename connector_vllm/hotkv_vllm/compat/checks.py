@@ -1,7 +1,6 @@
 """Answers questions about an engine from vLLM's configuration, the environment and the call stack.
 
-Of vLLM it changes `KVTransferConfig.kv_load_failure_policy`, and registers connectors by name in
-`KVConnectorFactory._registry`.
+Of vLLM it changes `KVTransferConfig.kv_load_failure_policy` and `KVConnectorFactory._registry`.
 """
 
 import itertools
@@ -40,7 +39,7 @@ def check_ranks(vllm_config: Any) -> None:
 def check_pooling(vllm_config: Any) -> None:
     """Raises ConfigError for a pooling model with pipeline parallelism in the V1 runner, which
     would crash at its first request with any KV connector: `KVOutputAggregator.aggregate` (vLLM
-    0.32, 0.33) needs an output of each rank, and the runner has one in the last stage only."""
+    0.32, 0.33) needs each rank's output, and only the last stage has one."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if (
         vllm_config.model_config.runner_type == "pooling"
@@ -67,11 +66,9 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def counts_media(vllm_config: Any) -> bool:
-    """Whether vLLM names media by a counter, so that block hashes do not cover them; warns if so.
-
-    It does not hash media if none of its caches needs the hash
-    (`BaseRenderer._process_mm_uuids`, vLLM 0.32).
-    """
+    """Whether vLLM names media by a counter, so that block hashes do not cover them; warns if
+    so. It does so if none of its caches needs their hash (`BaseRenderer._process_mm_uuids`, vLLM
+    0.32)."""
     media = vllm_config.model_config.multimodal_config
     is_counted = (
         media is not None
@@ -88,12 +85,9 @@ def counts_media(vllm_config: Any) -> bool:
 
 
 def is_pausing() -> bool:
-    """Whether vLLM resets its caches because the engine pauses, sleeps or frees KV memory, not for
-    a user.
-
-    The call of `reset_cache` does not show it, so this looks for `EngineCore._reset_caches` on
-    the call stack, which in vLLM 0.32 and 0.33 only pauses call.
-    """
+    """Whether vLLM resets its caches because the engine pauses, sleeps or frees KV memory, not
+    for a user: looks for `EngineCore._reset_caches` on the call stack, which in vLLM 0.32 and
+    0.33 only pauses call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (
@@ -120,7 +114,6 @@ def model_names(vllm_config: Any) -> tuple[str, ...]:
 
 
 MAX_NAME_CHARS = 200
-"""Of a model or a pod."""
 
 
 def shown_name(text: str) -> str:
@@ -166,7 +159,7 @@ def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
     """Makes vLLM compute the tokens of a failed load instead of failing the request. Before its
     scheduler reads the policy.
 
-    configs: from which the scheduler may read it; None (warned of) if one was not found.
+    configs: from which it may read it; None (warned of) for one that was not found.
     is_child: in a MultiConnector.
     """
     if None in configs:
@@ -249,7 +242,7 @@ MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 def outer_configs() -> tuple[Any, ...]:
     """Configurations of the MultiConnectors around hotkv's connector, innermost first; None for one
     that was not found. Call while MultiConnector constructs or calls the connector: it is found on
-    the call stack, and no reference to a frame is kept.
+    the call stack.
 
     vLLM does not tell a child that it is one, but
     - its configuration is a copy, whose changes vLLM does not see;
@@ -276,12 +269,11 @@ MOVE_WITH_THE_CACHE = {
     "ExampleHiddenStatesConnector",
     "HotKVOffloadingConnector",
 }
-"""Connectors that still work when hotkv has moved the KV cache, because they use its tensors in
-each step."""
+"""Still work when hotkv has moved the KV cache: they use its tensors in each step."""
 
 
 def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
-    """Connectors that register the KV cache before hotkv's: those before it in the list.
+    """Those that register the KV cache before hotkv's.
 
     outer: result of `outer_configs` in the constructor of hotkv's connector.
     """
@@ -296,11 +288,9 @@ def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
-    """Raises Unsupported if another connector has registered addresses of a CPU engine's KV cache,
-    which hotkv is about to move to shared memory. Warns of connectors that vLLM's registry lacks.
-
-    earlier: result of `earlier_connectors`.
-    """
+    """Raises Unsupported if another connector has registered addresses of a CPU engine's KV
+    cache, which hotkv is about to move to shared memory. Warns of connectors that vLLM's
+    registry lacks."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in earlier if device_type == "cpu" else ():
@@ -321,10 +311,7 @@ def _has_children(config: Any) -> bool:
 
 
 def others_state_a_layout(connector: type, outer: tuple[Any, ...]) -> bool:
-    """Whether another child asks for a KV cache layout; True if unknown.
-
-    outer: result of `outer_configs`.
-    """
+    """True if unknown."""
     if len(outer) != 1 or outer[0] is None:
         # A nested MultiConnector would ask hotkv's connector again, without end.
         return True

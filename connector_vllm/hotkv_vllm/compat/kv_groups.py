@@ -167,11 +167,9 @@ def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | 
     """Last tokens of earlier turns of streamed input that may have wrong KV when the next begins.
     0: only a recurrent state may be wrong. None: all is right.
 
-    Without asynchronous scheduling vLLM may accept draft tokens behind the one that stops a turn; a
-    recurrent state may include later tokens (`Scheduler._update_request_as_session`,
+    Without asynchronous scheduling vLLM may accept draft tokens behind the one that stops a
+    turn; a recurrent state may include later tokens (`Scheduler._update_request_as_session`,
     `_handle_stopped_request`, vLLM 0.32).
-
-    tokens_per_block: result of `group_block_tokens`.
     """
     drafts = int(vllm_config.num_speculative_tokens)
     is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -181,7 +179,6 @@ def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | 
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
-    """Of this worker, by layer name."""
     return {
         name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
         for group in kv_cache_config.kv_cache_groups

@@ -129,7 +129,6 @@ def _weights_files(path: Path) -> list[Path]:
 
 
 def _side_files(path: Path) -> list[Path]:
-    """Configuration and Python code, which decide how the model computes."""
     if not path.is_dir():
         return []
     places = (folder / name for folder in _folders(path) for name in SIDE_FILES)
@@ -157,12 +156,9 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def weights_identity(vllm_config: Any) -> str:
-    """Of all models, by commit or files; of random weights, by config and seed. Also covers Python
-    code and scales from elsewhere.
-
-    Blocks while files are read. Raises Unsupported if the weights can't be identified, and
-    OSError.
-    """
+    """Of all models, by commit or files; of random weights, by config and seed. Also covers
+    Python code and scales from elsewhere. Blocks while files are read. Raises Unsupported, or
+    OSError."""
     models = _models(vllm_config)
     name = "+".join(_model_identity(model, load) + _code(model) for model, load in models)
     return "+scales:".join([name, *map(files_identity, _scales(models[0][0]))])
@@ -254,7 +250,6 @@ def _code(model: Any) -> str:
 
 
 def _scales(model: Any) -> list[Path]:
-    """For an image encoder's attention."""
     path = model.multimodal_config and model.multimodal_config.mm_encoder_fp8_scale_path
     return [Path(path)] if path else []
 

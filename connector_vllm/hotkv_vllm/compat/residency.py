@@ -2,19 +2,18 @@
 (`ResidentManager`), and the scheduler side's access to both (`DevicePool`).
 
 On the device a request holds its sinks, its recent window with tokens in flight, and hot slots:
-blocks of vLLM's pool that belong to no position of the context and have other contents in each
-layer. All other complete blocks return to the pool once the server has pinned them
-(`ResidentManager.stored_tokens`); the block table then has the null block.
+blocks of vLLM's pool without a position in the context, with other contents in each layer. All
+other complete blocks return to the pool once the server has pinned them; the block table then has
+the null block.
 
-With `residency = "auto"`, or if the server is away when a request begins (`ResidentManager.whole`),
-it holds all its blocks and no hot slots until it is moved off the device (`ResidentManager.moved`).
+With `residency = "auto"`, or if the server is away when it begins (`ResidentManager.whole`), it
+holds all its blocks and no hot slots until it is moved off the device (`ResidentManager.moved`).
 
 - No block is freed before the server has pinned its bytes.
 - A request that has lost blocks in the server gets no further block, so vLLM preempts it and
   computes it anew.
 
-Builds on `AttentionBackend.customize_spec` (temporary in vLLM, see RFC #42449),
-`FullAttentionManager` and `KVCacheSpecRegistry` of vLLM 0.32.
+Builds on `AttentionBackend.customize_spec` (temporary in vLLM, see RFC #42449).
 """
 
 import sys
@@ -66,7 +65,6 @@ class ResidentSpec(FullAttentionSpec):
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
-        """Replaces vLLM's own spec of a layer."""
         tokens = spec.block_size
         scheduler = vllm_config.scheduler_config
         step_tokens = int(scheduler.max_num_batched_tokens)
@@ -126,10 +124,8 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """The device blocks of all requests, for vLLM's scheduler.
-
-    stored_tokens: a request's leading tokens that the server has pinned. Set, like `has_room` and
-        `step_starts`, by `DevicePool.bind`.
+    """stored_tokens: a request's leading tokens that the server has pinned. Set, like `has_room`
+        and `step_starts`, by `DevicePool.bind`.
     has_room: the server has reserved room for a request.
     step_starts: called before vLLM plans a step.
     freed_blocks: by request, the first block after its freed ones, which begin after the sinks.
@@ -176,7 +172,6 @@ class ResidentManager(FullAttentionManager):
     # --------------------------------------------------------------------------------- hot slots
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
-        """Hot slots that a request of `num_tokens` still lacks."""
         if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
@@ -192,7 +187,6 @@ class ResidentManager(FullAttentionManager):
         return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
 
     def _most_blocks(self, request_id: str, num_tokens: int) -> int:
-        """Of `num_tokens`, or of the length at the admission, if greater."""
         return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
 
     def begins_whole(self, request_id: str) -> bool:
@@ -349,9 +343,7 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Gain of moving the request off the device.
-
-        processed_tokens: whose computation has ended.
+        """processed_tokens: whose computation has ended.
         stored_tokens: leading ones that the server has pinned.
         """
         blocks = self._freeable(request_id, processed_tokens, stored_tokens)
@@ -393,18 +385,16 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """After the sinks and blocks freed earlier; before the recent window and the first block
-        that the server has not pinned.
+        """Between the sinks and blocks freed earlier, and the recent window or what the server has
+        not pinned.
 
         processed_tokens: whose computation has ended.
-        stored_tokens: leading ones that the server has pinned.
         """
         first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
         kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
         return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Hot slots included."""
         self.lost.discard(request_id)
         self.whole.discard(request_id)
         self.freed_blocks.pop(request_id, None)
@@ -570,7 +560,6 @@ class DevicePool:
             request.skip_reading_prefix_cache = may_not_read and not waits
 
     def describe(self) -> str:
-        """For the log."""
         assert self.spec is not None
         held = self.spec.device_blocks(self.max_model_len)
         size = held * self.spec.page_size_bytes / 2**20
@@ -584,11 +573,9 @@ class DevicePool:
         )
 
     def longest(self, request: Any) -> int:
-        """In tokens."""
         return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
 
     def holds_whole(self, request: Any) -> bool:
-        """Even at its greatest length."""
         spec = self.spec
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
@@ -620,7 +607,6 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.whole
 
     def could_be_whole(self, request: Any) -> bool:
-        """All its present blocks fit in vLLM's block pool."""
         spec = self.spec
         if spec is None or not self._may_begin_whole:
             return False
@@ -749,7 +735,6 @@ class DevicePool:
         return self._manager.freed_blocks.get(request_id, 0)
 
     def has_away(self, request_id: str) -> bool:
-        """Some of its blocks are only in host memory."""
         return self.spec is not None and self.num_freed(request_id) > self.spec.sink_blocks
 
     @property

@@ -146,11 +146,9 @@ def written_tokens(request: Any) -> int:
 class WholeSet(set[int]):
     """Ignores additions: vLLM's offloading would add wrong blocks."""
 
-    def add(self, element: int, /) -> None:
-        ...
+    def add(self, element: int, /) -> None: ...
 
-    def update(self, *others: Iterable[int]) -> None:
-        ...
+    def update(self, *others: Iterable[int]) -> None: ...
 
 
 def tell_written(offloading: Any, written: Collection[int]) -> None:
@@ -185,8 +183,6 @@ def withdraw_states(
 
     state: the step's `KVConnectorBlockState`.
     written: newly allocated blocks; a new request's own states are among them.
-    block_sizes: in tokens, per vLLM group.
-    num_drafts: per request and step.
     offloading: only if it may store the states.
     """
     statuses = {} if offloading is None else offloading._req_status
@@ -208,12 +204,10 @@ def withdraw_states(
 def hit_states(
     scheduler_output: Any, block_sizes: Mapping[int, int]
 ) -> dict[str, list[tuple[int, int, int]]]:
-    """Recurrent states with which admitted requests go on, by request id, as in
+    """Recurrent states with which admitted requests go on, as in
     `KVConnectorBlockState.boundary_state_offloads`, without states inside a block. vLLM does not
-    offer states that a request hits in its own prefix cache. The step does not write their blocks.
-
-    block_sizes: in tokens, by vLLM group with recurrent states.
-    """
+    offer states that a request hits in its own prefix cache. The step does not write their
+    blocks."""
     cached = scheduler_output.scheduled_cached_reqs
     admitted = [
         (new.req_id, new.num_computed_tokens, new.block_ids)
@@ -304,10 +298,9 @@ def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) ->
     """Sets ids to 0, so that of the chunks that vLLM stores only the first lacks blocks, at its
     beginning.
 
-    group: in the config of vLLM's offloading.
     ids: of the request in the group; 0: missing.
     first_chunk: first that vLLM has not considered.
-    unit: a hit ends at a multiple of it, or one token before.
+    unit: as in `leave_out_holes`.
     """
     size = group.tokens_per_chunk
     per_chunk = size // group.tokens_per_block
@@ -326,20 +319,14 @@ def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) ->
 
 
 def _first_needed_token(spec: Any, hit_tokens: int) -> int:
-    """First token whose KV a layer needs after a hit.
-
-    spec: with a sliding window or a chunk.
-    """
+    """First token whose KV a layer needs after a hit."""
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return hit_tokens // spec.attention_chunk_size * spec.attention_chunk_size
     return int(hit_tokens - (spec.sliding_window - 1 + spec.extra_retained_tokens))
 
 
 def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
-    """Keys of the stores for which workers wait in a step that reallocates their blocks.
-
-    meta: the step's `OffloadingConnectorMetadata`.
-    """
+    """Keys of the stores for which workers wait in a step that reallocates their blocks."""
     # A reset of vLLM's offloading may have removed a job.
     jobs = [offloading._jobs.get(number) for number in meta.jobs_to_flush or ()]
     return {key for job in jobs if job is not None and job.is_store for key in job.keys}

@@ -4,10 +4,10 @@ Worker side.
 vLLM reads an adapter's files when it is added or first needed, and again after evicting it. The
 identity is a digest of the adapter in memory, so it is right even if the files change meanwhile.
 
-- vLLM uses the bytes whose identity was reported until the adapter is released or evicted: if it
-  has not loaded them when the scheduler asks, `AdapterWatch` reads ahead, and vLLM gets this copy.
+- vLLM uses the bytes that were reported until the adapter is released or evicted: if it has not
+  loaded them yet, `AdapterWatch` reads ahead, and vLLM gets this copy.
 - If other bytes are loaded for a known id, `is_trusted` is False until the scheduler has
-  acknowledged it: stores and loads that were planned for the old bytes must not run.
+  acknowledged it: stores and loads planned for the old bytes must not run.
 """
 
 import hashlib
@@ -26,9 +26,7 @@ MAX_AHEAD = 4
 
 
 class AdapterWatch:
-    """Watches vLLM's LoRA manager.
-
-    manager: None without LoRA, or if it was not found: every answer is UNKNOWN.
+    """manager: vLLM's; None without LoRA, or if it was not found: every answer is UNKNOWN.
     settings: digest of the settings that affect KV besides the adapter's bytes.
     """
 
@@ -69,7 +67,7 @@ class AdapterWatch:
         return not (self._answers or self._unacknowledged or self._put_off)
 
     def before_step(self, work: AdapterWork) -> None:
-        """Releases adapters, then answers the scheduler's questions, postponed ones first."""
+        """Answers postponed questions first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -167,11 +165,8 @@ def watch_adapters(vllm_config: Any) -> AdapterWatch:
 
 
 def _feed(found: Any, value: Any) -> None:
-    """Feeds a value so that unequal values give different digests: tensors whole, objects by class
-    and attributes.
-
-    found: of hashlib.
-    """
+    """Feeds `found`, of hashlib: tensors whole, objects by class and attributes, so that unequal
+    values give different digests."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         found.update(f"tensor {data.dtype} {tuple(data.shape)}\0".encode())

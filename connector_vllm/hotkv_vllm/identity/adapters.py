@@ -1,5 +1,4 @@
-"""Block keys of requests with LoRA adapters, which depend on the adapters' contents. Scheduler
-thread only; pure.
+"""Block keys of requests with LoRA adapters. Scheduler thread only; pure.
 
 vLLM's block hashes cover an adapter's name and path. A key also covers its *identity*, a digest of
 the bytes that the workers have loaded. The scheduler side learns it by numbered *questions* in a
@@ -21,11 +20,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 WAIT_S = 2.0
-"""How long a request waits for the ranks; then it is computed without the shared cache."""
+"""Then a request is computed without the shared cache."""
 ASK_AGAIN_S = 5.0
-"""When an unanswered question is repeated, as it or an answer was lost."""
 MAX_ADAPTERS = 4096
-"""Requests of further adapters do not use the shared cache."""
 UNKNOWN = ""
 """A rank can't identify the bytes that it has loaded."""
 LATER = "later"
@@ -36,10 +33,9 @@ OTHER_BYTES = (
     "load_inplace); a successor of an adapter shares blocks if it is loaded from another path, "
     "after the adapter was unloaded"
 )
-"""For the log."""
 
 AdapterName = tuple[str, str]
-"""Name and path, by which vLLM's block hashes identify the adapter."""
+"""Name and path, which vLLM's block hashes cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,6 @@ class AdapterReport:
 
 
 def _badness(identity: str) -> tuple[bool, bool, str]:
-    """Greatest for the worst answer."""
     return identity == UNKNOWN, identity == LATER, identity
 
 
@@ -102,7 +97,6 @@ class Standing(enum.Enum):
 class _Id:
     """One of vLLM's ids; requests may use it for several adapters, one after the other.
 
-    names: adapters that it was used for.
     num_live: unfinished requests with it.
     asked: unanswered question; 0 without.
     answers: to the last question, by rank.
@@ -120,9 +114,7 @@ class _Id:
 
 @dataclass(slots=True)
 class _Question:
-    """lora: vLLM's LoRARequest.
-    asked_s: when a step last carried it; None if none has.
-    """
+    """asked_s: when a step last carried it; None if none has."""
 
     adapter_id: int
     lora: Any
@@ -139,7 +131,7 @@ class _Adapter:
 @dataclass(slots=True)
 class _Keys:
     """last: vLLM's hash of the last block with a key. If it has changed, vLLM has removed
-        tokens, and all keys are computed anew."""
+    tokens, and all keys are computed anew."""
 
     keys: list[bytes] = field(default_factory=list)
     last: bytes = b""
@@ -224,8 +216,7 @@ class Adapters:
         )
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """One per hash of vLLM; vLLM's own without an adapter; empty while the adapter is not
-        identified."""
+        """One per hash of vLLM; vLLM's own without an adapter; empty before it is identified."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:

@@ -3,11 +3,11 @@ dense attention and the present weights would give for the block's hash.
 
 KV is inexact if
 - sparse decode, other inexact KV or earlier weights computed it;
-- another connector of a MultiConnector loaded it, which may have stored inexact KV;
+- another connector loaded it, which may have stored inexact KV;
 - it belongs to a later turn of streamed input that vLLM may have begun with wrong KV
   (`kv_groups.doubtful_tokens`).
 
-- A token is exact only if it and all before it were computed exactly.
+- A token is exact only if all before it are.
 - A block stays inexact until vLLM reallocates it or copies an exact block into it.
 - A request has no exact tokens until `step` has processed its admission.
 
@@ -25,11 +25,8 @@ EVERYTHING = 1 << 62
 
 
 class Exactness:
-    """Costs no time until blocks can become inexact.
-
-    is_watching: they can: sparse decode, weights that may have changed, or streamed input. The
-        caller sets it before the first sparse step.
-    """
+    """is_watching: blocks can be inexact: sparse decode, weights that may have changed, or
+    streamed input. Costs no time before. The caller sets it before the first sparse step."""
 
     def __init__(
         self, tokens_per_block: Sequence[int], num_blocks: int, doubtful_tokens: int | None = None
@@ -66,20 +63,17 @@ class Exactness:
         self._exact_tokens.clear()
 
     def matched(self, request_id: str, device_tokens: int, is_streamed: bool = False) -> None:
-        """device_tokens: hit in vLLM's own prefix cache."""
         self._own_tokens[request_id] = device_tokens
         self.is_watching |= is_streamed and self._doubtful_tokens is not None
 
     def loads(self, request_id: str, num_tokens: int) -> None:
-        """The loaded tokens follow the hit in vLLM's own prefix cache."""
         if request_id in self._own_tokens:
             self._own_tokens[request_id] += num_tokens
 
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """scheduler_output: vLLM's `SchedulerOutput`.
-        allocated: blocks reallocated since the last step or in this one.
+        """allocated: blocks reallocated since the last step or in this one.
         sparse_requests: as `sparse.rows` has decided.
         """
         if not self.is_watching:
@@ -154,10 +148,6 @@ class Exactness:
             self._mark(tables or (), max(exact, computed), computed + num_tokens)
 
     def _mark(self, tables: Sequence[Sequence[int]], first: int, stop: int) -> None:
-        """Marks the blocks of the tokens [first, stop).
-
-        tables: block ids per vLLM group.
-        """
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             part = slice(first // tokens, -(-stop // tokens)) if tokens else slice(None)
             self._inexact[ids[part]] = True

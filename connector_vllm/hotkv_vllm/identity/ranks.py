@@ -2,8 +2,8 @@
 
 A slot has a shard of each rank with KV of its own, by pipeline stage and tensor-parallel rank. No
 rank knows the others' layers and sizes. So each posts a note with its own key space, or why it
-can't take part, and computes the engine's from all notes: all get the same, or all refuse. After
-AGREE_TIMEOUT_S without a note the others refuse.
+can't take part, and computes the engine's from all notes: all get the same, or all refuse. Without
+a note they refuse after AGREE_TIMEOUT_S.
 
 Notes go through the key-value store of torch's process group: a collective that timed out would
 make its group unusable for vLLM.
@@ -30,7 +30,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
 """That the server accepts in a slot."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
-"""Fields of `KeySpace` that describe a rank's layers and may differ between pipeline stages."""
+"""Fields of `KeySpace` in which pipeline stages may differ."""
 _rounds = itertools.count()
 
 
@@ -44,10 +44,8 @@ class RankStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """host: as `this_host`.
-    space: with the rank's own shard only; None if it can't use the cache.
+    """space: with the rank's own shard only; None if it can't use the cache.
     shard_bytes: per group; 0 without a layer of it.
-    why_off: empty if the rank can use the cache.
     """
 
     place: RankPlace
@@ -70,13 +68,10 @@ def this_host() -> str:
 
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
-    """Exchanges notes. The engine's key space, and this rank's place. Blocks for at most
-    AGREE_TIMEOUT_S.
+    """The engine's key space, and this rank's place. Blocks for at most AGREE_TIMEOUT_S.
 
     Raises Unsupported if the engine can't use the cache: a rank that can't itself posts its note
     and raises at once; those that have all notes raise with one reason.
-
-    engine_id: part of the notes' keys.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)
@@ -202,11 +197,8 @@ def _rule(group: GroupSpec) -> tuple[Any, ...]:
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Shards of all `writers`, layers of all ranks in their order. Page format and `extra` stand
-    once if equal in all stages, else once per stage.
-
-    writers: others hold a copy of a writer's shard.
-    """
+    """Shards of all `writers`, whom others copy; layers of all ranks in their order. Page format
+    and `extra` stand once if equal in all stages, else once per stage."""
     groups = []
     for index, group in enumerate(_space(notes[0]).groups):
         sizes = tuple(writer.shard_bytes[index] for writer in writers)
@@ -233,7 +225,6 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
 
 
 def _joined_extra(extras: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """What all stages have, then the rest with the stage's number."""
     common = [
         part
         for part in next(iter(extras.values()))

@@ -6,9 +6,9 @@ in memory, and computes the engine's identity. Both only decide: no sessions, no
 - From the moment the weights may have changed, the engine neither stores nor loads until every rank
   has answered, and all sessions are of the present weights' key space.
 - If the weights are the original ones, the key space stays: an engine whose caches were only reset
-  shares with the same engines as before.
-- After a reported write (`were_written`) the device's KV is not trusted, even if the weights are
-  the original ones: they may have differed for a step.
+  shares as before.
+- After a reported write (`were_written`) the device's KV is not trusted, even with the original
+  weights: they may have differed for a step.
 """
 
 import hashlib
@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ASK_AGAIN_S = 5.0
-"""When an unanswered check is repeated, as the question or an answer was lost."""
 PATIENCE_S = 2.0
-"""How long requests wait for a check; then they are computed without the shared cache."""
+"""Then requests are computed without the shared cache."""
 RECONNECT_S = 1.0
-"""How long a step waits for the new key space's session, usually some tens of ms."""
+"""For the new key space's session; usually it takes some tens of ms."""
 _questions = itertools.count(1)
 """Unique in the process: ranks may still answer an earlier `Rekeying`."""
 
@@ -44,7 +43,7 @@ class WeightsReport:
     """An answer to a check, or a notice that the weights were written.
 
     question: 0 for a notice.
-    digest: of the weights in memory; empty in a notice.
+    digest: empty in a notice.
     is_original: as at the rank's start.
     was_written: since the last completed check.
     """
@@ -73,8 +72,6 @@ class Rekeying:
     media_are_old: vLLM may still use encodings of media by earlier weights, and KV from them must
         not be shared.
     question: of the present or last check; 0 if there was none since `begin`.
-    is_due: a check is to begin.
-    is_asking: a check is open.
     is_fresh: no step has computed since the start or the last pause, so vLLM has no encodings of
         media. The caller of `step` resets it.
     """
@@ -163,8 +160,8 @@ class Rekeying:
         """The scheduler side has opened a session of `identity`: at the start, or again, as after a
         sleep.
 
-        Only the first call sets the original identity, with which ranks compare. A due check stays
-        due; an open one, whose answers may be lost, is due again.
+        Only the first call sets the original identity. A due check stays due; an open one, whose
+        answers may be lost, is due again.
 
         in_doubt: the ranks' weights may differ from it, so a check comes first.
         """
@@ -176,7 +173,6 @@ class Rekeying:
         self.is_asking = False
 
     def adopt(self, identity: str) -> None:
-        """Ends the check with its result."""
         if self.were_written or identity != self.identity:
             self.media_are_old = not self._began_fresh
         self.identity = identity
@@ -184,21 +180,18 @@ class Rekeying:
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
-        """For each step, because a message may be lost. None without a check since `begin`."""
+        """Repeated in each step. None without a check since `begin`."""
         if not self.question:
             return None
         return WeightsOrder(self.question, "" if self.is_asking else self.identity)
 
 
 class RankWeights:
-    """A rank's part: answers with a digest of its weights, and takes over the check's result.
-
-    identity: to whose key space the rank's session must belong; empty until `begin`.
-    """
+    """identity: to whose key space the rank's session must belong; empty until `begin`."""
 
     def __init__(self, watch: Watch | None) -> None:
         """watch: None if vLLM's models were not found: every check counts the weights as
-            changed."""
+        changed."""
         self._watch = watch
         self._answered = 0
         self._waits = False
@@ -210,7 +203,7 @@ class RankWeights:
 
     def begin(self, identity: str, in_doubt: bool) -> None:
         """in_doubt: the weights may be older than the files that `identity` names, so a check
-            comes first."""
+        comes first."""
         self.identity = identity
         if not in_doubt:
             return
@@ -224,8 +217,7 @@ class RankWeights:
 
     @property
     def held(self) -> bool:
-        """The rank must not load or store: its weights were written, or a check's result is
-        awaited."""
+        """The rank must not load or store."""
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:
@@ -234,7 +226,6 @@ class RankWeights:
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:
-            # All ranks have answered, so the check has ended.
             self._waits = self._was_written = False
             self._settled = self._digest
             changed, self.identity = order.identity != self.identity, order.identity

@@ -3,12 +3,12 @@
 - A write through vLLM (`reload_weights`, weight transfer, waking up) or the model's `load_weights`
   is noticed before the next step. `digest` then reads all weights: a single different element
   changes it.
-- Otherwise `digest` first reads samples, and all weights only if these have changed. So a write is
-  missed only if it was not noticed and changed no sample.
-- But for such a write, equal digests mean equal weights, in any process with the same tensor- and
+- Otherwise `digest` reads samples first, and all weights only if these have changed. So only a
+  write that was not noticed and changed no sample is missed.
+- But for that, equal digests mean equal weights, in any process with the same tensor- and
   pipeline-parallel sizes.
-- If weights are packed into memory that can't be read (`_hiding_kernels`), the digest is a random
-  number, and a new one after readable weights changed or others may have been packed again.
+- If weights are packed into memory that can't be read (`_hiding_kernels`), the digest is random,
+  and a new one after readable weights changed or others may have been packed again.
 
 With experts moved between ranks (EPLB) each check finds other weights. A step without a check
 costs nothing.
@@ -44,9 +44,9 @@ WRITERS = (
     "wake_up",
     "load_model",
 )
-"""Methods of vLLM's worker and model runner that may change weights."""
+"""May change weights."""
 EXPERTS = frozenset({"w13_weight", "w2_weight"})
-"""Experts' weights, which kernels may hold in a form that can't be read (`_hiding_kernels`)."""
+"""Kernels may hold them in a form that can't be read (`_hiding_kernels`)."""
 MAX_FRAMES = 40
 
 
@@ -58,7 +58,6 @@ class WeightsWatch:
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
         """Reads the weights once.
 
-        models: including a drafter's.
         writers: vLLM's worker and model runner, whose WRITERS are noticed.
         """
         self._models = tuple(models)
@@ -82,8 +81,8 @@ class WeightsWatch:
         )
 
     def digest(self) -> str:
-        """Takes some tenths of a second for a large model; as long as reading the weights twice
-        (`_sums`) if they were written and are in host memory."""
+        """Takes some tenths of a second for a large model; as long as two reads (`_sums`) if the
+        weights were written and are in host memory."""
         # Before the read, so that a write during it is noticed.
         was_touched, self.touched = self.touched, False
         try:
@@ -264,7 +263,6 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
-    """All bytes of a small tensor, evenly spread pieces of a larger one."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)
@@ -279,7 +277,6 @@ def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[bytes]:
-    """All bytes of a small tensor, sums over rows and columns of a larger one."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)

@@ -85,8 +85,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
         return [tier for tier in tiers if isinstance(tier, HotKVTier)]
 
-    # -------------------------------------------------------------------------------- worker
-    # callbacks
+    # ------------------------------------------------------------------------ worker callbacks
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -115,8 +114,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         # of them.
         return None if ours.is_empty else DoorReport.of({next(self._door_worker.report_ids): ours})
 
-    # ----------------------------------------------------------------------------- scheduler
-    # callbacks
+    # --------------------------------------------------------------------- scheduler callbacks
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -42,7 +42,7 @@ Place = tuple[int, str, str]
 
 class SharedEvents:
     """kept: removal events of the last `take` that the caller must not publish: this engine
-        still has their blocks in host memory."""
+    still has their blocks in host memory."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []

@@ -16,7 +16,7 @@ class WrittenBlocks:
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
         """tokens_per_block: per vLLM group. 0: vLLM allocates new blocks for the tokens of a
-            hit, so all of a request's blocks count as written."""
+        hit, so all of a request's blocks count as written."""
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
         self.collected: set[int] = set()
