@@ -100,8 +100,8 @@ def is_pausing() -> bool:
 
 
 def is_device_empty(kv_cache_manager: Any) -> bool:
-    """Whether no request uses a device block: only then does a reset of vLLM's prefix cache
-    empty the device (`BlockPool.reset_prefix_cache`). False if unknown."""
+    """Whether no request uses a device block, so that a reset of vLLM's prefix cache empties the
+    device (`BlockPool.reset_prefix_cache`). False if unknown."""
     pool = getattr(kv_cache_manager, "block_pool", None)
     return pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
 
@@ -125,8 +125,7 @@ def engine_name(engine_id: str) -> str:
     """Name of the engine's pod, or `host:pid`.
 
     In Kubernetes this is POD_NAME (downward API), else the host name, with `hostNetwork` the
-    node's. A data-parallel replica's ends with its number, which vLLM 0.32 appends to
-    `engine_id` after `_dp`.
+    node's. A replica's ends with its number, which vLLM 0.32 appends to `engine_id` after `_dp`.
     """
     pod = os.environ.get("POD_NAME", "").strip()
     if not pod and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -144,9 +143,9 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def preferred_layout(vllm_config: Any) -> str | None:
-    """vLLM's name of a layout; None but on CUDA. BLHNC: all layers' pages of a block are
-    contiguous. With residency LBHNC: all blocks' pages of a layer are, as its kernels need.
-    Raises ConfigError."""
+    """None but on CUDA. BLHNC: all layers' pages of a block are contiguous; with residency
+    LBHNC: all blocks' pages of a layer are, as its kernels need. Raises ConfigError.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

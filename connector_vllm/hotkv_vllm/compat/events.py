@@ -15,7 +15,7 @@ from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
 
 MEDIA = {"CPU": ("CPU", None), "DISK": ("STORAGE", "LOCAL"), "REMOTE": ("STORAGE", "REMOTE")}
-"""vLLM's medium and locality, by the server's medium."""
+"""Of vLLM (medium, locality), by the server's."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -23,7 +23,6 @@ KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.MAMBA: "mamba",
 }
-"""Values of vLLM's `KVCacheSpecKind`."""
 
 
 class DeviceClears:
@@ -44,7 +43,6 @@ class DeviceClears:
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Blocks became ready."""
     medium, locality = MEDIA[run.medium]
     tokens = run.token_ids.tolist()
     return BlockStored(

@@ -46,12 +46,9 @@ the next adds."""
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
-    """Of a full-attention layer.
-
-    sink_blocks, recent_tokens: stay on the device.
+    """sink_blocks, recent_tokens: stay on the device.
     keeps_tokens: most tokens at the end of a context that the device may hold: recent window,
         tokens in flight, and tokens whose store has not ended.
-    hot_blocks: hot slots of a request.
     sparse_from_tokens: a shorter context attends to all its blocks, which stay on the device.
     begins_whole: `residency = "auto"`.
     """
@@ -161,8 +158,8 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """No hit in vLLM's own prefix cache: a block there does not mean that the server has it
-        and those before."""
+        """No hit: a block in vLLM's own prefix cache does not mean that the server has it and
+        those before."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
@@ -474,10 +471,7 @@ _register()
 
 class DevicePool:
     """Which device blocks requests hold, and how to move, preempt or fail a request. Without
-    residency its methods do nothing: every request stays on the device.
-
-    Usable after `bind`. Reaches into `ResidentManager`, and into queues, step counts and flags of
-    vLLM's `Scheduler` and `Request` (0.32).
+    residency its methods do nothing: every request stays on the device. Usable after `bind`.
 
     spec: None without residency.
     """
@@ -504,10 +498,8 @@ class DevicePool:
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
-        """Call while the constructor of vLLM's scheduler binds its block manager to the
-        connector: the scheduler is found on the call stack. The functions as in
-        `ResidentManager`.
-        """
+        """Call while the constructor of vLLM's scheduler, found on the call stack, binds its
+        block manager to the connector. The functions as in `ResidentManager`."""
         self._scheduler = _scheduler_of_caller()
         managers = kv_cache_manager.coordinator.single_type_managers
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
@@ -524,8 +516,8 @@ class DevicePool:
                 scheduler.defer_block_free = True
 
     def leave_out(self, held: Collection[str]) -> None:
-        """Leaves `held` out of the step about to be planned. Also preempts running requests that
-        have lost blocks, before vLLM preempts others to make room for them."""
+        """Leaves `held` out of the step about to be planned. Preempts running requests that have
+        lost blocks, before vLLM preempts others to make room for them."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -549,8 +541,8 @@ class DevicePool:
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
     def heed_wait(self, request: Any, waits: bool) -> None:
-        """Makes vLLM heed 'ask again' about a request that must not read the prefix cache, as with
-        prompt logprobs. vLLM 0.32 would try to admit it before its time, and admit none behind it.
+        """Makes vLLM 0.32 heed 'ask again' about a request that must not read the prefix cache, as
+        with prompt logprobs, which it would admit before its time, or none behind it.
 
         So `skip_reading_prefix_cache` is False meanwhile: with residency there are no hits to
         read.
@@ -788,9 +780,7 @@ def _processed(request: Any) -> int:
 
 
 def _scheduler_of_caller() -> Any:
-    """From the call stack of `bind_kv_cache_manager`, which vLLM's scheduler calls in its
-    constructor: it is not passed to connectors.
-    """
+    """From the call stack of `bind_kv_cache_manager`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

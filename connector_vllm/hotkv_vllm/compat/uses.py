@@ -1,9 +1,8 @@
 """Checks whether an untested vLLM still has the API that hotkv uses.
 
-`uses.json` lists, per door, the modules, classes, members, calls and callbacks, and the reviewed
-attention backends and KV cache specs. `make fix` makes it from the tested versions' sources
-(`tools/vllm_list.py`). It is compared with other sources: at an engine's start with an untested
-vLLM's (in less than 0.2 s), and nightly with vLLM's releases.
+`uses.json` lists it per door, and the reviewed attention backends and KV cache specs. `make fix`
+makes it from the tested versions' sources (`tools/vllm_list.py`). At an engine's start it is
+compared with an untested vLLM's sources, in less than 0.2 s, and nightly with vLLM's releases.
 
 vLLM is not imported; only files in the list are read. Nothing is written to disk.
 

@@ -1,7 +1,7 @@
 """Loads a hit only if that is faster than computing its tokens.
 
-Both times are learned: the server's for answers and loads, and the engine's prefill. Time in which
-an answer waits for the next step does not count.
+Learns the server's time for answers and loads, without the wait for the next step, and the engine's
+for prefill.
 
 - TAKE: loading is predicted to take at most SLACK_S longer than the prefill. The load is cancelled
   after the prefill's time (at least LEAST_BUDGET_S).
@@ -45,12 +45,10 @@ DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
 """A load leaves the device free for other work."""
 LEAST_BUDGET_S, LEAST_LOAD_S = 0.05, 0.001
-"""For answers and load together, and for the load alone; shorter limits can't be kept exactly."""
+"""For answers and load, and for the load alone; shorter limits can't be kept exactly."""
 
 
 class ServerCosts:
-    """Predicted from measured times."""
-
     def __init__(self) -> None:
         self._answers: deque[float] = deque(maxlen=COSTED)
         self._loads: deque[tuple[int, float]] = deque(maxlen=COSTED)
@@ -98,10 +96,7 @@ def _is_like(predicted_s: float, seconds: float) -> bool:
 
 
 class LoadChoice:
-    """Owns each request's `HitChoice`.
-
-    prefill: None: every hit is loaded.
-    """
+    """prefill: None: every hit is loaded."""
 
     def __init__(self, prefill: PrefillSpeed | None, stats: HotKVStats) -> None:
         self.costs = ServerCosts()
@@ -225,7 +220,6 @@ class LoadChoice:
         self._stats.add("tried_requests")
 
     def _trial_load_s(self, prefill_s: float) -> float:
-        """Limit for a trial's load."""
         few_s = self.costs.load_s(self._tried_tokens)
         return min(prefill_s, max(self._share * prefill_s, few_s))
 
@@ -311,7 +305,7 @@ class LoadChoice:
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
         """An answer or load was given up after `seconds`: LEAVE from now on. True after TAKE:
-        `seconds` may serve as a measure; a trial's limit is too short for that."""
+        `seconds` may serve as a measure, as a trial's could not."""
         was_taken = choice.verdict is Verdict.TAKE
         self._judge(choice, is_sooner=False)
         self._stats.add("late_requests")

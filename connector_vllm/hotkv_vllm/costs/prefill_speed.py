@@ -35,7 +35,7 @@ class Planned:
 
 
 class PrefillSpeed:
-    """With asynchronous scheduling vLLM plans a step before the results of the last arrive: so each
+    """With asynchronous scheduling vLLM plans a step before the last one's results arrive: so each
     measured step has a number, which workers report, and begins no earlier than the one before
     ends.
 
@@ -87,7 +87,6 @@ class PrefillSpeed:
         return self._number
 
     def end_step(self, number: int, now_s: float) -> None:
-        """number: from `begin_step`."""
         planned = self._open.pop(number, None)
         if planned is None:
             return

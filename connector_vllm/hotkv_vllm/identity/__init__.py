@@ -1,2 +1,2 @@
-"""Which weights and LoRA adapters decide this engine's KV, when they change, which KV is exact,
-and how the ranks agree on one key space."""
+"""Which weights and adapters decide this engine's KV, which KV is exact, and the ranks'
+agreement."""

@@ -1,13 +1,13 @@
-"""Identifies the bytes that a worker has loaded for a LoRA adapter, and notices if they change.
-Worker side.
+"""Identifies the bytes that a worker has loaded for a LoRA adapter, and notices other bytes. Worker
+side.
 
-vLLM reads an adapter's files when it is added or first needed, and again after evicting it. The
-identity is a digest of the adapter in memory, so it is right even if the files change meanwhile.
+The identity is a digest of the adapter in memory, so it is right even if the files change while
+vLLM reads them.
 
 - vLLM uses the bytes that were reported until the adapter is released or evicted: if it has not
   loaded them yet, `AdapterWatch` reads ahead, and vLLM gets this copy.
-- If other bytes are loaded for a known id, `is_trusted` is False until the scheduler has
-  acknowledged it: stores and loads planned for the old bytes must not run.
+- After other bytes were loaded for a known id, `is_trusted` is False until the scheduler knows:
+  stores and loads planned for the old bytes must not run.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ MAX_AHEAD = 4
 
 
 class AdapterWatch:
-    """manager: vLLM's; None without LoRA, or if it was not found: every answer is UNKNOWN.
-    settings: digest of the settings that affect KV besides the adapter's bytes.
+    """manager: vLLM's; None without LoRA, or if not found: every answer is UNKNOWN.
+    settings: digest of what affects KV besides the adapter's bytes.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class AdapterWatch:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing to report, and no postponed answer."""
         return not (self._answers or self._unacknowledged or self._put_off)
 
     def before_step(self, work: AdapterWork) -> None:
@@ -96,8 +95,8 @@ class AdapterWatch:
         return report
 
     def _name(self, lora_request: Any) -> str:
-        """Identity of the bytes that vLLM uses or will use; reads them ahead if need be. UNKNOWN
-        if they can't be identified or have changed, LATER if too many are read ahead."""
+        """Of the bytes that vLLM uses or will use, which it reads ahead if need be. UNKNOWN if
+        they can't be identified or have changed, LATER if too many are read ahead."""
         if self._manager is None:
             return UNKNOWN
         adapter_id = lora_request.lora_int_id
@@ -116,7 +115,7 @@ class AdapterWatch:
         return UNKNOWN if adapter_id in self._changed else self._held.get(adapter_id, UNKNOWN)
 
     def _load(self, lora_request: Any) -> Any:
-        """In place of vLLM's method. Uses the copy that was read ahead, except for a reload
+        """In place of vLLM's method: the copy that was read ahead, but for a reload
         (`load_inplace`)."""
         adapter_id = lora_request.lora_int_id
         model = self._ahead.pop(adapter_id, None)
@@ -146,7 +145,7 @@ class AdapterWatch:
 
 
 def watch_adapters(vllm_config: Any) -> AdapterWatch:
-    """Call while vLLM's worker registers its KV caches: it is found on the call stack."""
+    """Call while vLLM's worker, found on the call stack, registers its KV caches."""
     rank = vllm_config.parallel_config.rank
     if vllm_config.lora_config is None:
         return AdapterWatch(None, rank)

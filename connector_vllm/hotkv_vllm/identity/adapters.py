@@ -1,12 +1,11 @@
 """Block keys of requests with LoRA adapters. Scheduler thread only; pure.
 
 vLLM's block hashes cover an adapter's name and path. A key also covers its *identity*, a digest of
-the bytes that the workers have loaded. The scheduler side learns it by numbered *questions* in a
-step's message (`AdapterWork`), which ranks answer in their reports (`AdapterReport`).
+the bytes that the workers have loaded, which the scheduler side asks for in a step's message
+(`AdapterWork`) and ranks report (`AdapterReport`).
 
 - A request has no keys until all ranks have answered for each of vLLM's ids of its adapter.
-- An adapter with two identities has no keys for the rest of the engine's life: vLLM's own prefix
-  cache mixes their KV.
+- An adapter with two identities never has keys again: vLLM's own prefix cache mixes their KV.
 - While requests of an adapter run, workers keep the bytes that they have identified.
 - A question is repeated until all ranks have answered.
 """
@@ -26,8 +25,7 @@ MAX_ADAPTERS = 4096
 UNKNOWN = ""
 """A rank can't identify the bytes that it has loaded."""
 LATER = "later"
-"""A rank has already read ahead as many adapters as it may. It answers by itself as soon as it
-can."""
+"""A rank has read ahead as many adapters as it may. It answers by itself as soon as it can."""
 OTHER_BYTES = (
     "other bytes were loaded under its id while the engine ran (its files were changed, or "
     "load_inplace); a successor of an adapter shares blocks if it is loaded from another path, "
@@ -35,16 +33,15 @@ OTHER_BYTES = (
 )
 
 AdapterName = tuple[str, str]
-"""Name and path, which vLLM's block hashes cover."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """Orders to the workers, who carry out `released` before `asked`.
+    """The workers carry out `released` before `asked`.
 
     asked: (number of the question, vLLM's LoRARequest).
     released: adapters without a running request, whose bytes need not be kept.
-    acknowledged: adapters whose change of bytes the scheduler knows, so reports of it end.
+    acknowledged: reports of their change of bytes may end.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -58,7 +55,7 @@ NO_WORK = AdapterWork()
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
     """answers: by question, then by rank: an identity, UNKNOWN or LATER.
-    changed: adapters whose bytes have changed, until the scheduler acknowledges it.
+    changed: adapters, until the scheduler acknowledges it.
     """
 
     answers: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
@@ -79,12 +76,9 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 
 
 class Standing(enum.Enum):
-    """Whether a request may use hotkv.
-
-    KNOWN: yes, its adapter is identified.
+    """KNOWN: the request may use hotkv, its adapter is identified.
     WAIT: the ranks have not answered.
     NOT_YET: nor in time, or a rank has postponed its answer: computed without hotkv.
-    NEVER: no.
     """
 
     KNOWN = "known"
@@ -130,15 +124,14 @@ class _Adapter:
 
 @dataclass(slots=True)
 class _Keys:
-    """last: vLLM's hash of the last block with a key. If it has changed, vLLM has removed
-    tokens, and all keys are computed anew."""
+    """last: vLLM's hash of the last block with a key. If it changes, all keys are computed anew."""
 
     keys: list[bytes] = field(default_factory=list)
     last: bytes = b""
 
 
 class Adapters:
-    """say: logs a message; at most once per adapter, and once beyond MAX_ADAPTERS.
+    """say: logs; at most once per adapter, and once beyond MAX_ADAPTERS.
     is_used: a request had an adapter, or the workers have reported one.
     """
 
@@ -202,8 +195,7 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """NEVER if `arrived` did not register the request, or the bytes have changed or can't be
-        identified."""
+        """NEVER if `arrived` did not register the request, or the adapter is refused."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER
@@ -317,8 +309,8 @@ class Adapters:
         one.is_put_off = False
 
     def _settle(self, one: _Id) -> None:
-        """All ranks have answered for an id: identifies its adapters, or refuses them if a rank
-        can't identify the bytes or the identity has changed."""
+        """All ranks have answered. Refuses adapters whose bytes a rank can't identify or whose
+        identity has changed."""
         self._forget_question(one)
         said = sorted(one.answers.items())
         if any(identity == UNKNOWN for _, identity in said):

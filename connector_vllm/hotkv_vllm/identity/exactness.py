@@ -3,15 +3,13 @@ dense attention and the present weights would give for the block's hash.
 
 KV is inexact if
 - sparse decode, other inexact KV or earlier weights computed it;
-- another connector loaded it, which may have stored inexact KV;
+- another connector, which may have stored inexact KV, loaded it;
 - it belongs to a later turn of streamed input that vLLM may have begun with wrong KV
   (`kv_groups.doubtful_tokens`).
 
-- A token is exact only if all before it are.
-- A block stays inexact until vLLM reallocates it or copies an exact block into it.
-- A request has no exact tokens until `step` has processed its admission.
-
-Scheduler thread only.
+A token is exact only if all before it are. A block stays inexact until vLLM reallocates it or
+copies an exact block into it. A request has no exact tokens until `step` has processed its
+admission. Scheduler thread only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,15 +24,15 @@ EVERYTHING = 1 << 62
 
 class Exactness:
     """is_watching: blocks can be inexact: sparse decode, weights that may have changed, or
-    streamed input. Costs no time before. The caller sets it before the first sparse step."""
+    streamed input. Costs no time before. Set before the first sparse step."""
 
     def __init__(
         self, tokens_per_block: Sequence[int], num_blocks: int, doubtful_tokens: int | None = None
     ) -> None:
-        """tokens_per_block: per vLLM group; 0 if blocks need not follow the order of tokens
-            (recurrent states).
-        doubtful_tokens: last tokens of earlier turns that may be wrong when a later turn of
-            streamed input begins; None if they are exact.
+        """tokens_per_block: per vLLM group; 0 for recurrent states, whose blocks need not follow
+            the tokens.
+        doubtful_tokens: last tokens of earlier turns that may be wrong when a turn of streamed
+            input begins; None if they are exact.
         """
         self._doubtful_tokens = doubtful_tokens
         self._block_tokens = tuple(tokens_per_block)
@@ -51,8 +49,7 @@ class Exactness:
         )
 
     def exact_tokens(self, request_id: str) -> int:
-        """Leading exact tokens of a running request; EVERYTHING if all are, and those to come
-        too."""
+        """Leading ones of a running request; EVERYTHING if all are, and those to come too."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
@@ -73,7 +70,7 @@ class Exactness:
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """allocated: blocks reallocated since the last step or in this one.
+        """allocated: reallocated since the last step or in this one.
         sparse_requests: as `sparse.rows` has decided.
         """
         if not self.is_watching:

@@ -2,11 +2,10 @@
 
 A slot has a shard of each rank with KV of its own, by pipeline stage and tensor-parallel rank. No
 rank knows the others' layers and sizes. So each posts a note with its own key space, or why it
-can't take part, and computes the engine's from all notes: all get the same, or all refuse. Without
-a note they refuse after AGREE_TIMEOUT_S.
+can't take part, and computes the engine's from all notes: all get the same, or all refuse.
 
-Notes go through the key-value store of torch's process group: a collective that timed out would
-make its group unusable for vLLM.
+Notes go through the store of torch's process group: a collective that timed out would make its
+group unusable for vLLM.
 """
 
 import itertools
@@ -28,7 +27,7 @@ from hotkv_vllm.compat.model_weights import UNREAD
 AGREE_TIMEOUT_S = 300.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
-"""That the server accepts in a slot."""
+"""In a slot."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
 """Fields of `KeySpace` in which pipeline stages may differ."""
 _rounds = itertools.count()
@@ -60,7 +59,7 @@ class MissingNoteError(Unsupported):
 
 
 def this_host() -> str:
-    """The same in all containers of a machine: the kernel's boot id, else the machine's name."""
+    """The same in all containers of a machine."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -70,8 +69,8 @@ def this_host() -> str:
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
     """The engine's key space, and this rank's place. Blocks for at most AGREE_TIMEOUT_S.
 
-    Raises Unsupported if the engine can't use the cache: a rank that can't itself posts its note
-    and raises at once; those that have all notes raise with one reason.
+    Raises Unsupported if the engine can't use the cache. A rank that can't posts its note and
+    raises at once; those that have all notes raise with one reason.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)
@@ -83,7 +82,7 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
 
 
 def process_group_store() -> RankStore:
-    """Raises Unsupported if torch has none."""
+    """Raises Unsupported."""
     from torch.distributed import distributed_c10d
 
     try:
@@ -125,7 +124,7 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """The engine's key space, and the place of `rank`. The order of the notes does not matter.
+    """The engine's key space, and the place of `rank`.
 
     Raises Unsupported if a rank can't use the cache, the ranks are on several machines or hold
     more than MAX_SHARDS shards, or their key spaces contradict each other.
@@ -191,8 +190,8 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """What must be equal in all stages. Not the window's size, which a stage without a layer of
-    the group may not know."""
+    """Equal in all stages. Not the window's size, which a stage without such a layer may not
+    know."""
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 

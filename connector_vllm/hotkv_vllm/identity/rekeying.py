@@ -5,8 +5,7 @@ in memory, and computes the engine's identity. Both only decide: no sessions, no
 
 - From the moment the weights may have changed, the engine neither stores nor loads until every rank
   has answered, and all sessions are of the present weights' key space.
-- If the weights are the original ones, the key space stays: an engine whose caches were only reset
-  shares as before.
+- If the weights are the original ones, the key space stays.
 - After a reported write (`were_written`) the device's KV is not trusted, even with the original
   weights: they may have differed for a step.
 """
@@ -22,7 +21,7 @@ ASK_AGAIN_S = 5.0
 PATIENCE_S = 2.0
 """Then requests are computed without the shared cache."""
 RECONNECT_S = 1.0
-"""For the new key space's session; usually it takes some tens of ms."""
+"""Usually it takes some tens of ms."""
 _questions = itertools.count(1)
 """Unique in the process: ranks may still answer an earlier `Rekeying`."""
 
@@ -30,8 +29,7 @@ _questions = itertools.count(1)
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
     """question: id of the check; a rank answers each once.
-    identity: the check's result, to whose key space the ranks must change; empty until all have
-        answered.
+    identity: to whose key space the ranks must change; empty until all have answered.
     """
 
     question: int
@@ -68,7 +66,7 @@ class Rekeying:
     """The scheduler's part. At most one check is open; a new one discards earlier answers.
 
     identity: of the present key space's weights.
-    were_written: a rank has reported a write since the last completed check.
+    were_written: reported since the last completed check.
     media_are_old: vLLM may still use encodings of media by earlier weights, and KV from them must
         not be shared.
     question: of the present or last check; 0 if there was none since `begin`.
@@ -101,7 +99,7 @@ class Rekeying:
         return self.is_due or self.is_asking
 
     def suspect(self, has_paused: bool = False) -> None:
-        """Makes a check due, which begins when the engine next runs or looks up a request.
+        """The check begins when the engine next runs or looks up a request.
 
         has_paused: vLLM then also drops its encodings of media.
         """
@@ -127,8 +125,8 @@ class Rekeying:
         return self.is_asking and now_s < self._since_s + PATIENCE_S
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
-        """True if it has begun a check, because a rank has noticed a write and none was open. A
-        write after a rank's answer to the open check makes another due."""
+        """True if a rank's notice of a write has begun a check. A write after its answer to the
+        open one makes another due."""
         noticed = not self.is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -141,8 +139,8 @@ class Rekeying:
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
-        """Begins a check that is due, repeats one whose answers are late. The present weights'
-        identity once all have answered, else None."""
+        """Begins or repeats a check. The present weights' identity once all have answered, else
+        None."""
         if self.is_due and runs_something:
             self.ask(now_s)
         if not self.is_asking:
@@ -157,8 +155,7 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def begin(self, identity: str, in_doubt: bool) -> None:
-        """The scheduler side has opened a session of `identity`: at the start, or again, as after a
-        sleep.
+        """A session of `identity` is open: at the start, or again, as after a sleep.
 
         Only the first call sets the original identity. A due check stays due; an open one, whose
         answers may be lost, is due again.
@@ -187,7 +184,7 @@ class Rekeying:
 
 
 class RankWeights:
-    """identity: to whose key space the rank's session must belong; empty until `begin`."""
+    """identity: to whose key space the session must belong; empty until `begin`."""
 
     def __init__(self, watch: Watch | None) -> None:
         """watch: None if vLLM's models were not found: every check counts the weights as
@@ -202,8 +199,7 @@ class RankWeights:
         self.identity = ""
 
     def begin(self, identity: str, in_doubt: bool) -> None:
-        """in_doubt: the weights may be older than the files that `identity` names, so a check
-        comes first."""
+        """in_doubt: the weights may be older than the files that `identity` names."""
         self.identity = identity
         if not in_doubt:
             return
@@ -222,7 +218,7 @@ class RankWeights:
 
     def obey(self, order: WeightsOrder | None) -> bool:
         """Answers a check or adopts its result. True if `identity` has changed: the caller opens
-        a session of its key space."""
+        its session."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:
@@ -240,8 +236,7 @@ class RankWeights:
             return
         self._was_written |= self._watch.touched
         self._digest = self._watch.digest()
-        # Counts as a write even if a later check finds the old weights: steps may have run with
-        # these.
+        # Steps may have run with these weights, even if a later check finds the old ones.
         self._was_written |= self._digest != self._settled
         is_original = self._digest == self._watch.original
         self._report = WeightsReport(question, self._digest, is_original, self._was_written)

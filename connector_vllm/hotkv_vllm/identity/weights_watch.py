@@ -1,10 +1,9 @@
 """Notices that weights may have changed in place, and computes their digest in memory. Worker side.
 
-- A write through vLLM (`reload_weights`, weight transfer, waking up) or the model's `load_weights`
-  is noticed before the next step. `digest` then reads all weights: a single different element
-  changes it.
-- Otherwise `digest` reads samples first, and all weights only if these have changed. So only a
-  write that was not noticed and changed no sample is missed.
+- After a write through vLLM (`reload_weights`, weight transfer, waking up) or the model's
+  `load_weights`, `digest` reads all weights: a single different element changes it.
+- Otherwise it reads samples first. So only a write that was not noticed and changed no sample is
+  missed.
 - But for that, equal digests mean equal weights, in any process with the same tensor- and
   pipeline-parallel sizes.
 - If weights are packed into memory that can't be read (`_hiding_kernels`), the digest is random,
@@ -31,10 +30,10 @@ WHOLE_BYTES = 1 << 20
 """Larger tensors are read by samples or sums."""
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 64
-"""Evenly spread pieces of a larger tensor. Training changes many elements, so samples reveal it."""
+"""Evenly spread pieces. Training changes many elements, so samples reveal it."""
 ROW_WORDS = 4096
-"""A larger tensor's bytes are read as words in rows of this length; the digest covers the sums
-of rows and columns, which only deliberate changes would keep."""
+"""A larger tensor's words are summed over rows of this length and over columns: only deliberate
+changes would keep all sums."""
 WRITERS = (
     "reload_weights",
     "reset_weights",
@@ -96,16 +95,14 @@ class WeightsWatch:
         return self._known
 
     def _read(self) -> None:
-        """Reads all weights. Random if kernels hide some."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:
             self._found, self._known = found, uuid.uuid4().hex if kernels else found[0]
 
     def forget_original(self) -> None:
-        """The weights may differ from the model's files, which have changed since the process
-        began: checks identify them by their contents in memory.
-        """
+        """The model's files have changed since the process began, and the weights may differ
+        from them: checks identify weights by their contents in memory."""
         logger.warning(
             "hotkv: files of the model have changed since this process began, so the weights are "
             "named by what they are in memory; engines "
@@ -152,8 +149,8 @@ class WeightsWatch:
 
 
 def calling_worker() -> tuple[Any, Any]:
-    """vLLM's model runner and worker, or None. They are found on the call stack while the worker
-    registers its KV caches, because vLLM does not pass them to connectors."""
+    """vLLM's model runner and worker, or None, from the call stack while it registers its KV
+    caches."""
     runner = None
     frame = sys._getframe(1)
     for _ in range(MAX_FRAMES):
@@ -173,7 +170,7 @@ def calling_worker() -> tuple[Any, Any]:
 
 
 def watch_callers() -> WeightsWatch | None:
-    """Of the calling worker; None if it is not found. Call as `calling_worker`."""
+    """None if the calling worker is not found. Call as `calling_worker`."""
     runner, worker = calling_worker()
     if runner is None:
         logger.warning(
@@ -192,8 +189,8 @@ def watch_callers() -> WeightsWatch | None:
 
 
 def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
-    """An entry per layer whose weights can't be read: a reference to its kernel object, which vLLM
-    replaces when it packs again; None if vLLM may change the weights without a new one.
+    """Per layer whose weights can't be read, a reference to its kernel object, which vLLM replaces
+    when it packs again; None if the weights may change without a new one.
 
     vLLM 0.32: on CPUs `dispatch_cpu_unquantized_gemm` (which alone sets `cpu_linear`),
     `CPUInt8ScaledMMLinearKernel` and `ZentorchWNA16LinearKernel` hand a layer's weight to a
@@ -216,10 +213,10 @@ def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers with their names.
+    """Parameters and persistent buffers.
 
-    Without buffers that steps overwrite: working memory, which is not persistent (as the indices
-    of Qwen4Exp's sparse attention), and scales that adapt to inputs (`MMEncoderAttention`'s
+    Without what steps overwrite: working memory, which is not persistent (as the indices of
+    Qwen4Exp's sparse attention), and scales that adapt to inputs (`MMEncoderAttention`'s
     `_fp8_dynamic_scale`, vLLM 0.32). Other non-persistent buffers follow from settings or
     weights.
     """
@@ -244,7 +241,7 @@ def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """View of the tensor's bytes by address, whatever its strides, uint8 [bytes]."""
+    """The tensor's bytes by address, whatever its strides, uint8 [bytes]."""
     size = tensor.element_size()
     span = (
         sum(

@@ -41,10 +41,7 @@ class AwaitedChunks:
         return self._tier.is_usable
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
-        """Per awaited chunk, a mask of one element; None without a block table.
-
-        computed_tokens: hit in vLLM's own prefix cache.
-        """
+        """Per awaited chunk, a mask of one element; None without a block table."""
         session = self._tier.session
         assert session is not None
         masks = []
@@ -56,7 +53,6 @@ class AwaitedChunks:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """masks: as `ready` returns."""
         session = self._tier.session
         return session is not None and session.has_tiers and not all(one.all() for one in masks)
 

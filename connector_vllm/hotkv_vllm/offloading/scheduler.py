@@ -259,12 +259,8 @@ class DoorScheduler:
     @callback(lambda *_: False, of="door")
     def awaits(self, request: Any, device_hit_tokens: int, manager: Any) -> bool:
         """Whether the request waits for chunks that another engine computes (`PrefillWait`), or
-        meanwhile for a check of the weights. The tier must not look it up: a promotion of the first
-        chunks would limit the later ones.
-
-        device_hit_tokens: in vLLM's own prefix cache.
-        manager: vLLM's `TieringOffloadingManager`.
-        """
+        meanwhile for a check of the weights. It must not be looked up: a promotion of the first
+        chunks would limit the later ones."""
         state, space = self._states.get(request.request_id), self._space
         may_read = self._tier.may_load and not request.skip_reading_prefix_cache
         if state is None or space is None or not may_read or self._is_excluded(request):
@@ -290,9 +286,7 @@ class DoorScheduler:
 
     @callback(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
-        """device_hit_tokens: in vLLM's own prefix cache.
-        answer: tokens that vLLM's offloading can load; None for "ask again".
-        """
+        """answer: tokens that vLLM's offloading can load; None for "ask again"."""
         self._written.matched(request.request_id, device_hit_tokens)
         self._exactness.matched(request.request_id, device_hit_tokens, request.resumable)
         state = self._states.get(request.request_id)
@@ -391,11 +385,8 @@ class DoorScheduler:
     @callback(_share_nothing, of="door")
     def planned(self, meta: Any, offloading: Any) -> None:
         """Fails the stores whose blocks the step may overwrite before vLLM has copied them. vLLM
-        waits for such copies when the workers get the message; model runner V2 may have written by
-        then (`checks.writes_before_it_tells`).
-
-        meta: vLLM's `OffloadingConnectorMetadata`.
-        """
+        waits for such copies when the workers get the message; model runner V2 may have written
+        by then (`checks.writes_before_it_tells`)."""
         if meta.jobs_to_flush and checks.writes_before_it_tells(
             self._vllm_config, self._kv_cache_config
         ):
@@ -440,8 +431,7 @@ class DoorScheduler:
 
     @callback(_hold, of="door", last=0)
     def begin_step(self, scheduler_output: Any) -> int:
-        """Id of the step, which ranks send back so that its prefill speed is measured; 0 if it
-        is too small."""
+        """Id of the step, by which its prefill speed is measured; 0 if it is too small."""
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
         self._room.has_refused = False
         if self._room.holders:
@@ -481,12 +471,8 @@ class DoorScheduler:
 
     @callback(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
-        """Begins this step's promotions at once, if the engine is idle, and waits up to IDLE_WAIT_S
-        for one to end. True: look the request up again. vLLM itself would begin them at the step's
-        end.
-
-        manager: vLLM's `TieringOffloadingManager`.
-        """
+        """Begins this step's promotions at once, if the engine is idle, and waits up to
+        IDLE_WAIT_S for one to end. True: look the request up again."""
         transfers = self._tier.transfers
         if transfers is None or not self._is_idle or not self._tier.has_offers:
             return False
@@ -496,10 +482,7 @@ class DoorScheduler:
     @callback(nothing, of="door")
     def end_step(self, meta: Any) -> None:
         """Ends the step's synchronous loads, whose end vLLM 0.33 does not report. An idle engine
-        then waits up to IDLE_WAIT_S for a promotion.
-
-        meta: vLLM's `OffloadingConnectorMetadata`.
-        """
+        then waits up to IDLE_WAIT_S for a promotion."""
         self._loads_ended(
             job.req_id for job in meta.load_jobs.values() if getattr(job, "sync", False)
         )

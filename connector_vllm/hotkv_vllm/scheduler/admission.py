@@ -38,7 +38,6 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """short: requests that fill no block even with their longest answer: when they arrived; None
         once vLLM has admitted them.
-    loads: orders for the next step.
     written: device blocks that the next step is about to write.
     others: other connectors' loads, whose blocks may not be stored.
     has_sequences: sparse decode or residency is on.
@@ -93,10 +92,7 @@ class Admission:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
 
     def cancel_loads(self, *, of_refused: bool = False) -> None:
-        """Cancels the loads in progress with the next step.
-
-        of_refused: only loads of requests whose LoRA adapter may no longer use the cache.
-        """
+        """of_refused: only of requests whose LoRA adapter may no longer use the cache."""
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
                 self.loads.cancel(request_id)

@@ -21,11 +21,11 @@ from hotkv_vllm.scheduler.request import Masks
 class CachedGroups:
     """Hashes by which all engines find a request's blocks, and the hit that ready blocks give.
 
-    - A hit ends at a multiple of `alignment_tokens` and does not cover the last token.
-    - A request has no hashes if its LoRA adapter is not identified, or vLLM's hashes don't cover
-      its media, the weights that encoded them, or the positions of its prompt embeddings.
+    A request has no hashes if its LoRA adapter is not identified, or vLLM's hashes don't cover its
+    media, the weights that encoded them, or the positions of its prompt embeddings.
 
     hash_block_tokens: vLLM computes one hash per so many tokens.
+    alignment_tokens: a hit ends at a multiple.
     draft_groups: of a drafter: the block after a hit's end must be ready too.
     adapters: None: vLLM's own hashes serve for LoRA requests.
     leaves_media_out: vLLM identifies media by a counter, or old weights may have encoded them.
@@ -63,8 +63,7 @@ class CachedGroups:
         return plain if self._adapters is None else self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """One for each block whose tokens are all known; empty for a request that must not share
-        KV."""
+        """One per block whose tokens are all known; empty for a request that must not share KV."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
@@ -82,9 +81,7 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """blocks: indices among the request's blocks, per group.
-        left_out: indices in the first group that are omitted.
-        """
+        """blocks, left_out: indices among the request's blocks; `left_out` in the first group."""
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
             for index, part in enumerate(blocks)
@@ -170,16 +167,13 @@ class SketchPlanner:
         ]
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
-        """By group, which leased blocks have their sketch pinned.
-
-        pinned: one mask per result of `asked`, in order.
-        """
+        """By group, which leased blocks have their sketch pinned; `pinned` as asked."""
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """granted: as `granted` returns."""
+        """Only pinned sketches."""
         found = []
         for run in runs:
             mask = granted.get(run.group_index)

@@ -53,8 +53,7 @@ again, so it offers hidden keys after this time."""
 
 
 class HiddenKeys:
-    """Keys (group, block hash) of blocks whose load failed: no hits, and stored again. Beyond
-    MAX_HIDDEN_KEYS the oldest are forgotten."""
+    """Keys (group, block hash) of blocks whose load failed: no hits, and stored again."""
 
     def __init__(self, *, stores: bool = True) -> None:
         self._keys: dict[tuple[int, bytes], None] = {}
@@ -91,7 +90,6 @@ class HiddenKeys:
         return any((group, h) in self._keys for h in hashes)
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        """`ready` without hidden keys."""
         if not self._keys:
             return ready
         return ready & np.fromiter(
@@ -144,7 +142,7 @@ class TableProbe:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Whether lower tiers may make the hit longer: the table lists only host memory."""
+        """The table lists only host memory."""
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
@@ -194,8 +192,8 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
-    """Per group, which of the hit's blocks are pinned, from the first on. Blocks before the leased
-    ones count as not pinned; those in `hit.left_out` as pinned, by the request's residency.
+    """Per group, which of the hit's blocks are pinned. Blocks before the leased ones count as not
+    pinned; those in `hit.left_out` as pinned, by the request's residency.
 
     pinned: per group, which leased blocks the lease has pinned.
     """
@@ -248,7 +246,7 @@ def load_runs(
 # ------------------------------------------------------------------------------ waiting for answers
 
 ANSWER_PATIENCE_S = 0.002
-"""Per step; with asynchronous scheduling the workers compute meanwhile."""
+"""With asynchronous scheduling the workers compute meanwhile."""
 MOST_PASSED_BY = 63
 
 
@@ -261,11 +259,9 @@ class Patience:
     so each hit would cost one.
 
     All waits of a step together last at most ANSWER_PATIENCE_S. After each wait in vain the next 1,
-    3, 7, ... MOST_PASSED_BY waits are skipped; an answer in time resets this. Scheduler thread
-    only.
+    3, 7, ... MOST_PASSED_BY waits are skipped; an answer in time resets this.
 
     is_used: this step has waited.
-    wait_for: blocks for some seconds; True if the answer has come.
     """
 
     def __init__(
@@ -327,8 +323,6 @@ NEVER_AGAIN = 1 << 30
 
 
 class HitFinder:
-    """Finds hits; acquires and releases their leases."""
-
     def __init__(
         self,
         session: Session,
@@ -343,9 +337,8 @@ class HitFinder:
         stores: bool = True,
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
-        """id_prefix: of leases and loads.
-        left_out: by the length of a hit, the blocks of the first group that its load omits, because
-            with residency they stay in the server.
+        """left_out: by the length of a hit, the blocks of the first group that its load omits,
+            because with residency they stay in the server.
         failed_loads: the engine's, kept when the key space changes.
         connection: number of the present connection.
         """
@@ -390,7 +383,7 @@ class HitFinder:
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Advances the hit by one phase, without waiting."""
+        """Advances the hit without waiting."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
@@ -579,7 +572,7 @@ class HitFinder:
         )
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Continues a hit whose call is in flight. NO_HIT if the answer is late or an error."""
+        """NO_HIT if the answer is late or an error."""
         hit, answer = state.hit, state.hit.answer
         assert answer is not None, "a phase with a call in flight"
         if not answer.done():

@@ -27,13 +27,10 @@ class LoadRoom:
 
     A request *holds* blocks from its admission with a load until its first step. If several do, the
     device has room for each to compute the rest of its prompt while the others keep theirs: the
-    first in vLLM's queue can run, and vLLM can preempt it. For a request without blocks vLLM's
-    figure is right (`comes`).
+    first in vLLM's queue can run, and vLLM can preempt it.
 
     After a refusal no later request of the step begins a load. So a request is overtaken only by
     those about which vLLM asks earlier, or while vLLM does not ask about it.
-
-    has_refused: each step's plan resets it.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -57,8 +54,8 @@ class LoadRoom:
             self._manager = manager
 
     def comes(self, request: Any) -> None:
-        """Records the request's need. It holds no blocks when vLLM asks for its hit: it is new,
-        was preempted, or its load has failed."""
+        """A request holds no blocks when vLLM asks for its hit (new, preempted, or its load
+        failed): then vLLM's figure of its need is right."""
         self.ended(request.request_id)
         if self._manager is None:
             return
@@ -100,6 +97,5 @@ class LoadRoom:
             del self.holders[request_id]
 
     def ended(self, request_id: str) -> None:
-        """Also if the request only holds no blocks any more."""
         self.holders.pop(request_id, None)
         self._needs.pop(request_id, None)

@@ -1,9 +1,4 @@
-"""Which loads are in progress, and how they end.
-
-`LoadOrders` has the workers' orders, `Quarantine` the blocks to which a hung server may still
-write; `FailedLoads` prevents stalls of vLLM after a failed load, `CommonLoads` several loads of
-the same blocks, `OtherLoads` stores of blocks that another connector failed to load.
-"""
+"""Which loads are in progress, and how they end."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,13 +13,11 @@ from hotkv_vllm.metadata import LoadJob
 class LoadOrders:
     """Orders for the next step, and the loads whose end vLLM awaits.
 
-    For each of these the workers get an order to begin it or to report it as failed; its end is
-    handled once. Fallbacks use the attributes directly, because a method of this class may be what
-    raised.
+    The workers get an order to begin each of these or to report it as failed; its end is handled
+    once. Fallbacks use the attributes directly, because a method of this class may be what raised.
 
     jobs: to begin, by request id.
-    cancelled: request ids.
-    abandoned: request ids of loads never begun, to report as failed.
+    abandoned: requests whose load was never begun, to report as failed.
     awaited: requests that wait in vLLM for their load's end.
     """
 
@@ -65,8 +58,7 @@ class LoadOrders:
                 yield request_id
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
-        """The loads to begin, and the request ids to cancel and to report as failed; forgets
-        them."""
+        """The loads to begin, and the request ids to cancel and to report as failed."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
         self.jobs = {}
         self.cancelled = []
@@ -88,8 +80,8 @@ class Quarantine:
 
     The scheduler takes a reference to the blocks before a worker may report the load as failed:
     workers wait until a message lists it in `held`. The blocks return when all ranks report in one
-    step that the server can't write to them. `held` and the answers are repeated in every step, so
-    a lost message costs one.
+    step that the server can't write to them. Both are repeated in every step, so a lost message
+    costs one.
 
     Meanwhile the pool's `num_gpu_blocks` is smaller by them: vLLM resets its prefix cache, as a
     pause or a sleep needs, only if no block is in use.
@@ -152,10 +144,7 @@ class Quarantine:
         return num_new
 
     def settled(self, ranks_of: Mapping[str, Collection[int]]) -> None:
-        """Returns the blocks of a load to the pool once all ranks report it.
-
-        ranks_of: by transfer id, the ranks to whose memory it can't write any more.
-        """
+        """ranks_of: by transfer id, the ranks to whose memory it can't write any more."""
         for transfer_id, ranks in ranks_of.items():
             if len(ranks) >= self._num_ranks and transfer_id in self.kept:
                 blocks = self.kept.pop(transfer_id)
@@ -231,7 +220,6 @@ REPORTED_S = 5.0
 class _Brings:
     """end_tokens: length of the hit that is loaded.
     name: hash of its last block in the first group, over all its tokens.
-    until_s: nobody waits longer.
     """
 
     end_tokens: int
@@ -244,7 +232,7 @@ class CommonLoads:
     least half of what it would load.
 
     vLLM puts loaded blocks into its prefix cache only at the load's end, so requests that arrive
-    together would each load and hold a copy of a common prefix.
+    together would each load and hold a copy.
     """
 
     def __init__(self) -> None:
@@ -266,7 +254,7 @@ class CommonLoads:
         name_at: Callable[[int], bytes],
         now_s: float,
     ) -> str:
-        """Request whose load the asking request should wait for; empty if none.
+        """Empty if the asking request should not wait.
 
         computed_tokens: its hit in vLLM's own prefix cache.
         hit_tokens: its whole hit.
@@ -293,10 +281,10 @@ class OtherLoads:
 
     - Asynchronous: vLLM counts the tokens as computed at once, so the request is not stored until a
       step runs it.
-    - Synchronous, within the step that uses it: requests admitted for the step, or for later ones
-      before its output, are not stored until that output; if the load failed, never.
+    - Synchronous: requests admitted for the step, or for later ones before its output, are not
+      stored until that output; if the load failed, never.
 
-    held: requests that run, but must not be stored now.
+    held: run, but must not be stored now.
     """
 
     def __init__(self) -> None:

@@ -59,14 +59,9 @@ class Finder(Protocol):
 
 
 class PrefillWait:
-    """Decides whether and how long a request waits.
-
-    With `kv_role="kv_consumer"` every request waits unless `do_remote_prefill` of its
+    """With `kv_role="kv_consumer"` every request waits unless `do_remote_prefill` of its
     `kv_transfer_params` is false; elsewhere only if it is true. A request whose blocks another
-    connector fetches never waits.
-
-    decodes_only: the engine is a `kv_consumer`.
-    """
+    connector fetches never waits."""
 
     def __init__(self, prefill: PrefillSpeed, stats: HotKVStats, *, decodes_only: bool) -> None:
         self._prefill = prefill
@@ -124,7 +119,7 @@ class PrefillWait:
         now_s: float,
     ) -> bool:
         """Whether the server has all blocks of the longest possible hit: in host memory by the
-        block table, or in any tier by a lookup if no table is mapped.
+        block table, or in any tier by a lookup without one.
 
         Also sends a lookup after each pause if lower tiers may have blocks: it makes the server
         fetch them.

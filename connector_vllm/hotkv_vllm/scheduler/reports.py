@@ -57,9 +57,7 @@ class UseReports:
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, refusal: Miss | None) -> None:
-        """waits: the answer was "ask again".
-        refusal: why the request may not load; None if it may.
-        """
+        """refusal: why the request may not load; None if it may."""
         use = state.use
         use.refusal = refusal or (None if self._session.connected else Miss.NO_SERVER)
         if waits and not use.waits_since_s:
@@ -69,10 +67,7 @@ class UseReports:
             use.waits_since_s = 0.0
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
-        """The first call adds the request to the next message.
-
-        external_tokens: to load from hotkv.
-        """
+        """The first call adds the request to the next message."""
         if external_tokens:
             state.use.external_tokens = external_tokens
             state.use.load_began_s = time.monotonic()
@@ -90,9 +85,8 @@ class UseReports:
         self.is_waiting = True
 
     def ended(self, state: RequestState) -> None:
-        """Ends the request's trace. The next message reports the request's end, if it was
-        admitted and its hints name a client session or actions (`RequestHints.lasts`), and its
-        load's, if it is loading."""
+        """The next message reports the end of an admitted request with a client session or
+        actions (`RequestHints.lasts`), and of its load, if it is loading."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
             self.is_waiting = True

@@ -26,14 +26,12 @@ NO_HIT: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
 """vLLM leaves the request in its queue and asks again in a later step."""
 ANY_LENGTH = 1 << 62
-"""No limit."""
 
 
 REMOTE_PREFILL = "do_remote_prefill"
-"""Field of `kv_transfer_params` by which a router says whether another engine computes the
-prompt."""
+"""A router says whether another engine computes the prompt."""
 OTHER_CONNECTOR = "remote_"
-"""Prefix of the `kv_transfer_params` that say where another connector can fetch the blocks, as
+"""Prefix of the `kv_transfer_params` that say where another connector fetches the blocks, as
 NixlConnector's `remote_engine_id`. A wait in `PrefillWait` would delay that."""
 
 
@@ -73,21 +71,19 @@ class Phase(enum.Enum):
 class HitState:
     """answer: of the call in flight; not waited for after `deadline_s`.
     computed_tokens: hit in vLLM's own prefix cache when the lease was acquired.
-    hit_tokens: length of the hit, `computed_tokens` included.
+    hit_tokens: `computed_tokens` included.
     most_tokens: limit of the next hit.
     leased: per group, indices among the request's blocks.
     left_out: such indices in the first group that the lease omits.
-    ready: per group, which of the hit's blocks are pinned, from the first on; `left_out` counts as
-        pinned.
+    ready: per group, which of the hit's blocks are pinned, `left_out` included.
     represented: by group, which leased blocks have their sketch pinned too.
     connection: on which the lease was asked for; the lease ends with it.
     lease_ends_s: the earliest expiry; the load must begin before.
-    offer_until_s: after it, the request is looked up anew.
+    offer_until_s: then the request is looked up anew.
     has_expired: a lease has expired before its grant was read.
     waits_for: the one request for whose load this one waits or has waited (`CommonLoads`).
-    hint: ready blocks when the request arrived; None if unknown.
-    hint_until_s: end of the hint, or of the answer to the lookup at the arrival; 0 once vLLM has
-        asked.
+    hint: ready blocks at the arrival; None if unknown.
+    hint_until_s: of the first lookup, hint or answer; 0 once vLLM has asked.
     miss_until_s: no lookup before.
     unproved_loads: begun, and their end not handled.
     is_cancelled: by this engine: its weights or an adapter may have changed, or a reset.
@@ -127,14 +123,13 @@ class HitState:
 
     @property
     def server_s(self) -> float:
-        """That the server took for its answers so far."""
         return sum(one.seconds for one in self.asked)
 
 
 @dataclass(slots=True)
 class StoreState:
-    """stored_blocks: per group, leading blocks that were considered for storing.
-    due_tokens: the next store is planned when so many tokens are computed.
+    """stored_blocks: per group, leading blocks considered for storing.
+    due_tokens: when so many are computed, the next store is planned.
     may_store: False if it depends on KV from before a reset.
     """
 
@@ -145,16 +140,13 @@ class StoreState:
 
 @dataclass(slots=True)
 class UseState:
-    """What `UseReports` reports.
-
-    device_hit_tokens: in vLLM's own prefix cache, when vLLM last asked.
+    """device_hit_tokens: in vLLM's own prefix cache, when vLLM last asked.
     is_reported: vLLM has admitted the request.
     refusal: why the server was not asked for a hit; None if it was.
     waits_since_s: of the present wait for a hit; 0 without.
     waited_s: in earlier waits.
-    load_began_s: the last load; 0 before the first.
-    report_id: 0 before the report.
-    external_tokens: that the last load was to load.
+    load_began_s: the last; 0 before the first.
+    external_tokens: of the last load.
     """
 
     device_hit_tokens: int = 0
@@ -168,11 +160,8 @@ class UseState:
 
 
 class Verdict(enum.Enum):
-    """Decision about a hit.
-
-    TAKE: load it.
-    TRY: computing seems faster; load it or a part within a short limit, to measure loads.
-    LEAVE: compute its tokens.
+    """TRY: computing seems faster; load a part within a short limit, to measure loads.
+    LEAVE: compute the hit's tokens.
     """
 
     TAKE = "take"
@@ -182,11 +171,11 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True)
 class HitChoice:
-    """Whether to load or compute a hit, until the load's end or until nothing is to be loaded.
-    After a load that reached its limit it stays, as LEAVE.
+    """Exists until the load's end, or until nothing is to be loaded. After a load that reached its
+    limit it stays, as LEAVE.
 
     budget_s: for the server's answers and the load together; 0: no limit.
-    prefill_s: predicted, to compute `num_tokens`.
+    prefill_s: predicted, for `num_tokens`.
     ask_s: for lookup and lease.
     load_s: in the slowest rank; 0 if unknown.
     is_late: a rank's load reached the limit.
@@ -209,7 +198,7 @@ class Wait:
     answer: of the lookup sent at `asked_s`.
     next_s: earliest next lookup.
     has_waited: vLLM was answered "ask again" because of it.
-    is_over: the request need not wait, or has waited.
+    is_over: no wait is needed, or it has ended.
     """
 
     until_s: float = 0.0
@@ -222,9 +211,7 @@ class Wait:
 
 @dataclass(slots=True)
 class RequestState:
-    """request: vLLM's object.
-    retention, asked: its hints.
-    choice: None before the decision.
+    """choice: None before the decision.
     wait: None before vLLM first asks for the hit.
     trace: None if not traced.
     """
@@ -245,7 +232,7 @@ class RequestState:
         self.retention = asked.retention
 
     def leave(self) -> None:
-        """hotkv no longer follows the request: ends its trace."""
+        """hotkv no longer follows the request."""
         if self.trace is not None:
             self.trace.left()
             self.trace = None

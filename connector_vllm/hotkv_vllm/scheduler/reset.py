@@ -3,8 +3,8 @@
 
 This engine stores no block that was computed before the reset: it waits for its stores in flight,
 sends a flush, and begins no load or store until the server has confirmed it; failed flushes are
-retried. An idle engine takes steps until this is done: a flush with its next request would also
-delete what other engines have stored meanwhile.
+retried. An idle engine takes steps until then: a flush with its next request would also delete what
+other engines have stored meanwhile.
 
 A pause or a sleep is no such reset (`checks.is_pausing`).
 """
@@ -82,9 +82,8 @@ class CacheReset:
         return accepted
 
     def wants_steps(self) -> bool:
-        """Whether an idle engine must take steps: old stores have not ended, or the flush after
-        them is not confirmed. False without a connection, and once the time given to `begin` or
-        `hold` has passed: the reset then goes on with the next request."""
+        """Whether an idle engine must take steps. False without a connection, and once the time
+        given to `begin` or `hold` has passed: the reset then goes on with the next request."""
         return self.under_way and time.monotonic() < self._steps_until_s and self._session.connected
 
     def hold(self, steps_s: float = 0.0) -> None:
@@ -99,8 +98,7 @@ class CacheReset:
         self._steps_until_s = time.monotonic() + steps_s
 
     def step(self, now_s: float) -> None:
-        """Flushes once the stores in flight have ended; ends the reset when it is confirmed.
-        Does not wait."""
+        """Flushes once the stores in flight have ended. Does not wait."""
         if not self.under_way or self._stores.in_flight:
             return
         if self._answer is None:

@@ -49,8 +49,7 @@ from hotkv_vllm.tracing.request_traces import RequestTraces, open_traces
 
 NO_NEWS = (-1, 0.0)
 ABSENCE_PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning. After a restart of the server the
-sessions reconnect one after the other."""
+"""After a restart of the server the sessions reconnect one after the other."""
 
 
 class WorkerLinks:
@@ -130,8 +129,8 @@ JOINING_PATIENCE_S = 5.0
 
 
 class Joining:
-    """Delays the first requests until all handshakes have come, if they come with the workers'
-    reports (MultiConnector).
+    """Delays the first requests until all handshakes have come with the workers' reports, if vLLM
+    does not forward them (MultiConnector).
 
     Each request is answered "ask again", so vLLM runs a step without requests, which brings the
     reports within ms. A rank that never answers costs JOINING_PATIENCE_S. While ranks read the
@@ -139,8 +138,7 @@ class Joining:
 
     requests: unfinished ones that have arrived meanwhile, in order.
     was_late: requests are no longer delayed.
-    reading: the scheduler's own reading of the files, which ends when the ranks' does; None
-        without.
+    reading: the scheduler's own, of the files, which ends when the ranks' does.
     """
 
     def __init__(self) -> None:
@@ -279,8 +277,7 @@ class Engine:
 class Assembly:
     """What lives as long as one key space, and its session.
 
-    state_block_tokens: tokens of a block, by vLLM group with `CacheGroup.states_by_handoff`;
-        each step needs it.
+    state_block_tokens: by vLLM group with `CacheGroup.states_by_handoff`; each step needs it.
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
@@ -424,13 +421,13 @@ def _over(
 # ------------------------------------------------------------------------- whether there is a cache
 
 LINKS_PATIENCE_S = 0.25
-"""After the server has come back, a request waits for the workers' reports until this time after
-its arrival."""
+"""After the server has come back: a request waits so long from its arrival for the workers'
+reports."""
 
 
 class Sharing:
     """cache: None while the engine runs without hotkv.
-    joining: until the handshakes arrive and the session can be opened.
+    joining: until the session can be opened.
     seen_changes: of the session's state, at the last `say_on`.
     owes_flush: a reset was asked for without `cache`: the flush follows the session.
     """
@@ -462,8 +459,7 @@ class Sharing:
 
     @property
     def lacks_sparse_layers(self) -> bool:
-        """The handshakes have come, and no rank has a layer that may attend sparsely. (CUDA's
-        ranks name none.)"""
+        """The handshakes have come and name no layer that may attend sparsely, as CUDA's do."""
         return bool(self._handshakes) and not any(one.sparse_layers for one in self._handshakes)
 
     @property
@@ -633,7 +629,6 @@ class Sharing:
     # ------------------------------------------------------------------------------------------ end
 
     def turn_off(self) -> None:
-        """The engine runs without hotkv until `connect`."""
         cache, self.cache, self._agreement = self.cache, None, None
         if cache is not None:
             cache.session.close()

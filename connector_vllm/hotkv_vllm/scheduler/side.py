@@ -32,7 +32,6 @@ from hotkv_vllm.stats import HotKVStats
 class HotKVScheduler:
     """The engine runs without hotkv until `connect`. Fallbacks of callbacks are `*_broke`.
 
-    is_child: in a MultiConnector.
     stats: growth since vLLM last collected it.
     totals: what vLLM has collected.
     """
@@ -113,7 +112,6 @@ class HotKVScheduler:
         self.sharing.turn_off()
 
     def _leave(self) -> None:
-        """Present requests go on without hotkv."""
         self.requests.cancel_loads()
         for state in self.requests.states.values():
             state.leave()

@@ -116,11 +116,10 @@ def prompt_boundaries(
 # -------------------------------------------------------------------- which blocks the server lacks
 
 STORE_BLOCKS = 1 << 13
-"""Most blocks of a store. The server takes 2^16 in a call, but a shorter store is visible
-sooner."""
+"""The server takes 2^16 in a call, but a shorter store is visible sooner."""
 STORE_RUNS = 256
-"""Most runs of a store. The server refuses more than 1024, and reserves slots for all of them
-before it serves another call."""
+"""The server refuses more than 1024, and reserves slots for all runs before it serves another
+call."""
 Handoff = tuple[int, int, int]
 """A recurrent state that vLLM offers in this step (Mamba "align" mode): its vLLM group, block
 id, and the tokens that it covers."""
@@ -213,10 +212,9 @@ class MissingBlocks:
         exact_tokens: int,
         planned: set[int],
     ) -> list[BlockRun]:
-        """The states to store, each as a run of one block.
+        """Each state to store as a run of one block.
 
         exact_tokens: leading tokens whose KV is exact; a state that covers more is skipped.
-        planned: as for `runs`.
         """
         found: list[BlockRun] = []
         groups = self._cache_groups
@@ -300,12 +298,9 @@ Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
 
 
 class Tails:
-    """Last blocks of ended requests, whose hashes became known only after the last step. The next
-    step stores them, up to the first that it writes, because no hit reaches beyond a missing block;
-    a tail of several runs is dropped whole.
-
-    blocks: ids of those that were added to `waiting`.
-    """
+    """Last blocks of ended requests, whose hashes became known only after the last step. The
+    next step stores them, up to the first that it writes, because no hit reaches beyond a
+    missing block; a tail of several runs is dropped whole."""
 
     def __init__(self) -> None:
         self.waiting: list[Tail] = []
@@ -334,7 +329,7 @@ class Tails:
 
 
 def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[BlockRun, ...]:
-    """The tail before its first block in `written`; empty if that cuts a tail of several runs."""
+    """Empty if that cuts a tail of several runs."""
     kept = [
         next((n for n, block in enumerate(run.block_ids.tolist()) if block in written), None)
         for run in tail
@@ -363,17 +358,14 @@ ANSWER_BLOCKS = 8
 sliding windows or recurrent states they are stored at once, like a prompt's."""
 
 UNSHARED = Retention(priority=-MAX_PRIORITY)
-"""For blocks with private names, useless once their request has ended: evicted first, copied to
-no tier (`StoreOptions.is_private`)."""
+"""For blocks with private names, useless once their request has ended."""
 Whose = tuple[Retention, bool, str, RequestTrace | None]
 """What all blocks of a store share: retention, whether names are private, id of a resident
 request or empty, trace."""
 
 
 class StorePlanner:
-    """Plans each step's stores, and revokes those whose blocks it is about to write.
-
-    fence: None: only workers revoke stores.
+    """fence: None: only workers revoke stores.
     exactness: None: all tokens count as exact.
     residencies: inexact blocks of resident requests are stored too.
     unfinished_tokens: last computed tokens whose KV the next step may change.
@@ -468,7 +460,6 @@ class StorePlanner:
     ) -> None:
         """Queues the last blocks of an ended request for the next step.
 
-        block_ids: per vLLM group.
         known_tokens: leading tokens whose KV may be stored.
         """
         if self._is_closed or not self._session.connected:
@@ -487,10 +478,7 @@ class StorePlanner:
         held: Collection[str],
         handoffs: Handoffs,
     ) -> list[tuple[RequestState, int]]:
-        """Requests with blocks to store after this step, and their computed tokens after it.
-
-        held: not to be stored now (`OtherLoads.held`).
-        """
+        """Requests with blocks to store after this step, and their computed tokens after it."""
         found = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             state = requests.get(request_id)
@@ -510,9 +498,7 @@ class StorePlanner:
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """This step's stores, and the ids of stores that must end before it writes blocks.
 
-        scheduled: as `due` returns.
-        written_blocks: that the step is about to write; called only if needed, because it costs
-            time.
+        written_blocks: called only if needed, because it costs time.
         """
         lost = self.in_flight.step()
         if lost:
@@ -560,8 +546,7 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes the stores of blocks about to be written, and cuts the tails. Ids of the
-        revoked."""
+        """Revokes the stores of blocks about to be written, and cuts the tails."""
         if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()

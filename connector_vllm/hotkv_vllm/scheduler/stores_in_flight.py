@@ -59,8 +59,8 @@ class StoreFence:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Revokes the store and frees its word: a rank may have stopped waiting for a store on
-        which the server still works."""
+        """Revokes the store first: a rank may have stopped waiting for one on which the server
+        still works."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -72,10 +72,9 @@ _store_ids = itertools.count(1)
 """For all planners of the process: workers may report an earlier planner's stores."""
 UNREPORTED_S = 60.0
 """After steps of so many seconds without a rank's report, a message is lost: the store is
-revoked and forgotten. Idle time does not count, because only steps carry reports."""
+revoked and forgotten."""
 MOST_STEP_S = 1.0
-"""The time between two steps' plans counts at most this much, so that the clock of
-`StoresInFlight` almost stops in an idle engine."""
+"""The time between two plans counts at most this much: idle time carries no reports."""
 
 
 @dataclass(slots=True)
@@ -106,9 +105,8 @@ class StoreInFlight:
 
 
 class StoresInFlight:
-    """- A block has at most one store in flight.
-    - `num_bytes` is the sum over `stores`.
-    - A store is removed when all ranks have reported its end, or UNREPORTED_S after it was planned.
+    """A block has at most one store in flight; `num_bytes` is the sum over `stores`. A store is
+    removed when all ranks have reported its end, or after UNREPORTED_S.
 
     reading: by block id, the store that reads it; without revoked stores.
     """
@@ -121,7 +119,7 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """max_bytes: of all stores together (`is_full`).
+        """max_bytes: of all stores together.
         on_end: called with each store that is removed, however it ended.
         """
         self.fence = fence
@@ -181,7 +179,6 @@ class StoresInFlight:
         """None if no word of the fence is free.
 
         num_bytes: in all ranks together.
-        request_id: of a resident request, or empty.
         """
         fence_index = self.fence.take()
         if fence_index is None:

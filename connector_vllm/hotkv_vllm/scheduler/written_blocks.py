@@ -8,11 +8,8 @@ from hotkv_vllm.compat import NULL_BLOCK, steps
 
 
 class WrittenBlocks:
-    """`allocated` adds what vLLM allocates at an admission, which loads of any connector may write;
-    `step` and `of_step` add what a step's prefill and decode write.
-
-    collected: since the last `take`.
-    """
+    """`allocated` adds what vLLM allocates at an admission, which loads of any connector may
+    write; `step` and `of_step` add what a step's prefill and decode write."""
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
         """tokens_per_block: per vLLM group. 0: vLLM allocates new blocks for the tokens of a
