@@ -100,9 +100,7 @@ class CachedGroups:
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
-        """masks: ready blocks per group.
-        computed_tokens: leading tokens that the engine holds, whose blocks count as ready.
-        """
+        """computed_tokens: leading tokens that the engine holds, whose blocks count as ready."""
         known = []
         for spec, mask in zip(self.specs, masks, strict=True):
             mask = mask.copy()

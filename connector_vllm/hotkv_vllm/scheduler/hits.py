@@ -218,7 +218,6 @@ def load_runs(
 ) -> list[LoadRun]:
     """A run per group to load; empty if the lease does not cover the hit.
 
-    block_ids: device blocks per group.
     hit_tokens: may be shorter than the leased hit.
     null_block: marks blocks that are not on the device, as before a sliding window; not loaded.
     """
@@ -323,6 +322,8 @@ NEVER_AGAIN = 1 << 30
 
 
 class HitFinder:
+    """Finds, leases and begins to load hits."""
+
     def __init__(
         self,
         session: Session,

@@ -35,7 +35,6 @@ class LoadOrders:
         )
 
     def begin(self, job: LoadJob, blocks: Any) -> None:
-        """blocks: vLLM's `KVCacheBlocks`."""
         self.quarantine.begun(job, blocks)
         self.jobs[job.request_id] = job
         self.awaited.add(job.request_id)
@@ -44,7 +43,7 @@ class LoadOrders:
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Gives up a load before the workers begin it."""
+        """Before the workers begin the load."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
@@ -112,7 +111,7 @@ class Quarantine:
         return sum(len(blocks) for blocks in self.kept.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
-        """blocks: vLLM's `KVCacheBlocks` of the request."""
+        """blocks: vLLM's `KVCacheBlocks`."""
         written = {block for run in job.runs for block in run.block_ids.tolist()}
         mine = {
             block.block_id: block
@@ -196,7 +195,6 @@ class FailedLoads:
         return True
 
     def outwait(self, granted_s: float, now_s: float) -> bool:
-        """Whether a granted hit must be dropped."""
         return bool(self.waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
@@ -284,7 +282,7 @@ class OtherLoads:
     - Synchronous: requests admitted for the step, or for later ones before its output, are not
       stored until that output; if the load failed, never.
 
-    held: run, but must not be stored now.
+    held: requests that run, but must not be stored now.
     """
 
     def __init__(self) -> None:

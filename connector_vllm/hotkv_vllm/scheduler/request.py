@@ -83,7 +83,8 @@ class HitState:
     has_expired: a lease has expired before its grant was read.
     waits_for: the one request for whose load this one waits or has waited (`CommonLoads`).
     hint: ready blocks at the arrival; None if unknown.
-    hint_until_s: of the first lookup, hint or answer; 0 once vLLM has asked.
+    hint_until_s: end of the hint, or of the answer to the lookup at the arrival; 0 once vLLM has
+        asked.
     miss_until_s: no lookup before.
     unproved_loads: begun, and their end not handled.
     is_cancelled: by this engine: its weights or an adapter may have changed, or a reset.
@@ -130,7 +131,7 @@ class HitState:
 class StoreState:
     """stored_blocks: per group, leading blocks considered for storing.
     due_tokens: when so many are computed, the next store is planned.
-    may_store: False if it depends on KV from before a reset.
+    may_store: False if the request depends on KV from before a reset.
     """
 
     stored_blocks: list[int]
@@ -171,8 +172,8 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True)
 class HitChoice:
-    """Exists until the load's end, or until nothing is to be loaded. After a load that reached its
-    limit it stays, as LEAVE.
+    """Whether to load or compute a hit, until the load's end or until nothing is to be loaded.
+    After a load that reached its limit it stays, as LEAVE.
 
     budget_s: for the server's answers and the load together; 0: no limit.
     prefill_s: predicted, for `num_tokens`.

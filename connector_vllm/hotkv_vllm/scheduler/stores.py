@@ -329,7 +329,7 @@ class Tails:
 
 
 def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[BlockRun, ...]:
-    """Empty if that cuts a tail of several runs."""
+    """The tail before its first written block; empty if that cuts a tail of several runs."""
     kept = [
         next((n for n, block in enumerate(run.block_ids.tolist()) if block in written), None)
         for run in tail
@@ -358,14 +358,17 @@ ANSWER_BLOCKS = 8
 sliding windows or recurrent states they are stored at once, like a prompt's."""
 
 UNSHARED = Retention(priority=-MAX_PRIORITY)
-"""For blocks with private names, useless once their request has ended."""
+"""For blocks with private names, by which no other request finds them: evicted first, and copied
+to no tier, because they are useless after their request."""
 Whose = tuple[Retention, bool, str, RequestTrace | None]
 """What all blocks of a store share: retention, whether names are private, id of a resident
 request or empty, trace."""
 
 
 class StorePlanner:
-    """fence: None: only workers revoke stores.
+    """Plans each step's stores.
+
+    fence: None: only workers revoke stores.
     exactness: None: all tokens count as exact.
     residencies: inexact blocks of resident requests are stored too.
     unfinished_tokens: last computed tokens whose KV the next step may change.

@@ -249,13 +249,12 @@ class StoresInFlight:
         return found
 
     def take_all_back(self) -> tuple[int, ...]:
-        """As `take_back_readers`, for all stores."""
+        """As `take_back_readers`."""
         for store_id in self.stores:
             self._take_back(store_id)
         return tuple(sorted(self.stores))
 
     def plan_broke(self) -> None:
-        """Removes unsent stores and revokes the others."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
