@@ -121,12 +121,13 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """stored_tokens: a request's leading tokens that the server has pinned. Set, like `has_room`
-        and `step_starts`, by `DevicePool.bind`.
+    """Manages all requests' device blocks for vLLM's scheduler.
+
+    stored_tokens: a request's leading tokens that the server has pinned. Set, like `has_room` and
+        `step_starts`, by `DevicePool.bind`.
     has_room: the server has reserved room for a request.
     step_starts: called before vLLM plans a step.
     freed_blocks: by request, the first block after its freed ones, which begin after the sinks.
-    hot: by request, its hot slots.
     lost: requests that have lost blocks in the server.
     moved: requests that were moved off the device.
     whole: requests that begin wholly on the device because the server is away.

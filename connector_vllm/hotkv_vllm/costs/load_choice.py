@@ -84,8 +84,8 @@ class ServerCosts:
         self._is_guess = False
 
     def guess_load(self, num_tokens: int, seconds: float) -> None:
-        """Replaces the measured loads by an estimate, because a load was given up; the next
-        measured one replaces it."""
+        """For a load that was given up, in place of measured ones; the next measured one
+        replaces it."""
         self._loads.clear()
         self._loads.append((num_tokens, seconds))
         self._is_guess = True
@@ -115,10 +115,7 @@ class LoadChoice:
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
         """`HitFinder.match`, but no hit if its tokens are to be computed, and a short one for a
-        trial.
-
-        computed_tokens: hit in vLLM's own prefix cache.
-        """
+        trial."""
         self._let_debt_fade(now_s)
         if not self._may_ask(state, computed_tokens):
             return _left(finder, state)
@@ -136,8 +133,7 @@ class LoadChoice:
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
-        """False if the prompt is to be computed, or the answers took longer than
-        `HitChoice.budget_s`."""
+        """False if the prompt is to be computed, or the answers took too long."""
         choice = state.choice
         if choice is None:
             stop_tokens = state.request.num_tokens - 1
@@ -201,7 +197,7 @@ class LoadChoice:
             choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + choice.num_tokens)
 
     def _weigh_load(self, choice: HitChoice) -> None:
-        """The hit's length is known now, so this replaces the choice of `_chosen`."""
+        """Replaces the choice of `_chosen`: the hit's length is known now."""
         held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
         if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
             if held_s:
@@ -344,8 +340,7 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
 
 
 def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
-    """Shortens a granted hit for a trial; its new length beyond `computed_tokens`. Doubles
-    `limit` until some length is possible."""
+    """New length beyond `computed_tokens`. Doubles `limit` until some length is possible."""
     hit = state.hit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:
         shorter = finder.groups.longest_hit(hit.ready, computed_tokens, computed_tokens + limit)

@@ -14,8 +14,7 @@ LEAST_CHUNK_TOKENS = 64
 LEAST_STEP_TOKENS = 256
 """In smaller steps the fixed cost dominates."""
 RECENT = 15
-"""The speed is the median of so many steps, which ignores steps that wait for stores or a
-compiler."""
+"""The median ignores steps that wait for stores or a compiler."""
 LEAST_SPREAD_TOKENS = 2048
 """The cost of context is learned only if the steps' contexts differ by so much."""
 MAX_OPEN = 64
@@ -25,7 +24,7 @@ MAX_OPEN = 64
 class Planned:
     """A step whose results have not arrived.
 
-    context_tokens: earlier tokens in the context of a computed token, on average.
+    context_tokens: before a computed token, on average.
     planned_s: monotonic clock.
     """
 

@@ -19,9 +19,9 @@ from typing import Protocol
 
 ASK_AGAIN_S = 5.0
 PATIENCE_S = 2.0
-"""Then requests are computed without the shared cache."""
+"""How long requests wait; then they are computed without the shared cache."""
 RECONNECT_S = 1.0
-"""Usually it takes some tens of ms."""
+"""How long a step waits for the new session; usually it takes some tens of ms."""
 _questions = itertools.count(1)
 """Unique in the process: ranks may still answer an earlier `Rekeying`."""
 

@@ -82,11 +82,8 @@ def full_key_space(
 
 
 def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> KeySpace:
-    """For a tier named in `secondary_tiers`, which sees only vLLM's `OffloadingConfig`. The setting
-    `hotkv.weights_identity`, not empty, stands for the rest.
-
-    row_bytes: padding included.
-    """
+    """For a tier named in `secondary_tiers`, which sees only vLLM's `OffloadingConfig`. The
+    setting `hotkv.weights_identity`, not empty, stands for the rest."""
     per_chunk = config.cache.blocks_per_chunk
     groups = tuple(
         GroupSpec(
@@ -110,7 +107,7 @@ def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> 
 
 
 def _row_factors(config: Any) -> tuple[str, ...]:
-    """What decides where each byte of a chunk is in a row."""
+    """Where each byte of a chunk is in a row."""
     parallel = config.parallel
     if is_portable(config):
         shape = "any"

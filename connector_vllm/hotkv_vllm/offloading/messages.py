@@ -45,8 +45,6 @@ class PageFormat(KVConnectorHandshakeMetadata):
 class DoorMetadata(OffloadingConnectorMetadata):
     """vLLM's orders for one step, and hotkv's.
 
-    weights: order to check weights that may have changed.
-    wants_formats: each rank reports its page format.
     timed_step: id that ranks send back, to measure the step; 0: not measured.
     """
 

@@ -281,7 +281,6 @@ class DoorScheduler:
 
     @callback(lambda *_: True, of="door")
     def has_room(self, request: Any) -> bool:
-        """After `comes`."""
         return self._room.has_room(request)
 
     @callback(nothing, of="door")
@@ -336,8 +335,7 @@ class DoorScheduler:
 
     @callback(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
-        """Also excludes the request if need be: with streamed input, a later turn may bring its
-        first image."""
+        """Also excludes the request if its next turn has brought its first image."""
         if self._is_excluded(request):
             self._tier.exclude([request.request_id])
         steps.forget_blocks(offloading, request)

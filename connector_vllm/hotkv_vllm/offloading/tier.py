@@ -182,7 +182,6 @@ class HotKVTier(SecondaryTierManager):
 
     @property
     def transfers(self) -> TierTransfers | None:
-        """None while hotkv is off."""
         return self._transfers
 
     def _open_stated(self) -> None:
@@ -438,8 +437,7 @@ class HotKVTier(SecondaryTierManager):
         known.answer = session.lookup(self._named(by_group))
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier) -> bool:
-        """Whether the server has the chunk by its answer; False if that is late, an error or
-        never asked for."""
+        """False if the answer is late, an error or never asked for."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
@@ -578,7 +576,6 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Since the last call."""
         self._collect_rows()
         ended, self._left = self._left, []
         if self._transfers is not None:
@@ -675,7 +672,6 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------- names
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
-        """Each list in the order of `keys`."""
         found: dict[int, list[OffloadKey]] = {}
         for key in keys:
             found.setdefault(self._group_of[get_offload_group_idx(key)], []).append(key)

@@ -50,11 +50,9 @@ SETTLED = (BlockResult.STORED, BlockResult.PRESENT, BlockResult.IN_FLIGHT)
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """The chunks of one group that a load copies.
+    """The chunks of one group that a load copies, in any order.
 
-    group_index: hotkv's.
-    keys: in any order.
-    rows: of each chunk, int32 [chunks].
+    rows: int32 [chunks].
     """
 
     group_index: int
@@ -230,7 +228,6 @@ class TierTransfers:
     # --------------------------------------------------------------------------------------- stores
 
     def store(self, job: Any, runs: Sequence[BlockRun], options: StoreOptions = NO_OPTIONS) -> None:
-        """As `load`."""
         name, session, settings = self._new_name(), self._session, self._settings
 
         def stored(end: TransferResult) -> None:
@@ -320,7 +317,6 @@ class TierTransfers:
             self._waiting[name] = _Deadline(time.monotonic() + wait_s, in_reset_s, missed)
 
     def _hurry(self) -> None:
-        """For a reset."""
         now_s = time.monotonic()
         with self._settled:
             self._is_draining = True
