@@ -66,7 +66,6 @@ class AdapterWatch:
         return not (self._answers or self._unacknowledged or self._put_off)
 
     def before_step(self, work: AdapterWork) -> None:
-        """Answers postponed questions first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -87,7 +86,7 @@ class AdapterWatch:
             self._answers[number] = {self._rank: identity}
 
     def take_report(self) -> AdapterReport | None:
-        """Each answer once; None if there is nothing to report."""
+        """Each answer once."""
         if not self._answers and not self._unacknowledged:
             return None
         report = AdapterReport(self._answers, self._unacknowledged)
@@ -95,8 +94,7 @@ class AdapterWatch:
         return report
 
     def _name(self, lora_request: Any) -> str:
-        """Of the bytes that vLLM uses or will use, which it reads ahead if need be. UNKNOWN if
-        they can't be identified or have changed, LATER if too many are read ahead."""
+        """Of the bytes that vLLM uses or will use, which it reads ahead if need be."""
         if self._manager is None:
             return UNKNOWN
         adapter_id = lora_request.lora_int_id

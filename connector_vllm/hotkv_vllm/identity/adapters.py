@@ -40,8 +40,8 @@ class AdapterWork:
     """The workers carry out `released` before `asked`.
 
     asked: (number of the question, vLLM's LoRARequest).
-    released: adapters without a running request, whose bytes need not be kept.
-    acknowledged: reports of their change of bytes may end.
+    released: adapters without a running request.
+    acknowledged: their change of bytes need not be reported any more.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -76,9 +76,9 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 
 
 class Standing(enum.Enum):
-    """KNOWN: the request may use hotkv, its adapter is identified.
-    WAIT: the ranks have not answered.
+    """WAIT: the ranks have not answered.
     NOT_YET: nor in time, or a rank has postponed its answer: computed without hotkv.
+    NEVER: its adapter is refused or unknown.
     """
 
     KNOWN = "known"
@@ -95,7 +95,6 @@ class _Id:
     asked: unanswered question; 0 without.
     answers: to the last question, by rank.
     is_put_off: a rank has postponed its answer.
-    has_changed: a rank has loaded other bytes under it.
     """
 
     names: set[AdapterName] = field(default_factory=set)
@@ -131,9 +130,7 @@ class _Keys:
 
 
 class Adapters:
-    """say: logs; at most once per adapter, and once beyond MAX_ADAPTERS.
-    is_used: a request had an adapter, or the workers have reported one.
-    """
+    """say: logs; at most once per adapter, and once beyond MAX_ADAPTERS."""
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]) -> None:
         self._num_ranks = num_ranks
@@ -160,8 +157,8 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """The next step asks about vLLM's id if no other running request uses it, or it is new
-        for this adapter."""
+        """Asks about vLLM's id if no other running request uses it, or it is new for this
+        adapter."""
         self.is_used = True
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
@@ -195,7 +192,6 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """NEVER if `arrived` did not register the request, or the adapter is refused."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER

@@ -53,7 +53,7 @@ class Exactness:
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
-        """What running requests compute from now on is inexact too."""
+        """Running requests compute only inexact KV from now on."""
         self.is_watching = True
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
@@ -156,7 +156,7 @@ class Exactness:
         self._own_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Tokens before the first inexact block; EVERYTHING if none of the `computed` ones is."""
+        """Tokens before the first inexact block; EVERYTHING without one."""
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             marked = np.flatnonzero(

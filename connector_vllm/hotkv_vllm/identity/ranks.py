@@ -2,7 +2,7 @@
 
 A slot has a shard of each rank with KV of its own, by pipeline stage and tensor-parallel rank. No
 rank knows the others' layers and sizes. So each posts a note with its own key space, or why it
-can't take part, and computes the engine's from all notes: all get the same, or all refuse.
+can't take part, and computes the engine's from all: all get the same, or all refuse.
 
 Notes go through the store of torch's process group: a collective that timed out would make its
 group unusable for vLLM.
@@ -69,8 +69,8 @@ def this_host() -> str:
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
     """The engine's key space, and this rank's place. Blocks for at most AGREE_TIMEOUT_S.
 
-    Raises Unsupported if the engine can't use the cache. A rank that can't posts its note and
-    raises at once; those that have all notes raise with one reason.
+    Raises Unsupported. A rank that can't use the cache posts its note and raises at once; those
+    that have all notes raise with one reason.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)
@@ -95,7 +95,7 @@ def process_group_store() -> RankStore:
 def exchange(
     store: RankStore, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
-    """Posts `note`; all notes by rank. Raises MissingNoteError.
+    """All notes by rank. Raises MissingNoteError.
 
     prefix: must be new in each call.
     """

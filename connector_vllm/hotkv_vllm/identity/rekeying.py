@@ -95,7 +95,7 @@ class Rekeying:
 
     @property
     def under_way(self) -> bool:
-        """Which weights the ranks have is unknown: no stores, no loads."""
+        """The engine must neither store nor load."""
         return self.is_due or self.is_asking
 
     def suspect(self, has_paused: bool = False) -> None:
@@ -118,8 +118,7 @@ class Rekeying:
         self.is_asking = True
 
     def waits(self, now_s: float) -> bool:
-        """Whether lookups wait for an open check, at most PATIENCE_S. Begins a check that is
-        due."""
+        """Whether lookups wait. Begins a check that is due."""
         if self.is_due:
             self.ask(now_s)
         return self.is_asking and now_s < self._since_s + PATIENCE_S
@@ -157,10 +156,10 @@ class Rekeying:
     def begin(self, identity: str, in_doubt: bool) -> None:
         """A session of `identity` is open: at the start, or again, as after a sleep.
 
-        Only the first call sets the original identity. A due check stays due; an open one, whose
-        answers may be lost, is due again.
+        Only the first call sets the original identity. An open check, whose answers may be lost, is
+        due again.
 
-        in_doubt: the ranks' weights may differ from it, so a check comes first.
+        in_doubt: the ranks' weights may differ from it.
         """
         self._original = self._original or identity
         self.identity = identity
@@ -187,8 +186,7 @@ class RankWeights:
     """identity: to whose key space the session must belong; empty until `begin`."""
 
     def __init__(self, watch: Watch | None) -> None:
-        """watch: None if vLLM's models were not found: every check counts the weights as
-        changed."""
+        """watch: None if vLLM's models were not found: each check finds other weights."""
         self._watch = watch
         self._answered = 0
         self._waits = False
@@ -242,7 +240,7 @@ class RankWeights:
         self._report = WeightsReport(question, self._digest, is_original, self._was_written)
 
     def take_report(self) -> WeightsReport | None:
-        """An answer once; a notice of a write until the scheduler begins a check."""
+        """An answer once; a notice of a write until a check begins."""
         if self._report is None and self._watch is not None and self._watch.touched:
             return WeightsReport(0, was_written=True)
         report, self._report = self._report, None

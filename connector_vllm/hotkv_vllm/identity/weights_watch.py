@@ -2,12 +2,12 @@
 
 - After a write through vLLM (`reload_weights`, weight transfer, waking up) or the model's
   `load_weights`, `digest` reads all weights: a single different element changes it.
-- Otherwise it reads samples first. So only a write that was not noticed and changed no sample is
+- Otherwise it reads samples first, so only a write that was not noticed and changed no sample is
   missed.
 - But for that, equal digests mean equal weights, in any process with the same tensor- and
   pipeline-parallel sizes.
 - If weights are packed into memory that can't be read (`_hiding_kernels`), the digest is random,
-  and a new one after readable weights changed or others may have been packed again.
+  and a new one if any may have changed.
 
 With experts moved between ranks (EPLB) each check finds other weights. A step without a check
 costs nothing.
@@ -101,8 +101,8 @@ class WeightsWatch:
             self._found, self._known = found, uuid.uuid4().hex if kernels else found[0]
 
     def forget_original(self) -> None:
-        """The model's files have changed since the process began, and the weights may differ
-        from them: checks identify weights by their contents in memory."""
+        """The model's files have changed since the process began: checks identify weights by
+        their contents in memory."""
         logger.warning(
             "hotkv: files of the model have changed since this process began, so the weights are "
             "named by what they are in memory; engines "
@@ -193,10 +193,9 @@ def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
     when it packs again; None if the weights may change without a new one.
 
     vLLM 0.32: on CPUs `dispatch_cpu_unquantized_gemm` (which alone sets `cpu_linear`),
-    `CPUInt8ScaledMMLinearKernel` and `ZentorchWNA16LinearKernel` hand a layer's weight to a
-    kernel and leave an empty parameter or None. Quantized weights have other names than
-    `weight`. On GPUs `Mxfp4MoEMethod` replaces experts' parameters by tensors of Triton's
-    kernels.
+    `CPUInt8ScaledMMLinearKernel` and `ZentorchWNA16LinearKernel` leave an empty parameter or
+    None for a weight. Quantized weights have other names than `weight`. On GPUs `Mxfp4MoEMethod`
+    replaces experts' parameters by tensors of Triton's kernels.
     """
     if any(EXPERTS & vars(layer).keys() for layer in model.modules()):
         return [None]

@@ -360,8 +360,8 @@ class Admission:
                 self.choice.leave(state)
 
     def _abandon(self, request_id: str) -> None:
-        """Gives up a load that can't begin: the next step reports it to vLLM, which awaits its
-        end, as failed. It counts towards `max_load_retries`."""
+        """The next step reports the load to vLLM, which awaits its end, as failed. It counts
+        towards `max_load_retries`."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:

@@ -65,8 +65,7 @@ class SharedEvents:
         return f"SharedEvents({sum(map(len, self._reported.values()))} blocks)"
 
     def device_was_cleared(self) -> None:
-        """vLLM has published that all blocks are gone: publishes the shared cache's blocks
-        again."""
+        """Publishes the shared cache's blocks again."""
         self._reported.clear()
         self._unseen.clear()
         # The list of all blocks will contain those of a call in progress.

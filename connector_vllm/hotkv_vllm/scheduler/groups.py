@@ -56,7 +56,7 @@ class CachedGroups:
         return not leaves_out and steps.covers_embeddings(request)
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """One for each of vLLM's hashes; empty for a request that must not share KV."""
+        """Empty for a request that must not share KV."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -67,9 +67,8 @@ class CachedGroups:
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """vLLM's own hashes, also of a request that must not share KV. The caller must salt
-        them: two requests may differ in inputs that vLLM's hash does not cover.
-        """
+        """vLLM's own, also of a request that must not share KV. The caller must salt them: they
+        may not cover all inputs."""
         return self._of_group(request.block_hashes, index)
 
     def _of_group(self, keys: Sequence[bytes], index: int) -> Sequence[bytes]:
@@ -95,8 +94,7 @@ class CachedGroups:
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
-        """Leading blocks to look up for a hit of at most `limit_tokens`; in a drafter's group,
-        one more."""
+        """To look up for a hit of at most `limit_tokens`; one more in a drafter's group."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
@@ -186,8 +184,8 @@ class SketchPlanner:
         return tuple(found)
 
     def lacking(self, session: Session, group: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Which sketches the server lacks, by the block table: a hint. All True without a table;
-        None for a group without sketches."""
+        """By the block table: a hint. All True without a table; None for a group without
+        sketches."""
         kind = self._of_group.get(group)
         if kind is None:
             return None

@@ -362,8 +362,8 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks a new request up, as a hint for `match`. Asks the server only without a table,
-        or if a lower tier may have more."""
+        """As a hint for `match`. Asks the server only without a table, or if a lower tier may
+        have more."""
         if not self._session.connected or not self.can_hit(state.request, 0):
             return
         self.hidden.set_epoch(self._session.epoch, now_s)

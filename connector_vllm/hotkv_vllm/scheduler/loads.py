@@ -310,7 +310,7 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Number of the step, for workers to report at its end; 0: no report needed.
+        """Number for workers to report at the step's end; 0: no report needed.
 
         has_sync_loads: of another connector.
         """
@@ -329,11 +329,10 @@ class OtherLoads:
         self.held |= self._admitted
 
     def settled(self, step: int, went_well: bool) -> None:
-        """A step has ended. Reports come in order: an earlier open step has lost its report, and
-        its admitted requests are never stored.
+        """Reports come in order: an earlier open step has lost its report, and its admitted
+        requests are never stored.
 
-        went_well: False if a synchronous load failed: requests admitted for this or a later
-            planned step are never stored.
+        went_well: False if a synchronous load failed.
         """
         for number in sorted(self._unsettled):
             if number > step and went_well:

@@ -1,5 +1,5 @@
-"""Lets a request wait for blocks that another engine computes for it: with one engine for prompts
-and one for decoding, it may come before the last blocks of its prompt.
+"""Lets a request wait for blocks that another engine computes for it: its prompt's last blocks may
+not have reached the server yet.
 
 - It waits no longer than this engine would take to compute the missing tokens; not at all until
   that speed is measured.

@@ -105,7 +105,7 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool, *, is_late: bool = False) -> None:
-        """A failed load shows as no hit in the message and the trace, unless a later load succeeds.
+        """A failed load shows as no hit, unless a later one succeeds.
 
         is_late: the engine cancelled it, because computing is faster.
         """

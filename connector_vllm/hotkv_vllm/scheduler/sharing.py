@@ -55,8 +55,7 @@ ABSENCE_PATIENCE_S = 5.0
 class WorkerLinks:
     """Which workers have a session.
 
-    While one has none, hits and stores are off, and each step asks all workers to report. Otherwise
-    a worker reports when it gets or loses its session.
+    While one has none, hits and stores are off, and each step asks all workers to report.
 
     A worker without one for ABSENCE_PATIENCE_S of the scheduler's present connection is warned
     of, as registering memory takes seconds and reports come only with steps. A later line takes
@@ -136,8 +135,7 @@ class Joining:
     reports within ms. A rank that never answers costs JOINING_PATIENCE_S. While ranks read the
     weights' files no request is delayed.
 
-    requests: unfinished ones that have arrived meanwhile, in order.
-    was_late: requests are no longer delayed.
+    requests: unfinished, in the order of their arrival.
     reading: the scheduler's own, of the files, which ends when the ranks' does.
     """
 
@@ -155,8 +153,7 @@ class Joining:
         return self.reading is None or self.reading.done()
 
     def asks_again(self, now_s: float) -> bool:
-        """Whether handshakes may still come. Warns once when the time, from the first call after
-        the files were read, has passed."""
+        """Warns once when the time, from the first call after the files were read, has passed."""
         if not self.asks_workers:
             return False
         if self._until_s is None:
@@ -500,9 +497,9 @@ class Sharing:
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """Opens the session. Waits up to `startup_wait_s` for a server, and OPENING_S more if it
-        has answered. Without agreement, warns and leaves hotkv off. If the system refuses a thread
-        or a file, the next steps call again (`joining`).
+        """Waits up to `startup_wait_s` for a server, and OPENING_S more if it has answered. Without
+        agreement, warns and leaves hotkv off. If the system refuses a thread or a file, the next
+        steps call again (`joining`).
 
         handshakes: if empty, the first steps ask for them. vLLM 0.33 also calls after each
             wake-up: with the same handshakes the session goes on.
@@ -590,8 +587,8 @@ class Sharing:
         return self.cache is not None and identity != self.weights.identity
 
     def adopt(self, identity: str) -> None:
-        """Adopts the weights that all ranks have reported; other weights get a session of their
-        own. If the system refuses a thread or a file for it, the next step tries again."""
+        """Other weights get a session of their own. If the system refuses a thread or a file for
+        it, the next step tries again."""
         agreement = self._agreement
         if self.cache is not None and agreement is not None and self.is_other(identity):
             # The step waits a moment, so that the first request can hit; not without a server.
@@ -618,8 +615,8 @@ class Sharing:
             self.cache.finder.groups.leaves_media_out = self._engine.counts_media or is_old
 
     def join(self, report: StepReport) -> list[Any]:
-        """Connects once a report has all handshakes. The requests that have waited; empty while
-        handshakes are missing, or if `connect` must be called again."""
+        """The requests that have waited; empty while handshakes are missing, or if `connect`
+        must be called again."""
         joining = self.joining
         if joining is None or len(report.handshakes) < self._num_ranks:
             return []

@@ -240,11 +240,10 @@ class HotKVScheduler:
                 cache.finder.give_up(state)
 
     def reset_broke(self) -> bool:
-        """Stops loads and stores until a flush is confirmed. Present requests get no hits, and
-        neither their blocks nor any on the device are stored.
+        """Stops loads and stores until a flush is confirmed. Present requests get no hits; neither
+        their blocks nor any on the device are stored.
 
-        False: the reset has failed. True if the engine pauses or sleeps, which False would make
-            fail.
+        True if the engine pauses or sleeps, which False would make fail.
         """
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()

@@ -2,9 +2,8 @@
 that they read. Never blocks.
 
 - Before a step writes a block that a store reads, the store has ended or is revoked
-  (`stores_in_flight.StoreFence`); each message lists these stores.
+  (`stores_in_flight.StoreFence`).
 - A request's block ids are read from vLLM at each step and never kept.
-- A block has at most one store in flight.
 """
 
 import math
@@ -432,25 +431,21 @@ class StorePlanner:
 
     def comes(self, state: RequestState) -> None:
         """All blocks must be considered again: the request holds none on the device, as it is
-        new, was preempted (stores may have been revoked), or its load has failed. Not for a
-        resident request."""
+        new, was preempted (stores may have been revoked), or its load has failed."""
         if not self._is_resident(state):
             state.store = replace(self.new_state(), may_store=state.store.may_store)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
-        """The loaded blocks are not stored again.
-
-        stored_blocks: leading ones per group that the server has.
-        """
+        """stored_blocks: leading ones per group that the server has."""
         for index, num_blocks in enumerate(stored_blocks):
             mine = state.store.stored_blocks
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
         """A request with computed tokens, which depends on KV from before the reset, is no
-        longer stored; others are stored in full. A load in progress is cancelled and does not
-        count; if it succeeds, `Exactness` excludes its KV. A resident request on the device goes
-        on under private names."""
+        longer stored; others are stored in full. A cancelled load does not count; if it
+        succeeds, `Exactness` excludes its KV. A resident request on the device goes on under
+        private names."""
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
         elif state.request.num_computed_tokens and not state.is_loading:
@@ -564,8 +559,7 @@ class StorePlanner:
         planned: set[int],
         last: bool = False,
     ) -> list[BlockRun]:
-        """The request's full blocks to store now; `state.store` then says when to consider the
-        next.
+        """`state.store` then says when to consider the next blocks.
 
         computed_tokens: after this step.
         last: the request has ended; blocks left out now are never stored.

@@ -27,12 +27,12 @@ class StoreFence:
     """Before a block that a store reads is written, the store is revoked or has ended. A revoked
     store does not make its blocks ready.
 
-    - By the workers, always: each step's message lists the stores whose blocks it reallocates, and
+    - By the workers, always: each message lists the stores whose blocks the step reallocates, and
       each worker ends them before the step goes on (`worker.rank_stores`).
     - By the scheduler too, if vLLM's runner writes before it notifies connectors
       (`checks.writes_before_it_tells`): each rank shares a page with a 32-bit word per store. The
-      scheduler sets the word before any worker gets the step; the server reads it after copying,
-      and commits only if it is not set.
+      scheduler sets it before any worker gets the step; the server reads it after copying, and
+      commits only if it is not set.
 
     revocations: None if only workers revoke stores.
     """
@@ -144,7 +144,7 @@ class StoresInFlight:
         )
 
     def step(self) -> dict[int, StoreInFlight]:
-        """Begins a step: the stores of earlier ones were sent by now.
+        """The stores of earlier steps were sent by now.
 
         Removes and returns lost stores: overdue ones, and those that all ranks have reported but
         a fault has left. A worker may still work on them, so the step's message must list them.
@@ -213,8 +213,7 @@ class StoresInFlight:
         )
 
     def account(self, report: StepReport) -> list[StoreInFlight]:
-        """Adds reported results; removes and returns the stores that all ranks have ended.
-        Idempotent."""
+        """Removes and returns the stores that all ranks have ended. Idempotent."""
         new: list[StoreInFlight] = []
         for store_id, results in report.stores.items():
             store = self.stores.get(store_id)

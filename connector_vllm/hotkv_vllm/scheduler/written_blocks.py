@@ -47,13 +47,13 @@ class WrittenBlocks:
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:
-        """All blocks since the last `take`, with those of the present step."""
+        """With those of the present step."""
         if self._scheduler_output is not None:
             self.collected |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None
         return self.collected
 
     def take(self) -> set[int]:
-        """Forgets the blocks. Those of the present step are included only after `of_step`."""
+        """Those of the present step only after `of_step`."""
         taken, self.collected, self._scheduler_output = self.collected, set(), None
         return taken
