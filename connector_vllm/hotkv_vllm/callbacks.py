@@ -1,16 +1,10 @@
-"""Guards the callbacks (methods of the connector that vLLM calls), so that no exception of hotkv
-reaches vLLM.
+"""Keeps every exception of a callback away from vLLM.
 
-The decorators `callback` and `class_callback` guard a callback. Each of them gets a fallback (a
-function) as an argument. If the callback raises, the fallback is called, and vLLM gets the
-fallback's result. `FALLBACKS` says why this result is safe.
-
-Always true:
-- If a callback raises, the exception is logged (and counted, except by `class_callback`), and vLLM
-  gets the result of the callback's fallback.
-- If the fallback raises too, vLLM gets the decorator's argument `last`.
-- A fallback shares as little state as possible with its callback, so that one fault does not break
-  both.
+- If a callback raises, the exception is logged, and counted except by `class_callback`. vLLM gets
+  the result of the callback's fallback; `FALLBACKS` says why it is safe.
+- If the fallback raises too, vLLM gets the decorator's `last`.
+- A fallback shares as little state as possible with its callback, so that one fault does not
+  break both.
 """
 
 import functools
@@ -178,11 +172,10 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "The counters are lost.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""By name of a callback: what happens if the callback raises. This explains why no request is lost
-and no wrong KV is served.
+"""By callback: what happens if it raises; so no request is lost and no wrong KV served.
 
-Some names are methods that a callback calls (`is_part`). If such a method raises, the rest of the
-callback still runs. The decorator `callback` refuses a method whose name is missing here.
+Some names are methods that a callback calls (`is_part`): if one raises, the rest of the callback
+still runs. `callback` refuses a method whose name is missing here.
 """
 
 
@@ -192,17 +185,14 @@ callback still runs. The decorator `callback` refuses a method whose name is mis
 T = TypeVar("T")
 
 CALLBACKS: dict[str, FunctionType] = {}
-"""By name of each callback (method that vLLM calls): its function without the decorator that
-catches exceptions."""
+"""The undecorated functions, by callback."""
 
 
 class CallbackEdge:
-    """Records the time and the exceptions of a connector's callbacks (methods that vLLM calls). The
-    decorator `callback` catches the exceptions.
+    """Time and exceptions of a connector's callbacks, which `callback` records.
 
-    clock: has the time of each callback, which `callback` adds to it.
-    broken: names of the callbacks that have raised.
-    count: takes the name of a counter and increments it.
+    broken: callbacks that have raised.
+    count: increments the counter of a name.
     """
 
     def __init__(self, clock: CallbackClock, count: Callable[[str], None]) -> None:
@@ -214,11 +204,7 @@ class CallbackEdge:
         return f"CallbackEdge(broken: {sorted(self.broken)})"
 
     def broke(self, name: str) -> None:
-        """Counts the exception that is being handled. Logs its traceback the first time that this
-        callback raises.
-
-        name: name of the callback that raised.
-        """
+        """Counts the exception that is being handled. Logs the first one of each callback."""
         self._count("callback_errors")
         if name not in self.broken:
             self.broken.add(name)
@@ -235,19 +221,15 @@ def callback(
     of: str = "",
     unless: str = "",
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a callback (a method that vLLM calls): records its time, and catches its exceptions
-    so that they do not reach vLLM. The object to which the method belongs must have an attribute
-    `edge`, a `CallbackEdge`.
+    """Times a method and catches its exceptions. Its object needs an attribute `edge`, a
+    `CallbackEdge`.
 
-    otherwise: the fallback. If the callback raises, the fallback is called with the object and the
-        callback's arguments, and vLLM gets its result.
+    otherwise: the fallback, called with the object and the callback's arguments.
     last: what vLLM gets if the fallback raises too.
-    is_part: True for a method that is called by a callback, not by vLLM. The method is not timed
-        separately. If it raises, the rest of the callback still runs.
-    of: name of the object to which the method belongs, such as "tier"; empty for the connector.
-        The callback's name in `FALLBACKS` begins with it: "tier.lookup".
-    unless: name of an attribute of the object. While it is True, there is nothing to do: vLLM gets
-        `last`, and the method is neither called nor timed.
+    is_part: a callback calls the method, not vLLM; it is not timed separately.
+    of: prefix of the name in `FALLBACKS`, such as "tier"; empty for the connector.
+    unless: attribute of the object. While it is True, vLLM gets `last`; the method is neither
+        called nor timed.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -294,14 +276,8 @@ def _answer(
 def class_callback(
     otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a callback that vLLM calls on the class, before a connector exists. Catches and
-    logs the callback's exceptions, but does not count them or time the callback.
-
-    otherwise: the fallback. If the callback raises, the fallback is called with the class and the
-        callback's arguments, and vLLM gets its result.
-    last: what vLLM gets if the fallback raises too. The default None is the result of vLLM's own
-        base class.
-    """
+    """Like `callback`, for callbacks on the class, before a connector exists. Neither counts nor
+    times. The default `last` is what vLLM's base class returns."""
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         _add(method.__name__, method)
@@ -328,5 +304,4 @@ def class_callback(
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Returns None, whatever the arguments. Used as the fallback of callbacks that may return no
-    result."""
+    """Fallback of callbacks that may return no result."""

@@ -1,9 +1,9 @@
 """Reads the connector's settings from vLLM's `kv_connector_extra_config`.
 
-A setting is a key `hotkv.<name>`, or a field of an object under the key `hotkv`. vLLM makes such an
-object from arguments with dots (`--kv-transfer-config.kv_connector_extra_config.hotkv.load
-always`). Keys that do not begin with `hotkv` are ignored. A wrong setting stops the engine's start;
-the message names the key, the value and the allowed values. An absent server never stops the start.
+A setting is a key `hotkv.<name>`, or a field of an object under the key `hotkv`, which vLLM
+makes from arguments with dots (`--kv-transfer-config.kv_connector_extra_config.hotkv.load
+always`). Other keys are ignored. A wrong setting stops the engine's start; an absent server
+never does.
 """
 
 import os
@@ -32,13 +32,12 @@ LOADS = ("auto", "always")
 
 
 class ConfigError(ValueError):
-    """Raised for a wrong setting, or for an engine in which a setting can't work."""
+    """A wrong setting, or one that can't work in this engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """The connector's settings. `tools/connector_settings.py` generates docs/connector.md from this
-    list.
+    """The connector's settings. `tools/connector_settings.py` makes docs/connector.md of them.
 
     target: `unix:/path/grpc.sock` or `host:port`.
     tenant: engines of different tenants never share blocks; a server with tenants demands a proof
@@ -82,9 +81,9 @@ class ConnectorConfig:
         shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
         without it attention is vLLM's own.
-    sparse_centre: file with the model's mean keys (centres), measured by `python -m
-        hotkv_vllm.sparse.calibrate`; they improve selections. Engines share sketches
-        (compact forms of keys) only if their files are equal.
+    sparse_centre: file with the model's centres, measured by `python -m
+        hotkv_vllm.sparse.calibrate`; they improve selections. Engines share sketches only if their
+        files are equal.
     tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env`
         for the variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
@@ -94,8 +93,8 @@ class ConnectorConfig:
         there.
     allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, although such engines have run
         on one GPU only, for minutes; without it such an engine does not start.
-    sketch_tokens: on CUDA, device memory is allocated for the sketches of this many
-        tokens of all running contexts.
+    sketch_tokens: on CUDA, device memory is allocated for the sketches of this many tokens of all
+        running contexts.
     sparse_recall_steps: once in this many decode steps, one layer's selection is measured against
         exact attention; 0 for never.
     """
@@ -134,8 +133,7 @@ class ConnectorConfig:
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorConfig":
-        """Returns the settings in `kv_connector_extra_config`, with defaults for missing settings.
-        Raises ConfigError."""
+        """Missing settings get their defaults. Raises ConfigError."""
         known = {f.name: f for f in fields(ConnectorConfig)}
         values: dict[str, Any] = {"target": os.environ.get(TARGET_ENV) or DEFAULT_TARGET}
         for key, value in flat(extra).items():
@@ -170,19 +168,17 @@ class ConnectorConfig:
 
     @property
     def credentials(self) -> Credentials:
-        """Returns the credentials that the engine's sessions use with a server over TCP."""
+        """For a server over TCP."""
         return Credentials(
             self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
         )
 
     @property
     def is_resident(self) -> bool:
-        """Returns True with residency: contexts may be in host memory instead of device memory."""
         return self.sparse is not None and self.sparse.residency != "off"
 
     def read_centres(self) -> Centres | None:
-        """Reads the model's mean keys (centres) from the file `sparse_centre`. Returns None if the
-        setting is empty. Raises ConfigError."""
+        """Reads the file `sparse_centre`; None if the setting is empty. Raises ConfigError."""
         if not self.sparse_centre:
             return None
         try:
@@ -192,9 +188,10 @@ class ConnectorConfig:
 
 
 def flat(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a copy of `extra` (`kv_connector_extra_config`) in which the fields of an object
-    `hotkv` have become keys `hotkv.<name>`. Raises ConfigError if `hotkv` is not an object, or if a
-    setting occurs in both forms."""
+    """A copy in which the fields of an object `hotkv` are keys `hotkv.<name>`.
+
+    Raises ConfigError if `hotkv` is not an object, or a setting occurs in both forms.
+    """
     if NESTED not in extra:
         return extra
     nested = extra[NESTED]
@@ -254,11 +251,7 @@ def _read_collector(key: str, value: Any) -> str:
 
 
 def _read_sparse(key: str, value: Any) -> SparseConfig:
-    """Returns the `SparseConfig` in a JSON object, in which lists stand for tuples. Raises
-    ConfigError.
-
-    key: name of the setting, for messages.
-    """
+    """In the JSON object, lists stand for tuples."""
     known = {f.name for f in fields(SparseConfig)}
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -289,14 +282,12 @@ RESIDENT_SETTINGS: Mapping[str, Any] = {
     "dense_layers": (),
     "min_context_tokens": 2048,
 }
-"""Defaults of the settings of sparse decode in an engine with residency. They differ from the
-defaults of `SparseConfig`: the number of attended tokens does not grow with the context, and all
-layers attend sparsely."""
+"""Other defaults of `SparseConfig` with residency: a budget that does not grow with the context,
+and all layers attend sparsely."""
 
 
 def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if `extra` (`kv_connector_extra_config`) turns
-    residency on (contexts in host memory); None otherwise. Raises ConfigError."""
+    """Settings of sparse decode if residency is on, else None. Raises ConfigError."""
     value = flat(extra).get(SPARSE)
     if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
         return None
@@ -304,16 +295,15 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
 
 
 def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if `extra` (`kv_connector_extra_config`) turns
-    residency on and allows it on CUDA (`allow_sparse_cuda`); None otherwise. Raises
+    """Settings of sparse decode if residency is on and allowed on CUDA, else None. Raises
     ConfigError."""
     config = resident_settings(extra)
     return config if flat(extra).get(ALLOW_CUDA) is True else None
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
-    """Returns True if an engine with these settings may use sparse decode. Always True for the
-    settings of a MultiConnector, because the settings of its connectors are not examined."""
+    """Whether sparse decode is possible; always True for a MultiConnector, whose connectors'
+    settings are not examined."""
     return SPARSE in flat(extra) or "connectors" in extra
 
 
@@ -335,8 +325,7 @@ def _check_choice(name: str, values: Mapping[str, Any], allowed: tuple[str, ...]
 
 
 def _check_maps_arena(config: ConnectorConfig) -> None:
-    """Raises ConfigError if the scheduler side could not map the server's arena, which residency
-    (contexts in host memory) needs."""
+    """Raises ConfigError if the scheduler side can't map the arena, which residency needs."""
     why = f"with {SPARSE}.residency the engine reads the server's memory"
     if not config.target.startswith("unix:"):
         raise ConfigError(

@@ -1,13 +1,9 @@
 """`HotKVConnector`: the class that vLLM loads as its KV connector.
 
-A callback is a method that vLLM calls. The connector fails open: no exception of hotkv reaches vLLM
-from a callback. If a callback raises, the exception is logged once and counted, and vLLM gets the
-result of the callback's fallback (`callbacks` says why each fallback is safe). Only a wrong
-configuration raises, when vLLM constructs the connector.
-
-The connector only forwards calls. It holds a scheduler side (`HotKVScheduler`) and a worker side
-(`HotKVWorker`); a `NoSide` replaces the side that the process does not need. Each callback calls a
-method of one side. No callback does work per layer.
+It fails open: if a callback raises, the exception is logged once and counted, and vLLM gets the
+fallback's result (`callbacks`). Only a wrong configuration raises, when vLLM constructs the
+connector. It only forwards calls to a scheduler side and a worker side; a `NoSide` stands for a
+side that the process lacks. No callback does work per layer.
 """
 
 import time
@@ -44,8 +40,7 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.stats import CallbackClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sharing", "sparse", "steps"})
-"""Names of the attributes through which the connector reaches parts of its scheduler side or worker
-side, such as `requests` of `HotKVScheduler`. A `NoSide` has these attributes too."""
+"""Attributes through which the connector reaches parts of its sides. `NoSide` has them too."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),
@@ -61,18 +56,12 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "lost_broke": lambda *_: set(),
     "wants_steps": lambda *_: False,
 }
-"""By name of a method: the function that a `NoSide` calls in place of the method. All other methods
-of a `NoSide` return None. The names are methods of `HotKVScheduler`, of `HotKVWorker`, or of their
-parts (PARTS)."""
+"""Results of a `NoSide`'s methods; all others return None."""
 
 
 class NoSide:
-    """Replaces a side that this process does not have: the worker side in the scheduler, the
-    scheduler side in a worker, or both if hotkv is off.
-
-    Accepts every call and does nothing, so callbacks (methods that vLLM calls) need not test
-    whether a side exists. Its return values (`ANSWERS`) make vLLM run as it would without hotkv.
-    """
+    """Stands for a side that this process lacks, or for both if hotkv is off: accepts every
+    call, and its results (`ANSWERS`) make vLLM run as without hotkv."""
 
     def __init__(self) -> None:
         vars(self).update(ANSWERS | dict.fromkeys(PARTS, self))
@@ -84,9 +73,7 @@ class NoSide:
 
 
 class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Implements vLLM's connector interface. vLLM constructs one connector in the scheduler's
-    process and one in each worker. The constructor raises ConfigError if the configuration is
-    wrong."""
+    """vLLM constructs one in the scheduler's process and one in each worker. Raises ConfigError."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -138,14 +125,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Returns True with residency (contexts in host memory). vLLM then drops the output of a
-        request's steps in flight when it preempts the request. This is necessary because such a
-        step may have read blocks that the server no longer held. Returns False without residency,
-        where a lost store only causes a later miss."""
+        """With residency, vLLM drops the output of steps in flight when it preempts a request:
+        they may have read blocks that the server no longer held. Without, a lost store only
+        causes a miss."""
         return self._is_resident
 
-    # --------------------------------------------------------------------------------- worker
-    # callbacks
+    # ------------------------------------------------------------------------ worker callbacks
 
     @callback(lambda self, *_: self._worker.memory_broke("shown to the server"))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -153,29 +138,27 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @callback(lambda self: self._worker.unregister_broke())
     def unregister_kv_caches(self) -> None:
-        """Closes the worker's session, because vLLM is about to discard the KV memory.
+        """Closes the session, because vLLM is about to discard the KV memory.
 
-        Called by vLLM 0.33 and later. With vLLM 0.32 this call is not needed: an engine of that
-        version can sleep only if its memory can't be shared, and in such an engine hotkv is off.
+        vLLM 0.33 and later. An engine of 0.32 can sleep only if its memory can't be shared, and
+        then hotkv is off.
         """
         self._worker.unregister()
 
     @callback(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
-        """Registers the KV memory with the server again after a sleep. The memory is at its old
-        addresses, but has lost its contents."""
+        """Registers the memory again after a sleep: at its old addresses, without its contents."""
         self._worker.restore()
 
     @callback(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns this rank's handshake (its key space, or why it has none). vLLM forwards it to
-        the scheduler's connector. Returns None in a MultiConnector, which would pass the handshake
-        to other connectors. The scheduler side then asks for the handshake in a step's message."""
+        """None in a MultiConnector, which would pass the handshake to other connectors. The
+        scheduler side then asks for it in a step's message."""
         return None if self._is_child else self._worker.handshake()
 
     @callback(lambda self, *_: self._worker.distrust())
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begins a step. Called before all other callbacks of the step."""
+        """Begins a step, before its other callbacks."""
         self._rests = False
         self.clock.began_s = time.perf_counter()
         if isinstance(kv_connector_metadata, HotKVMetadata):
@@ -188,8 +171,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     has_connector_metadata = staticmethod(bool)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Keeps the step's metadata. Both of vLLM's runners call this between the zeroing of blocks
-        and the forward pass."""
+        """Both of vLLM's runners call this between the zeroing of blocks and the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, HotKVMetadata) and connector_metadata.loads:
             self._before_forward(connector_metadata)
@@ -204,18 +186,18 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @callback(_loads_broke, unless="_rests")
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts the step's loads that the forward pass need not wait for. Ignores the keyword
-        arguments that model runner V2 passes."""
+        """Starts the loads that the forward pass need not wait for. Model runner V2 passes
+        keywords."""
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.start_loads(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing, because loads are asynchronous: vLLM runs a request only after its load."""
+        """Nothing: vLLM runs a request only after its load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Does nothing, because stores begin after the step (`wait_for_save`)."""
+        """Nothing: stores begin after the step (`wait_for_save`)."""
 
     def _stores_broke(self) -> None:
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
@@ -237,9 +219,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @callback(lambda self: self._worker.sparse.lost_broke(), last=frozenset(), unless="_rests")
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the id of the first block of each resident request (a request whose old blocks
-        are only in host memory) that has lost some of these old blocks. vLLM then computes these
-        requests anew. Does not report failed loads, because `get_transfer_results` does."""
+        """First block of each resident request that has lost blocks of the arena: vLLM computes
+        it anew. `get_transfer_results` reports failed loads."""
         return self._worker.sparse.take_lost()
 
     @callback(nothing)
@@ -253,8 +234,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return self._worker.take_report(meta if isinstance(meta, HotKVMetadata) else None)
 
-    # ------------------------------------------------------------------------------ scheduler
-    # callbacks
+    # --------------------------------------------------------------------- scheduler callbacks
 
     @callback(lambda self, *_: self._scheduler.turn_off())
     def set_xfer_handshake_metadata_pp_aware(
@@ -311,9 +291,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Ends a request. Returns (False, None), so that vLLM may free the request's blocks at
-        once: before a step overwrites these blocks, the stores that read them end or are
-        revoked."""
+        """Lets vLLM free the blocks at once: before a step overwrites them, the stores that read
+        them end or are revoked."""
         self._scheduler.requests.finished(request, block_ids)
         return False, None
 
@@ -328,15 +307,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @callback(lambda _: False)
     def has_pending_push_work(self) -> bool:
-        """Returns True if vLLM must plan steps although the engine may be idle, because a reset of
-        the shared cache is in progress. (Other connectors return True here for another reason,
-        pending transfers of KV.)"""
+        """True while a reset of the shared cache needs steps of an idle engine. (Other
+        connectors return True for pending transfers.)"""
         return bool(self._scheduler.sharing.wants_steps())
 
     def take_events(self) -> Iterable[Any]:
-        """Returns the events about blocks in the server, which vLLM publishes as events of
-        this engine. There are such events only if the server's setting `events.identity` is
-        `engine`."""
+        """Events of the server's blocks, published as this engine's; only with `events.identity`
+        = `engine`."""
         return self._take_events() if self._publishes_events else ()
 
     @callback(lambda _: [], last=())
@@ -344,8 +321,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.take_events()
 
     def get_kv_connector_stats(self) -> HotKVStats | None:
-        """Returns the growth of the counters since the last call, which the scheduler's connector
-        has; None if no counter has grown."""
+        """Growth since the last call; None if no counter has grown."""
         return self._take_stats() if self._stats.data else None
 
     @callback(nothing)
@@ -364,20 +340,16 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @class_callback(lambda *_: True, last=True)
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Returns True, so that vLLM starts an engine with sleep mode. If the memory of that engine
-        can't be shared (CUDA's cumem allocator), hotkv is off and logs why."""
+        """True, so that vLLM starts; hotkv is off, and logs why, if the memory can't be shared
+        (CUDA's cumem allocator)."""
         return True
 
     @classmethod
     @class_callback(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Returns the KV cache layout that hotkv prefers (`checks.preferred_layout`). If vLLM can't
-        use the layout, it ignores the preference. Returns None on a CPU, where vLLM has only one
-        layout.
-
-        Also returns None in a MultiConnector if another connector asks for a layout, because vLLM
-        refuses two different layouts.
-        """
+        """A preference, which vLLM ignores if it can't use the layout; None on a CPU, which has
+        one layout, and if another child of a MultiConnector asks for one: vLLM refuses two that
+        differ."""
         layout, outer = checks.preferred_layout(vllm_config), checks.outer_configs()
         is_second = layout is not None and outer and checks.others_state_a_layout(cls, outer)
         return None if is_second else layout
@@ -399,6 +371,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return HotKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-# Registers the connector's name in each process that imports this module. MultiConnector looks up
-# the class of each connector by name, to read its statistics, even in the frontend's process.
+# MultiConnector looks up the class of each connector by name, to read its statistics, even in
+# the frontend's process.
 checks.name_connector(HotKVConnector.__name__, __name__)

@@ -1,8 +1,5 @@
-"""Lists the connector's counters, with their help texts in vLLM's metrics.
-
-Always true: importing this module does not import vLLM, so that documentation can be generated from
-it.
-"""
+"""The connector's counters with their help texts. Doesn't import vLLM, so that documentation can
+be generated from it."""
 
 COUNTERS: dict[str, str] = {
     "offered_requests": "Requests that were offered tokens from hotkv.",
@@ -82,6 +79,5 @@ COUNTERS: dict[str, str] = {
 
 
 def exported(name: str) -> str:
-    """Returns the counter's name with the unit written as Prometheus names it, for example
-    `flush_seconds` for `flush_s`."""
+    """Prometheus' spelling of the unit: `flush_seconds` for `flush_s`."""
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name

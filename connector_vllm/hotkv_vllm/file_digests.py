@@ -1,20 +1,18 @@
-"""Computes digests of whole files, and keeps them on disk, so that a file is read once.
+"""Digests of whole files, kept on disk so that a file is read once.
 
-A digest covers every byte of its file: two files with equal digests are equal. It is the SHA-256 of
-the SHA-256 of each CHUNK_BYTES, so several threads compute it.
-
-`file_digest` believes a kept digest only if all of this holds:
-- path, device, inode, size, modification time and change time (`ctime`, which no program can set)
-  are those of the file that was read;
-- the last change was at least RACY_S before the reading: a later write might not have moved the
-  change time yet, since the kernel notes a write through a mapping once in some 30 seconds;
-- the file system is one whose change times come from a kernel (TIMED), not from an image or a
-  gateway to an object store. On others only a digest that was kept after this process began is
-  believed, which the engine's own ranks have computed;
+Two files with equal digests are equal. A digest is the SHA-256 of the SHA-256 of each CHUNK_BYTES,
+so several threads compute it. `file_digest` believes a kept digest only if all of this holds:
+- path, device, inode, size, modification and change time (`ctime`, which no program can set) are
+  those of the file that was read;
+- the last change was RACY_S or more before the reading: the kernel notes a write through a mapping
+  only once in some 30 s;
+- a kernel sets the file system's change times (TIMED), not an image or a gateway to an object
+  store. On others, only a digest kept after this process began is believed: the engine's own ranks
+  computed it;
 - nobody but this process's user could have written it.
 
-Processes that need the same digest wait for the first of them. A folder that can't be used costs
-only time: each process then reads the files itself.
+Processes that need the same digest wait for the first. A folder that can't be used costs only
+time.
 """
 
 import contextlib
@@ -34,7 +32,7 @@ READ_BYTES = 4 << 20
 MAX_THREADS = 8
 RACY_S = 60.0
 PATIENCE_S = 600.0
-"""Longest time that a process waits for another one that reads the same file, seconds."""
+"""How long a process waits for another that reads the same file."""
 POLL_S = 0.05
 TIMED = frozenset(
     (
@@ -45,18 +43,18 @@ TIMED = frozenset(
 MOUNTS = Path("/proc/self/mountinfo")
 
 Stamp = tuple[str, int, int, int, int, int]
-"""A file's path, device, inode, size in bytes, modification and change time in nanoseconds."""
+"""Path, device, inode, size in bytes, modification and change time in ns."""
 
 _known: dict[Stamp, str] = {}
 _reading = threading.Lock()
 
 
 def file_digest(path: Path, folder: Path | None, began_s: float) -> str:
-    """Returns the digest of a file, 64 hexadecimal digits. Blocks while the file is read. Raises
-    OSError, also if the file changes meanwhile.
+    """64 hexadecimal digits. Blocks while the file is read. Raises OSError, also if the file
+    changes meanwhile.
 
-    folder: keeps digests; None to keep them only in this process.
-    began_s: time at which this process began, seconds since the epoch.
+    folder: keeps digests; None: only this process keeps them.
+    began_s: when this process began, seconds since the epoch.
     """
     path = path.resolve(strict=True)
     with _reading:
@@ -90,8 +88,8 @@ def _read(path: Path, stamp: Stamp) -> str:
 
 
 def _on_threads(pieces: list[tuple[int, int, int]]) -> list[bytes]:
-    """Returns the digests of pieces of files: (descriptor, begin, end). Uses daemon threads, which
-    a process that ends need not wait for; `ThreadPoolExecutor` has others."""
+    """Digests of (descriptor, begin, end). A process that ends need not wait for daemon threads,
+    as it must for `ThreadPoolExecutor`'s."""
     answers: list[Future[bytes]] = [Future() for _ in pieces]
     work = iter(list(zip(pieces, answers, strict=True)))
     lock = threading.Lock()
@@ -131,8 +129,7 @@ def _piece_digest(descriptor: int, begin: int, end: int) -> bytes:
 
 
 def _place(folder: Path, path: Path) -> Path | None:
-    """Returns the file that keeps a digest; None if the folder can't be used, or belongs to or is
-    writable by somebody else."""
+    """None if the folder can't be used, or somebody else owns it or can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         one = folder.stat(follow_symlinks=False)
@@ -144,7 +141,6 @@ def _place(folder: Path, path: Path) -> Path | None:
 
 
 def _kept(place: Path, stamp: Stamp, began_s: float) -> str:
-    """Returns the digest that `place` keeps, or reads the file and keeps its digest there."""
     is_timed = _file_system(stamp[0]) in TIMED
     with _turn(place.with_suffix(".lock")):
         found = _believed(place, stamp, began_s, is_timed)
@@ -182,8 +178,7 @@ def _keep(place: Path, stamp: Stamp, digest: str) -> None:
 
 @contextlib.contextmanager
 def _turn(lock: Path) -> Iterator[None]:
-    """Lets one process at a time read a file. After PATIENCE_S, and where files can't be locked, it
-    lets several."""
+    """One process at a time; after PATIENCE_S, or if files can't be locked, several."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError:
@@ -205,7 +200,7 @@ def _turn(lock: Path) -> Iterator[None]:
 
 
 def _file_system(path: str) -> str:
-    """Returns the type of the file system of an absolute path; empty if it can't be determined."""
+    """Type of the file system of an absolute path; empty if unknown."""
     kind, longest, sought = "", -1, os.fsencode(path)
     try:
         lines = MOUNTS.read_bytes().splitlines()
@@ -213,7 +208,7 @@ def _file_system(path: str) -> str:
         return ""
     for line in lines:
         mount, _, rest = line.partition(b" - ")
-        # The kernel writes some characters of a path as octal numbers, such as a space.
+        # The kernel writes a space and some other characters as octal numbers.
         point = re.sub(rb"\\([0-7]{3})", lambda found: bytes((int(found[1], 8),)), mount.split()[4])
         is_above = point == b"/" or sought == point or sought.startswith(point + b"/")
         if is_above and len(point) >= longest:

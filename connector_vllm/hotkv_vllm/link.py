@@ -1,8 +1,7 @@
-"""Connects the connector to hotkv's client: functions that open a session (a connection to the
-server for one key space) and wait for its server, and the log of a session's state (`StateLog`).
+"""Opens sessions, waits for the server, and logs the state of a session.
 
-Only `await_server` blocks. A change of a session's state is logged once, not once per request: a
-lost connection as a warning, a restored connection as information.
+Only `await_server` blocks. A change of state is logged once, not once per request: a lost
+connection as a warning, a restored one as information.
 """
 
 import logging
@@ -17,11 +16,11 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder
 
 logger = logging.getLogger("vllm.hotkv")
-"""The connector's logger: a child of vLLM's logger, so that vLLM's handlers and level apply."""
+"""A child of vLLM's logger, so vLLM's handlers and level apply."""
 
 OPENING_S = 10.0
-"""If a server has answered but has not opened the session yet, an engine's start waits this much
-longer, seconds."""
+"""How much longer an engine's start waits for a server that has answered but opened no session
+yet."""
 
 
 def open_session(
@@ -31,13 +30,11 @@ def open_session(
     order: DeviceOrder = NO_ORDER,
     fence: SharedFence | None = None,
 ) -> Session:
-    """Creates a session, starts it, and returns it. The session connects in its own thread.
+    """Starts a session, which connects in its own thread.
 
-    layout: memory to register with the server; None for a session without memory.
-    fds: file descriptors of that memory, by the id of its handle.
-    order: how the server's transfers wait until the device has finished the work in its queue.
-    fence: the page, shared with the scheduler, in which it revokes stores; None if only workers
-        revoke stores.
+    layout: None without memory.
+    fds: of that memory, by the id of its handle.
+    fence: in which the scheduler revokes stores; None if only workers revoke them.
     """
     memory = (
         None
@@ -50,21 +47,19 @@ def open_session(
 
 
 def await_server(session: Session, wait_s: float, opening_s: float = 0.0) -> bool:
-    """Blocks until the session is connected or the wait is over. Returns True if the session is
-    connected.
+    """Blocks until the session is connected (True) or the wait is over.
 
-    wait_s: how long to wait for a server to answer; 0: do not wait.
-    opening_s: how much longer to wait if a server has answered but has not opened the session yet,
-        because it must first map the engine's memory, which takes seconds.
+    wait_s: how long to wait for an answer; 0: not at all.
+    opening_s: how much longer if the server has answered: mapping the engine's memory takes
+        seconds.
     """
     return session.wait_connected(wait_s) or (wait_s > 0 and session.wait_opened(opening_s))
 
 
 def close_aside(session: Session) -> None:
     """Closes a session in another thread, because closing waits for the server. If the system
-    refuses a thread, does not raise, but closes the session in this thread, which takes at most 5
-    seconds. (After an exception the session would stay open in its old key space, and the caller
-    could not open another session.)"""
+    refuses a thread, blocks for at most 5 s: after an exception the caller could not open
+    another session."""
     thread = threading.Thread(target=session.close, name="hotkv-close", daemon=True)
     try:
         thread.start()
@@ -73,23 +68,15 @@ def close_aside(session: Session) -> None:
 
 
 def say_on(session: Session, target: str) -> None:
-    """Logs that hotkv is on, and how many bytes of the key space the server has.
-
-    target: the address of the server, `hotkv.target`.
-    """
     logger.info(
         "hotkv on: %s of this model's KV are here (%s)", human_bytes(session.stored_bytes), target
     )
 
 
 class StateLog:
-    """Logs a session's state each time it changes. The session's thread calls this object with the
-    state and the reason.
+    """Logs a session's state when it changes; the session's thread calls it.
 
-    who: names the session's owner in the log, for example `scheduler`.
-    target: the address of the server, `hotkv.target`.
-    level: level of the log lines. Exception: if it is INFO, the line that says that there is no
-        session has the level WARNING.
+    level: of the lines; INFO becomes WARNING for the line that there is no session.
     why: the reason in the last call.
     """
 
@@ -106,11 +93,11 @@ class StateLog:
             self._log(state, why)
 
     def waited(self, wait_s: float) -> None:
-        """Logs that the engine's start has found no server. The session itself would report this
-        only seconds later. Does nothing if the session has already reported a state.
+        """Logs that the engine's start has found no server, which the session would report seconds
+        later.
 
-        wait_s: how long the start has waited, seconds. If it is 0, logs only that this process
-            can't connect to the server's socket.
+        wait_s: how long the start has waited. If 0, logs only that the socket can't be connected
+            to.
         """
         late = f"no answer within {wait_s:g} s" if wait_s else ""
         why = channels.why_closed(self._target) or late
@@ -136,7 +123,7 @@ class StateLog:
             )
             return
         if state is LinkState.CONNECTED and is_first:
-            # Logs a healthy start only at DEBUG level, because `say_on` logs it for the user.
+            # `say_on` logs a healthy start for the user.
             level = logging.DEBUG
         text = {
             LinkState.CONNECTED: "the KV cache server is there",

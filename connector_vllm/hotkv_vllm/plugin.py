@@ -1,13 +1,12 @@
-"""The plugin of hotkv for vLLM (entry point `vllm.general_plugins`). vLLM calls `register` in every
+"""hotkv's plugin for vLLM (entry point `vllm.general_plugins`). vLLM calls `register` in every
 process, before it builds a model.
 
-The plugin registers the names of hotkv's connectors, so that MultiConnector finds their classes,
-and hotkv's attention backends. In an engine without `hotkv.sparse` these backends behave as vLLM's
-own (`sparse.backend`, `residency.cuda_backend`). It also makes vLLM's loaders begin to read the
-weights for their identity (`model_weights.read_beside_loading`).
+It registers hotkv's connectors, which MultiConnector looks up, and hotkv's attention backends,
+which without `hotkv.sparse` behave as vLLM's own. It makes vLLM's loaders read the weights for
+their identity too.
 
-A user may exclude the plugin by vLLM's variable VLLM_PLUGINS, so each connector's module also
-registers its own name. The plugin never raises an exception, because vLLM would not start after it.
+A user may exclude it by VLLM_PLUGINS, so each connector's module registers its own name too. It
+never raises: vLLM would not start.
 """
 
 import logging
@@ -21,8 +20,7 @@ CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
 
 def register() -> None:
-    """Registers the connectors' names, and replaces vLLM's attention backends `CPU_ATTN` and
-    `FLASH_ATTN` by hotkv's. Does not replace a backend that another plugin has replaced already."""
+    """Leaves an attention backend that another plugin has replaced."""
     try:
         from hotkv_vllm.compat import checks, model_weights, sparse_layers
 

@@ -1,8 +1,7 @@
-"""Counts events of the connector for vLLM's metrics, and measures the time spent in its callbacks
-(the methods that vLLM calls).
+"""Counters for vLLM's metrics, of which vLLM collects the growth after each step, and the time
+spent in callbacks.
 
-Counters only increase. vLLM collects their growth after each step. Only one thread may write a
-`CallbackClock` (which measures the time in callbacks).
+Only one thread may write a `CallbackClock`.
 """
 
 import contextlib
@@ -28,16 +27,11 @@ OUTSIDE_STEPS = frozenset(
         "shutdown",
     }
 )
-"""Names of the callbacks that vLLM calls at the engine's start and shutdown, when no request
-waits."""
+"""Callbacks of the engine's start and shutdown, when no request waits."""
 
 
 class HotKVStats(KVConnectorStats):
-    """The growth of the connector's counters over some time, usually since vLLM last collected it.
-
-    data: by name of a counter (in `COUNTERS`), its growth. Counters that have not grown are
-        missing.
-    """
+    """Growth of the counters in `COUNTERS`, usually since vLLM last collected it."""
 
     data: dict[str, Any]
 
@@ -60,9 +54,7 @@ class HotKVStats(KVConnectorStats):
 
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
-    """Exposes each counter in `COUNTERS`, per engine, as a Prometheus counter. The name of a
-    Prometheus counter is `vllm:hotkv_`, followed by the counter's name with its unit written as in
-    Prometheus (`exported(name)`). All counters start at 0."""
+    """Each counter, per engine, as `vllm:hotkv_<exported(name)>`; all start at 0."""
 
     def __init__(
         self,
@@ -91,21 +83,17 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
 
 
 class SilentPromMetrics(KVConnectorPromMetrics):
-    """Replaces `HotKVPromMetrics` if its constructor raises. Exposes no counters."""
+    """In place of `HotKVPromMetrics` if its constructor raises."""
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Does nothing, because this class exposes no counters."""
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None: ...
 
 
 class CallbackClock:
-    """Adds up the time spent in the connector's callbacks, and counts the engine's steps.
-
-    who: names the side in the log and in the timing file, for example `worker-0`.
-    by_callback: the seconds in each callback so far, by its name.
-    longest_s: seconds of the longest single callback call in `callback_s`.
-    steps: number of steps.
-    step_s: wall time of the steps, callbacks included; measured on the worker side only.
-    began_s: time at which the present step began; 0 between steps.
+    """who: the side in the log and the timing file, such as `worker-0`.
+    by_callback: seconds so far.
+    longest_s: longest single call within `callback_s`.
+    step_s: wall time of the steps, callbacks included; worker side only.
+    began_s: when the present step began; 0 between steps.
     """
 
     def __init__(self, who: str, engine_id: str) -> None:
@@ -119,17 +107,15 @@ class CallbackClock:
 
     @property
     def callback_s(self) -> float:
-        """Returns the seconds in all callbacks except the callbacks of start and shutdown."""
+        """Without `startup_s`."""
         return sum(self.by_callback.values()) - self.startup_s
 
     @property
     def startup_s(self) -> float:
-        """Returns the seconds in the callbacks of start and shutdown."""
+        """In the callbacks of start and shutdown."""
         return sum(self.by_callback.get(name, 0.0) for name in OUTSIDE_STEPS)
 
     def log(self) -> None:
-        """Logs the total time in callbacks, the number of steps and the longest callback call, in
-        one line."""
         logger.info(
             "hotkv %s: %.3f s in callbacks over %d steps, longest %.1f ms",
             self.who,
@@ -139,11 +125,10 @@ class CallbackClock:
         )
 
     def write(self, path: str) -> None:
-        """Merges this side's figures into a JSON file, into which the engine's other processes
-        write too. If the file contains figures of another engine, deletes these first. Raises
-        OSError.
+        """Merges this side's figures into a JSON file that all processes of the engine write; drops
+        another engine's figures. Raises OSError.
 
-        path: the file (setting `callback_timing_file`); empty: do nothing.
+        path: setting `callback_timing_file`; empty: nothing is written.
         """
         if not path:
             return

@@ -1,14 +1,12 @@
-"""Finds definitions in vLLM's source files: modules, classes with their members and bases,
-functions with their parameters, and annotated types. With these definitions `compat.uses` checks
-whether a version of vLLM still has the API that hotkv uses.
+"""Finds definitions in vLLM's source files, for `compat.uses`: modules, classes with members and
+bases, functions with parameters, annotated types.
 
-The module reads syntax trees, and does not import or run code of vLLM. If a definition or type
-can't be determined (names of other packages, values without an annotation), the result is None, and
-`compat.uses` does not check it.
+It reads syntax trees, and imports or runs nothing of vLLM. What can't be determined (names of other
+packages, values without annotation) is None, and is not checked.
 
-An engine's start reads about forty files of vLLM. To be fast, a file's text is cut at its top-level
-statements, and only statements that may define the requested name are parsed. If a statement can't
-be parsed alone, the whole file is parsed.
+An engine's start reads some forty files. For speed a text is cut at its top-level statements,
+and only those that may define the wanted name are parsed; the whole file if one can't be parsed
+alone.
 """
 
 import ast
@@ -21,14 +19,14 @@ from typing import Protocol
 
 
 class Readable(Protocol):
-    """Gives access to the source files of one version of vLLM. Paths begin with `vllm/`."""
+    """Source files of one version of vLLM. Paths begin with `vllm/`."""
 
     def read(self, path: str) -> str | None:
-        """Returns a file's text; None if there is no such file."""
+        """None if there is no such file."""
 
 
 class Files:
-    """Reads source files in a folder that contains the folder `vllm`."""
+    """In a folder that contains the folder `vllm`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -59,10 +57,8 @@ MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "Ordered
 
 @dataclass(frozen=True)
 class Definition:
-    """A definition in vLLM's sources: of a class, function, variable or module.
-
-    module: full name of the module that contains the definition, or of the module itself.
-    node: the syntax tree of the class, function or assignment; `Module.node` for a module.
+    """module: that contains the definition, or the module itself.
+    node: of the class, function or assignment; `Module.node` for a module.
     """
 
     module: str
@@ -71,17 +67,17 @@ class Definition:
 
 @dataclass(frozen=True)
 class Instance:
-    """The type of a value that is an instance of a class of vLLM (`cls`)."""
+    """Type of a value: an instance of `cls`."""
 
     cls: Definition
 
 
 @dataclass(frozen=True)
 class Items:
-    """The type of a collection or mapping.
+    """Type of a collection or mapping.
 
-    item: the type of a collection's items, or of a mapping's keys.
-    mapped: the type of a mapping's values; None for a collection.
+    item: of the items, or of the keys.
+    mapped: of a mapping's values; None for a collection.
     """
 
     item: "Type"
@@ -90,17 +86,16 @@ class Items:
 
 @dataclass(frozen=True)
 class Row:
-    """The type of a tuple of fixed length, with the type of each item."""
+    """Type of a tuple of fixed length."""
 
     items: tuple["Type", ...]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The type of an expression whose value is itself a class or a module (not an instance).
+    """Type of an expression that is itself a class or a module.
 
-    found: the class or module.
-    name: the full name by which it was found.
+    name: by which it was found.
     """
 
     found: Definition
@@ -111,8 +106,7 @@ Type = Instance | Items | Row | Scope | None
 
 
 def type_text(kind: Type) -> str:
-    """Returns a type as text, such as `Request`, `[Request]`, `{Key: Request}` or `(Request, _)`.
-    `_` stands for a type that can't be determined."""
+    """Such as `Request`, `[Request]`, `{Key: Request}` or `(Request, _)`, with `_` for unknown."""
     if isinstance(kind, Instance):
         assert isinstance(kind.cls.node, ast.ClassDef)
         return kind.cls.node.name
@@ -123,9 +117,7 @@ def type_text(kind: Type) -> str:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a body. For an `if`, `try`, `with`, `for`, `while` or `match`
-    statement, also yields the statements of all its branches, recursively. Conditions are not
-    evaluated."""
+    """All statements, with those of all branches; conditions are not evaluated."""
     for node in body:
         yield node
         if isinstance(node, ast.Match):
@@ -143,24 +135,21 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 STARTS = re.compile(r"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILINE)
-"""Matches the beginning of a top-level statement. May also match a line that is not indented inside
-a multi-line string."""
+"""Beginning of a top-level statement; also of an unindented line in a multi-line string."""
 HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
 
 
 METHOD = re.compile(r"^    (?:async )?def ", re.MULTILINE)
 COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
-"""Matches the colon at the end of a method's signature."""
+"""At the end of a method's signature."""
 CLOSING = re.compile(r"^    \)", re.MULTILINE)
 NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
-"""Matches the beginning of the first statement after a method's body: the next statement of the
-class, or the first statement after the class."""
+"""First statement after a method's body."""
 
 
 def without_bodies(text: str) -> str:
-    """Returns the text of a class in which the body of each method is replaced by `...`, so that it
-    is parsed faster. Assumes that a code formatter has formatted the text; otherwise the result may
-    lack methods, or can't be parsed."""
+    """Replaces methods' bodies by `...`, to parse faster. If no code formatter has formatted the
+    text, the result may lack methods or not be parsable."""
     kept, end = [], 0
     for method in METHOD.finditer(text):
         if method.start() < end:
@@ -179,13 +168,11 @@ def without_bodies(text: str) -> str:
 
 
 class Module:
-    """One source file, parsed only as far as needed. Methods raise SyntaxError if the file can't be
-    parsed.
+    """A source file, parsed only as far as needed. Methods raise SyntaxError.
 
-    node: an empty syntax tree, which is the `Definition.node` of every module.
-    text: the text of the file.
-    is_package: True if the file is a package's `__init__.py`.
-    is_whole: True parses the whole file at once.
+    node: empty, the `Definition.node` of every module.
+    is_package: an `__init__.py`.
+    is_whole: parses the whole file at once.
     """
 
     node = ast.Module([], [])
@@ -193,8 +180,7 @@ class Module:
     def __init__(self, text: str, *, is_package: bool, is_whole: bool) -> None:
         self.is_package = is_package
         self._text = text
-        # For each top-level statement: its text, and the name of the class or function that it
-        # defines, or empty.
+        # Per top-level statement, its text and the class or function that it defines, or empty.
         self._parts: list[tuple[str, str]] = []
         self._parsed: dict[int, list[ast.stmt]] = {}
         self._full: dict[str, ast.ClassDef] = {}
@@ -209,8 +195,7 @@ class Module:
                 first = None
 
     def defining(self, name: str) -> Iterator[ast.stmt]:
-        """Yields the top-level statements that may define a name, in order. Includes statements in
-        branches of `if`, `try` and the like."""
+        """Top-level statements that may define a name, in order, also in branches."""
         yield from self._statements(
             lambda text, header: (
                 header == name or (not header and (name in text or "import *" in text))
@@ -218,14 +203,13 @@ class Module:
         )
 
     def classes(self) -> Iterator[ast.ClassDef]:
-        """Yields all classes of the file that are not inside other classes or functions."""
+        """Not inside other classes or functions."""
         for node in self._statements(lambda text, header: header != ""):
             if isinstance(node, ast.ClassDef):
                 yield node
 
     def full(self, cls: ast.ClassDef) -> ast.ClassDef:
-        """Returns a class of this module with the bodies of its methods. `defining` and `classes`
-        leave these bodies out."""
+        """With the bodies of methods, which `defining` and `classes` leave out."""
         if self._whole is None and cls.name not in self._full:
             for text, header in self._parts:
                 if header == cls.name:
@@ -257,11 +241,10 @@ class Module:
 
 
 class Sources:
-    """Finds definitions in the sources of one version of vLLM. Methods raise SyntaxError if a file
-    can't be parsed.
+    """Definitions in one version of vLLM. Methods raise SyntaxError.
 
-    is_whole: True parses whole files. False parses only parts of files. This is faster, but may
-        overlook a definition in a file that was not formatted by a code formatter.
+    is_whole: parses whole files. Parts are faster, but may overlook a definition in a file that
+        no code formatter has formatted.
     """
 
     def __init__(self, source: Readable, *, is_whole: bool) -> None:
@@ -287,8 +270,7 @@ class Sources:
         return self._modules[name]
 
     def find(self, name: str) -> Definition | None:
-        """Returns the definition that has a full name, such as `vllm.config.VllmConfig`. Returns
-        None if there is no such definition in vLLM."""
+        """By full name, such as `vllm.config.VllmConfig`."""
         module, _, last = name.rpartition(".")
         return self.lookup(module, last) or (
             Definition(name, Module.node) if self.module(name) is not None else None
@@ -297,11 +279,9 @@ class Sources:
     def lookup(
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> Definition | None:
-        """Returns the definition of a name in a module's scope, even if the module imports it from
-        another module of vLLM. Returns None if there is no such definition in vLLM.
+        """In a module's scope, also if imported from another module of vLLM.
 
-        seen: the (module, name) pairs that were looked up on the way to this call. A pair is not
-            looked up again, so that a loop of imports ends.
+        seen: (module, name) pairs on the way, so that a loop of imports ends.
         """
         if seen:
             return self._lookup(module, name, seen)
@@ -360,7 +340,7 @@ class Sources:
     # -------------------------------------------------------------------------------------- classes
 
     def bases(self, cls: Definition) -> list[Definition]:
-        """Returns a class and all its base classes that are in vLLM, nearest first."""
+        """The class and its bases in vLLM, nearest first."""
         assert isinstance(cls.node, ast.ClassDef)
         found = [cls]
         for base in cls.node.bases:
@@ -373,8 +353,7 @@ class Sources:
         return found
 
     def member(self, cls: Definition, name: str) -> Definition | None:
-        """Returns the definition of a method, field or attribute of a class or of its bases; None
-        if there is no such member."""
+        """Method, field or attribute of the class or its bases."""
         bases = self.bases(cls)
         for members in (self._body_members, self._set_members):
             for one in bases:
@@ -398,9 +377,8 @@ class Sources:
         return module.full(cls.node)
 
     def owner(self, cls: Definition, name: str) -> Definition | None:
-        """Returns the class that has a member of this name: `cls`, or else a subclass of `cls` in
-        the same module; None if neither has it. A subclass counts because a value that is annotated
-        with the base class may be an instance of the subclass."""
+        """`cls` if it has the member, else a subclass in the same module, of which an annotated
+        value may be."""
         if self.member(cls, name) is not None:
             return cls
         module = self.module(cls.module)
@@ -411,8 +389,7 @@ class Sources:
         return None
 
     def constructor(self, cls: Definition) -> ast.arguments | None:
-        """Returns the parameters of a class's constructor. For a dataclass without `__init__` these
-        are made from its fields. Returns None if they can't be determined."""
+        """A dataclass's from its fields; None if unknown."""
         init = self.member(cls, "__init__")
         if init is not None and isinstance(init.node, FunctionDef):
             return init.node.args
@@ -439,7 +416,7 @@ class Sources:
         )
 
     def abstract(self, cls: Definition) -> list[str]:
-        """Returns the names of the abstract methods of a class, which subclasses must define."""
+        """Names of the methods that subclasses must define."""
         found: dict[str, bool] = {}
         for one in self.bases(cls):
             for name, node in body_members(one.node).items():
@@ -449,8 +426,7 @@ class Sources:
         return sorted(name for name, is_abstract in found.items() if is_abstract)
 
     def callers(self, cls: Definition, name: str) -> list[str]:
-        """Returns the names of the methods in a class's own body that call a method with this name,
-        on any object."""
+        """Methods in the class's own body that call a method of this name on any object."""
         if cls.node not in self._calls:
             self._calls[cls.node] = {
                 method: {
@@ -466,8 +442,7 @@ class Sources:
     # ---------------------------------------------------------------------------------------- types
 
     def annotated(self, module: str, annotation: ast.expr | None) -> Type:
-        """Returns the type that an annotation in a module stands for; None if it can't be
-        determined."""
+        """Type of an annotation in a module."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = ast.parse(annotation.value, mode="eval").body
         if isinstance(annotation, ast.BinOp):
@@ -501,8 +476,7 @@ class Sources:
         return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
 
     def value(self, found: Definition) -> Type:
-        """Returns the type of the value that code gets when it reads a field, a property, or an
-        annotated attribute or variable. Returns None if the type can't be determined."""
+        """Type that code gets when it reads the field, property, attribute or variable."""
         if isinstance(found.node, ast.AnnAssign):
             return self.annotated(found.module, found.node.annotation)
         if isinstance(found.node, FunctionDef) and kind_of(found.node) == "property":
@@ -510,22 +484,19 @@ class Sources:
         return None
 
     def given(self, found: Definition) -> Type:
-        """Returns the type of a function's or property's result. For any other definition, returns
-        the type of its value, as `value` does. Returns None if the type can't be determined."""
+        """Type of a function's result; else as `value`."""
         if isinstance(found.node, FunctionDef):
             return self.annotated(found.module, found.node.returns)
         return self.value(found)
 
 
 def own_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Returns, by name, the members that a class's body defines and the attributes that its methods
-    set."""
+    """Members of the body, and attributes that methods set."""
     assert isinstance(cls, ast.ClassDef)
     return set_members(cls) | body_members(cls)
 
 
 def body_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Returns, by name, the members that a class's own body defines."""
     assert isinstance(cls, ast.ClassDef)
     members: dict[str, ast.AST] = {}
     for line in statements(cls.body):
@@ -538,7 +509,7 @@ def body_members(cls: ast.AST) -> dict[str, ast.AST]:
 
 
 def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
-    """Returns, by name, the assignments to attributes in a class's methods."""
+    """Assignments to attributes in methods."""
     members: dict[str, ast.AST] = {}
     for method in [line for line in statements(cls.body) if isinstance(line, FunctionDef)]:
         arguments = {argument.arg: argument for argument in method.args.args}
@@ -557,12 +528,7 @@ def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
 
 
 def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
-    """Returns the assignment `node` to the attribute `target`. If it assigns an annotated parameter
-    of the method, returns an assignment with the parameter's annotation, so that the attribute's
-    type is known.
-
-    arguments: the parameters of the method, by name.
-    """
+    """The assignment, with the parameter's annotation if it assigns one."""
     value = getattr(node, "value", None)
     argument = (
         arguments.get(value.id)
@@ -575,7 +541,7 @@ def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) 
 
 
 def kind_of(function: FunctionDef) -> str:
-    """Returns the kind of a method: `method`, `property`, `classmethod` or `staticmethod`."""
+    """`method`, `property`, `classmethod` or `staticmethod`."""
     names = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.decorator_list}
     if names & {"property", "cached_property"}:
         return "property"
@@ -591,12 +557,11 @@ def _targets(target: ast.AST) -> set[str]:
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """The arguments that a call in source code passes. Its text is, for example, `a, b, c=, ...`.
+    """Arguments of a call. Text: `a, b, c=, ...`.
 
-    positional: names of the parameters that get positional arguments.
-    keywords: names of the arguments that are passed by name, in alphabetical order.
-    is_open: True if the call also passes `*` or `**` arguments, whose number is not known (`...` in
-        the text).
+    positional: the parameters that get positional arguments.
+    keywords: names, in alphabetical order.
+    is_open: also passes `*` or `**` (`...`).
     """
 
     positional: tuple[str, ...]
@@ -618,12 +583,10 @@ class Call:
 
 
 def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Call:
-    """Converts a call in source code to a `Call`, which lists the arguments that the call passes.
-    In `Call.positional`, `*` stands for an argument that the function collects in its parameter
-    `*args`, and `?` for an argument that the function does not accept.
+    """In `positional`, `*` is for an argument that goes to `*args`, `?` for one that is not
+    accepted.
 
-    parameters: the parameters of the called function.
-    has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.
+    has_self: the first parameter is `self` or `cls`.
     """
     places = _places(parameters, has_self=has_self)
     given = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
@@ -636,13 +599,8 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 
 
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Returns why a function can't be called as `call` says; empty if it can. There are two
-    reasons: the function does not accept the arguments, or it would assign a positional argument to
-    another parameter than `call.positional` lists.
-
-    parameters: the parameters of the function.
-    has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.
-    """
+    """Why a function can't be called so; empty if it can. It may not accept the arguments, or
+    take a positional one as another parameter than listed."""
     places = _places(parameters, has_self=has_self)
     keywords = {*places, *(one.arg for one in parameters.kwonlyargs)}
     required = places[: len(places) - len(parameters.defaults)]
@@ -668,7 +626,7 @@ def _places(parameters: ast.arguments, *, has_self: bool) -> list[str]:
 
 
 def signature(function: FunctionDef) -> str:
-    """Returns a method's kind and parameters as text, such as `method(self, a, b=, *, c)`."""
+    """Kind and parameters: `method(self, a, b=, *, c)`."""
     given = function.args
     places = [one.arg for one in (*given.posonlyargs, *given.args)]
     first = len(places) - len(given.defaults)

@@ -1,9 +1,7 @@
-"""Converts the server's events about blocks to vLLM's event classes.
+"""Converts the server's events about blocks to vLLM's.
 
-An event names the storage medium of its blocks, in the same way as the events that the server
-itself publishes. The medium CPU is host memory; STORAGE is a tier below host memory. STORAGE has
-the locality LOCAL for the server's disk, and REMOTE for a store that several nodes share. The field
-`ownership` is the name of this shared store.
+Media are as in the server's own events: CPU is host memory; STORAGE is a lower tier, LOCAL for
+the server's disk, REMOTE for a shared store, which `ownership` names.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,7 +15,7 @@ from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
 
 MEDIA = {"CPU": ("CPU", None), "DISK": ("STORAGE", "LOCAL"), "REMOTE": ("STORAGE", "REMOTE")}
-"""vLLM's medium and locality, by the server's name of a medium."""
+"""Of vLLM (medium, locality), by the server's."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -25,16 +23,11 @@ KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.MAMBA: "mamba",
 }
-"""The value of vLLM's `KVCacheSpecKind`, by kind of group."""
 
 
 class DeviceClears:
-    """Notices that vLLM has emptied its prefix cache on the device. vLLM then publishes the event
-    AllBlocksCleared of this engine.
-
-    Source: `BlockPool.reset_prefix_cache` replaces `cached_block_hash_to_block`, and only this
-    method publishes AllBlocksCleared.
-    """
+    """Notices that vLLM has emptied its prefix cache, and so published AllBlocksCleared: only
+    `BlockPool.reset_prefix_cache` does, and replaces `cached_block_hash_to_block`."""
 
     def __init__(self) -> None:
         self._blocks: Any = None
@@ -43,19 +36,13 @@ class DeviceClears:
         return f"DeviceClears(has a pool: {self._blocks is not None})"
 
     def since_last(self, manager: Any) -> bool:
-        """Returns True if the prefix cache was emptied since the last call. `manager`: vLLM's
-        `KVCacheManager`, or None."""
+        """manager: vLLM's `KVCacheManager`, or None."""
         pool = getattr(manager, "block_pool", None)
         before, self._blocks = self._blocks, getattr(pool, "cached_block_hash_to_block", None)
         return before is not None and self._blocks is not before
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Converts the server's event "these consecutive blocks became ready" to vLLM's event class.
-
-    group: the KV cache group of the blocks.
-    run: the server's event.
-    """
     medium, locality = MEDIA[run.medium]
     tokens = run.token_ids.tolist()
     return BlockStored(
@@ -78,11 +65,6 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
 
 
 def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
-    """Converts the server's event "these blocks were removed" to vLLM's event class.
-
-    group: the KV cache group of the blocks.
-    gone: the server's event.
-    """
     medium, locality = MEDIA[gone.medium]
     return BlockRemoved(
         block_hashes=[_external(one) for one in gone.hashes],
@@ -94,11 +76,9 @@ def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
 
 
 def note_host_blocks(names: dict[int, set[Any]], found: Iterable[Any]) -> None:
-    """Updates `names` from new events. `names` lists the blocks that the server has in host memory,
-    according to all events so far.
+    """Updates the blocks that the server has in host memory.
 
-    names: hashes of these blocks, in the form that they have in events, by number of vLLM's group.
-    found: new events about blocks in the server.
+    names: their hashes as in events, by vLLM group.
     """
     for event in found:
         if event.medium == MEDIUM_CPU:
@@ -108,12 +88,8 @@ def note_host_blocks(names: dict[int, set[Any]], found: Iterable[Any]) -> None:
 
 
 def without_removals(found: Iterable[Any], names: Mapping[int, Collection[Any]]) -> Iterator[Any]:
-    """Yields the events of vLLM's offloading, but leaves out that a block in `names` was removed
-    from host memory: the server still has this block in host memory. In an event both places have
-    the same medium (CPU), so routers would forget the server's block too.
-
-    names: the result of `note_host_blocks`.
-    """
+    """vLLM's events without removals from host memory of blocks in `names`, which the server
+    still has: routers see both places as one medium."""
     for event in found:
         if isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
             kept = names.get(event.group_idx or 0, ())

@@ -1,9 +1,9 @@
-"""Computes digests over the settings of vLLM that may decide the bytes of a KV block. All settings
-count, except the harmless settings that are listed in `HARMLESS` and `HARMLESS_ENVIRONMENT`.
+"""Digests of the settings of vLLM that may decide KV bytes: all but those in `HARMLESS` and
+`HARMLESS_ENVIRONMENT`.
 
-If a new version of vLLM adds a setting, the setting counts as well. So engines that differ in it do
-not share KV until an author of hotkv has found it harmless. The module contains no names of models,
-layers or values: `key_space_factors` walks through vLLM's config objects as they are.
+A new setting counts: engines that differ in it share nothing until an author of hotkv has found
+it harmless. There are no names of models, layers or values here: `key_space_factors` walks
+through vLLM's config objects as they are.
 """
 
 import dataclasses
@@ -25,14 +25,12 @@ from hotkv_vllm.compat.foreign_code import code_of, foreign_code
 
 # -------------------------------------------------------------------------------- settings left out
 
-# Two engines share KV only if their settings have equal digests. The lists below name the settings
-# that the digests leave out because they are harmless. A setting is harmless if two engines that
-# differ only in this setting compute the same KV for the same tokens. Differences in rounding don't
-# count, because batch size and kernel fusion also cause them.
+# A setting is harmless if engines that differ only in it compute the same KV for the same
+# tokens, but for rounding, which batch size and kernel fusion change too.
 
 
 def _names(text: str) -> frozenset[str]:
-    """Returns the words in `text` as a set, without lines that begin with `#` (comments)."""
+    """Words of the text, without comment lines."""
     return frozenset(
         word
         for line in text.splitlines()
@@ -154,8 +152,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     # weights.
     "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
-"""The settings that do not change the bytes of KV: names of fields, by class name. The classes are
-vLLM's config classes, its KV cache specs, base classes of these, and `ResidentSpec`."""
+"""Fields by class: vLLM's config classes, its KV cache specs, bases of these, and
+`ResidentSpec`."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Harmless: build and packaging.
@@ -211,51 +209,43 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
 """)
-"""Environment variables of vLLM that do not change the bytes of KV. All other variables of vLLM are
-part of the key space, if they are set."""
+"""All other variables of vLLM count if they are set."""
 
 MEDIA_ENVIRONMENT = (
     *("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND"),
-    # The JPEG quality with which the model Dots3Note's processor compresses frames.
+    # Quality with which Dots3Note's processor compresses frames.
     "XHS_VIDEO_JPEG_QUALITY",
 )
-"""Environment variables that decide which frames of a video vLLM gives to the model. They are part
-of the key space: vLLM may hash the file of a video instead of its frames, so block hashes may not
-cover the frames. vLLM's own list, `compile_factors`, lacks these variables. Source:
-`MultiModalHasher.serialize_item` in vLLM 0.32."""
+"""Decide which frames of a video the model gets, and count: vLLM may hash the file
+(`MultiModalHasher.serialize_item`, vLLM 0.32), and its `compile_factors` lack them."""
 
 
 # ------------------------------------------------------------------------------ settings that count
 
 
 AUTO = -1
-"""Value of `max_model_len` that makes vLLM choose the length. vLLM begins with the model's own
-length, and reduces it to what the device's memory holds after the model was loaded. So the length
-may differ at each start. It does not decide KV, except in the models `_SIZES_MEDIA`. Source:
-`_auto_fit_max_model_len` in vLLM 0.32."""
+"""Of `max_model_len`: vLLM reduces the model's length to what the device holds
+(`_auto_fit_max_model_len`, vLLM 0.32), so it may differ at each start. It decides no KV but in
+`_SIZES_MEDIA`."""
 
 _SIZES_MEDIA = ("Dots3Note", "NemotronH_")
-"""The beginnings of the names of architectures that reduce images or videos until they fit into
-`max_model_len`."""
+"""Beginnings of architectures that reduce media until they fit into `max_model_len`."""
 
 _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Methods of speculative decoding without a KV cache of their own."""
+"""Methods of speculative decoding."""
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the settings that decide KV bytes, as texts for the key space: the versions of vLLM
-    and transformers, and a text `name=digest` for each of vLLM's config objects and for further
-    parts such as the environment and plugins. If two engines don't share KV, an operator can
-    compare these texts to find the part that differs.
+    """Versions of vLLM and transformers, and `name=digest` per config object and further part, by
+    which an operator finds why two engines don't share.
 
-    layer_specs: KV cache spec of each layer, by layer name.
+    layer_specs: by layer name.
     """
     return _factors(_parts(vllm_config, layer_specs))
 
 
 def portable_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the same as `key_space_factors`, but without the tensor-parallel size. Used for KV
-    whose stored bytes are the same for all tensor-parallel sizes."""
+    """Without the tensor-parallel size, for KV that is stored the same for all."""
     heads = vllm_config.model_config.get_total_num_kv_heads()
     whole = {
         name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in layer_specs.items()
@@ -277,16 +267,14 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
 def _factors(parts: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"vllm={versions.VERSION}",
-        # The version of transformers affects KV: its processors compute the pixels of images, and
-        # vLLM may also run its models.
+        # transformers' processors compute pixels, and vLLM may run its models.
         f"transformers={transformers.__version__}",
         *(f"{name}={digest(value)}" for name, value in sorted(parts.items())),
     )
 
 
 def draft_model(vllm_config: Any) -> Any | None:
-    """Returns vLLM's config of the draft model, which may have KV of its own. Returns None if the
-    engine has no draft model."""
+    """vLLM's config of a draft model, which may have KV of its own."""
     speculative = vllm_config.speculative_config
     return (
         None
@@ -296,9 +284,8 @@ def draft_model(vllm_config: Any) -> Any | None:
 
 
 def environment() -> dict[str, str]:
-    """Returns, by name, the values of vLLM's environment variables that are set and not listed in
-    HARMLESS_ENVIRONMENT. Leaves out Ray's variables, which vLLM's list contains too: they decide
-    who assigns devices to Ray's workers, and vLLM sets them itself if it uses Ray."""
+    """Variables of vLLM that are set and count. Without Ray's, which assign devices and which
+    vLLM sets itself."""
     known = {*envs.compile_factors(), *MEDIA_ENVIRONMENT}
     return {
         name: os.environ[name]
@@ -308,19 +295,16 @@ def environment() -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Returns a digest of `canonical(value)`: 32 hexadecimal digits."""
+    """Of `canonical(value)`: 32 hexadecimal digits."""
     text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Converts a value to JSON types, so that equal settings give equal results in every process.
-    The result contains no memory addresses and does not depend on the order of sets.
+    """As JSON types, equal in every process for equal settings: without addresses or the order of
+    sets. An unknown object is its class and attributes; inside itself, its class only.
 
-    An object of an unknown class becomes its class name and its attributes. If an object contains
-    itself (a cycle), the inner occurrence becomes its class name only.
-
-    within: ids of the objects that contain this value.
+    within: ids of the objects around it.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -364,23 +348,22 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
     attributes = getattr(value, "__dict__", None)
     if attributes is not None and type(value).__module__ != "torch":
         return [name, canonical(_counted(value, attributes), within)]
-    # The text (`str`) of a dtype, device, number or pattern identifies the object. If the text
-    # contains the object's address, only the class name is used.
+    # A dtype's, device's, number's or pattern's text identifies it, unless it has the object's
+    # address.
     text = str(value)
     return name if f"at {id(value):#x}" in text else [name, text]
 
 
 def _class_name(kind: type) -> str:
-    """Returns the name of an object's class. A spec of hotkv's counts as the vLLM spec that it
-    extends, because exact KV has the same bytes with either."""
+    """A spec of hotkv's counts as vLLM's that it extends: exact KV is the same."""
     if kind.__module__.startswith("hotkv_"):
         kind = next(one for one in kind.__mro__ if not one.__module__.startswith("hotkv_"))
     return kind.__qualname__ + code_of(kind.__module__)
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a config object by name, without the fields that `HARMLESS` lists."""
-    # Leaves out fields that vLLM declares but never sets, because they have no value.
+    """Without those in `HARMLESS`."""
+    # vLLM declares some fields but never sets them.
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     found = _counted(value, {name: getattr(value, name) for name in names})
     is_auto = getattr(value, "original_max_model_len", None) == AUTO
@@ -390,11 +373,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of an object by name, without those that `HARMLESS` lists for its
-    class or a base class. Sorts lists of names in a quantization config: vLLM makes them from sets,
-    so their order differs in every process. Source: `maybe_update_config` of `AutoAWQConfig` and
-    `AutoGPTQConfig` in vLLM 0.32.
-    """
+    """Attributes that count. Sorts lists of names in quantization configs: vLLM makes them from
+    sets (`maybe_update_config` of `AutoAWQConfig` and `AutoGPTQConfig`, vLLM 0.32)."""
     kinds = [kind.__name__ for kind in type(value).__mro__]
     harmless = frozenset[str]().union(*(HARMLESS.get(kind, frozenset()) for kind in kinds))
     found = {name: entry for name, entry in attributes.items() if name not in harmless}
@@ -406,8 +386,7 @@ def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_settings(config: Any) -> Any:
-    """Returns a copy of a transformers config without the model's path and the version of the
-    transformers library, in all nested configs too."""
+    """A transformers config without path and version, at every depth."""
     if isinstance(config, dict):
         return {
             name: _model_settings(entry)

@@ -1,13 +1,9 @@
 """Identifies code that is neither vLLM's nor hotkv's and may decide KV bytes: plugins, and their
 models, attention backends, workers and platforms.
 
-Code is identified by its distribution and version. Where there is no distribution, or it was
-installed from a folder or a repository, so that the version need not change with the code, it is
-identified by a digest of the files of its top-level package.
-
-Parts of vLLM that this module reads: `current_platform`, `envs.VLLM_PLUGINS`,
-`plugins.DEFAULT_PLUGINS_GROUP`, `ModelRegistry.models`, `ParallelConfig.worker_cls` and
-`worker_extension_cls`.
+By distribution and version; by a digest of the top-level package's files if there is no
+distribution, or it came from a folder or a repository, where code may change without the
+version.
 """
 
 import functools
@@ -24,14 +20,13 @@ from vllm.platforms import current_platform
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 
 OWN = sys.stdlib_module_names | {"vllm", "torch", "transformers"}
-"""Packages whose code is not foreign. The key space has the versions of vLLM and transformers;
-another torch only rounds differently."""
+"""Not foreign. The key space has the versions of vLLM and transformers; another torch only
+rounds differently."""
 CODE_SUFFIXES = (".py", ".so")
 
 
 def foreign_code(vllm_config: Any) -> dict[str, Any]:
-    """Returns the foreign code that this engine's process has loaded, by what it is used for. Has
-    no entry for what is vLLM's own."""
+    """What this process has loaded, by use."""
     parallel = vllm_config.parallel_config
     workers = [parallel.worker_cls, parallel.worker_extension_cls]
     found = {
@@ -44,11 +39,8 @@ def foreign_code(vllm_config: Any) -> dict[str, Any]:
 
 
 def plugins() -> dict[str, str]:
-    """Returns the code of vLLM's general plugins that are loaded, by the plugin's name. hotkv's own
-    plugin is left out, because it changes no bytes of KV.
-
-    Source: `load_plugins_by_group` in vLLM 0.32.
-    """
+    """Loaded general plugins, without hotkv's, which changes no KV (`load_plugins_by_group`,
+    vLLM 0.32)."""
     allowed = envs.VLLM_PLUGINS
     return {
         one.name: f"{one.value}{code}"
@@ -58,12 +50,9 @@ def plugins() -> dict[str, str]:
 
 
 def plugin_classes() -> dict[str, str]:
-    """Returns the model classes that plugins have registered, by architecture. Includes classes of
-    other models than the engine's, because its model may contain them: a multimodal model contains
-    a text model, and a drafter has a model of its own.
-
-    Source: `_ModelRegistry.register_model` in vLLM 0.32.
-    """
+    """Models that plugins have registered, by architecture (`_ModelRegistry.register_model`,
+    vLLM 0.32). Also of other models: a multimodal one contains a text model, and a drafter has
+    its own."""
     found = {}
     for architecture, registered in ModelRegistry.models.items():
         loaded = getattr(registered, "model_cls", None)
@@ -75,8 +64,7 @@ def plugin_classes() -> dict[str, str]:
 
 
 def named(kind: Any) -> str:
-    """Returns the name of a foreign class with the identity of its code; empty if it is not
-    foreign.
+    """A foreign class with its code's identity; empty if not foreign.
 
     kind: the class, or its dotted name.
     """
@@ -89,8 +77,7 @@ def named(kind: Any) -> str:
 
 
 def code_of(module: str) -> str:
-    """Returns what identifies the code of a foreign module, `@` first; empty for a module that is
-    not foreign."""
+    """Identity of a foreign module's code, `@` first; empty if not foreign."""
     package = module.partition(".")[0]
     is_own = not package or package in OWN or package.startswith("hotkv_")
     return "" if is_own else f"@{_identity(package)}"
@@ -121,7 +108,7 @@ def _digest(package: str) -> str:
 
 
 def _files(package: str) -> Iterator[tuple[str, Path]]:
-    """Yields the files of a package's code, with their names inside the package."""
+    """With their names inside the package."""
     module = sys.modules.get(package)
     if module is not None:
         folders, file = getattr(module, "__path__", None), getattr(module, "__file__", None)

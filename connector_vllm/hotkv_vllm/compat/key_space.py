@@ -1,12 +1,4 @@
-"""Computes the key space of an engine: the identity of everything that decides the bytes of a
-block.
-
-Parts of vLLM that this module reads: the model's name and dtype,
-`CacheConfig.prefix_caching_hash_algo` and `cache_dtype`, the parallel sizes,
-`KVCacheConfig.hash_block_size`, and through `fingerprint` every field of every config object. How K
-and V are packed comes from the attention backend of each layer in `static_forward_context`, from
-`current_platform`, and on CPU from `_get_attn_isa`.
-"""
+"""An engine's key space."""
 
 from pathlib import Path
 from typing import Any
@@ -37,15 +29,10 @@ def key_space(
     page_format: str,
     weights_identity: str,
 ) -> KeySpace:
-    """Returns the engine's key space. Raises Unsupported if a part of it can't be determined.
+    """Raises Unsupported if a part can't be determined.
 
-    config: hotkv's settings.
-    groups: the groups that hotkv stores.
-    shard_bytes: bytes of this rank's shard (part) of a block, per group. The returned key space
-        states this size for the shards of all ranks.
-    num_shards: number of shards of a block.
-    page_format: a text that identifies how the engine arranges the bytes of a page (of one block in
-        one layer).
+    shard_bytes: of this rank, per group; the result states them for all ranks.
+    page_format: identifies how the bytes of a page are arranged.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -79,8 +66,7 @@ def key_space(
 
 
 def _model_name(model: Any) -> str:
-    """Returns a readable name of the model. For a model in a local folder this is the model's
-    architecture, because engines share KV even if their folders have different names."""
+    """For a local folder the architecture: engines share KV whatever the folder's name."""
     if snapshot := hub_snapshot(str(model.model)):
         return snapshot[0]
     if not Path(model.model).exists():
@@ -93,8 +79,7 @@ def _model_name(model: Any) -> str:
 
 
 def _hash_seed(algorithm: str) -> str:
-    """Returns the seed of the engine's block hashes. Raises Unsupported if each process of vLLM
-    draws its own seed, because no other engine could then find the blocks."""
+    """Raises Unsupported if each process draws its own: no other engine could find the blocks."""
     hash_function = get_hash_fn_by_name(algorithm)
     seed: str = resolve_none_hash_seed(hash_function)
     if seed != resolve_none_hash_seed(hash_function):
@@ -108,14 +93,13 @@ def _hash_seed(algorithm: str) -> str:
 def packing(
     vllm_config: Any, kv_cache_config: Any, groups: tuple[CacheGroup, ...], device_type: str
 ) -> str:
-    """Returns a text that identifies how the engine packs K and V inside a page (the bytes of one
-    block in one layer): the attention backends, the quantization, and on CPU the instruction set.
-    """
+    """Identifies how K and V are packed inside a page: attention backends, quantization, on CPU
+    the instruction set."""
     parts = []
     for group in groups:
         names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
         if not names:
-            # Skips a group without layers on this rank: its layers are in another pipeline stage.
+            # Its layers are in another pipeline stage.
             continue
         parts += [_backend_name(vllm_config, name) for name in names]
         for spec in iter_layer_specs(
@@ -129,9 +113,8 @@ def packing(
                 or "fp8" in str(vllm_config.cache_config.cache_dtype)
                 or getattr(spec, "dtype", None) == torch.uint8
             ):
-                # Adds the exact FP8 format, because the setting does not determine it: some GPUs of
-                # a platform write e4m3fn, other GPUs e4m3fnuz. Some layers write FP8 as bytes,
-                # whatever the setting (the indexer of DeepSeek V3.2).
+                # The setting does not determine the format: GPUs write e4m3fn or e4m3fnuz, and
+                # some layers write FP8 as bytes whatever the setting (DeepSeek V3.2's indexer).
                 parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
             if device_type == "cpu" and hasattr(spec, "head_size"):
                 parts.append(_isa(vllm_config, spec))
@@ -139,8 +122,7 @@ def packing(
 
 
 def _backend_name(vllm_config: Any, layer_name: str) -> str:
-    """Returns the name of a layer's attention backend, and its class and code too if the class is a
-    plugin's, because any plugin's backend may have the same name."""
+    """With class and code if a plugin's: plugins may use one name."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
     if backend is None:

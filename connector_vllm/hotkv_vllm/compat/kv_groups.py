@@ -1,11 +1,4 @@
-"""Translates vLLM's KV cache groups into hotkv's groups: their kinds, block sizes and windows, and
-which groups belong to a drafter.
-
-Parts of vLLM that this module reads: `KVCacheConfig.kv_cache_groups` and each group's
-`kv_cache_spec`, `prefix_cacheable_group_ids` and `cache_hit_alignment_tokens`, the context-parallel
-sizes of `parallel_config`, `SpeculativeConfig.use_eagle_block_drop`, `num_speculative_tokens`,
-`num_prefill_lookahead_tokens` and `async_scheduling`.
-"""
+"""Translates vLLM's KV cache groups into hotkv's."""
 
 import math
 from collections.abc import Sequence
@@ -31,17 +24,12 @@ _KINDS: dict[KVCacheSpecKind, GroupKind] = {
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """A KV cache group of vLLM that hotkv stores. Its index in hotkv is its position in the result
-    of `cache_groups`.
+    """hotkv's index is the position in `cache_groups`.
 
-    vllm_group: number of the group in vLLM.
-    kind: kind of attention of the group's layers.
-    block_tokens: tokens of a block.
-    window_tokens: length of the sliding window or chunk; 0 for other kinds.
-    states_by_handoff: True in Mamba's "align" mode: only the blocks that vLLM offers for storing
-        (`boundary_state_offloads`) hold a state that can be stored.
-    is_draft: True if the group has layers of a drafter (speculative decoding). While a request
-        decodes, the group's last full block may still change.
+    window_tokens: of the sliding window or chunk; 0 for other kinds.
+    states_by_handoff: Mamba's "align" mode: only blocks that vLLM offers
+        (`boundary_state_offloads`) hold a state to store.
+    is_draft: has layers of a drafter: while a request decodes, its last full block may change.
     """
 
     vllm_group: int
@@ -53,14 +41,13 @@ class CacheGroup:
 
 
 def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """Returns the groups that hotkv stores: the groups of vLLM that prefix caching can use. Raises
-    Unsupported if a hit could not restore everything that the engine needs."""
+    """Those of vLLM that prefix caching can use. Raises Unsupported if a hit could not restore
+    all that the engine needs."""
     parallel = vllm_config.parallel_config
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise Unsupported("HiSparse keeps KV in host memory, whose blocks have ids of their own")
-    # Only the pipeline stage that has the layers of the drafter (model that proposes tokens) knows
-    # to which group these layers belong. So all stages treat every group as a drafter's group.
+    # Only the drafter's stage knows its groups, so all stages treat every group as a drafter's.
     all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -123,22 +110,17 @@ def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> Cac
 
 
 def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -> int:
-    """Returns the alignment of hits, in tokens: every hit ends at a multiple of this number. The
-    alignment is a multiple of vLLM's own alignment and of the block size of every group."""
+    """Every hit ends at a multiple; itself a multiple of vLLM's alignment and of all block
+    sizes."""
     return math.lcm(
         kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups)
     )
 
 
 def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
-    """Returns the indices of the groups in which the KV of a token depends on the next token, as
-    with the drafter (model that proposes tokens) EAGLE. In such a group the block after the end of
-    a hit must be ready too. Empty if the engine has no such drafter.
-
-    If the engine has such a drafter but no group is marked as a drafter's, returns all groups
-    except groups of Mamba states. Source: the EAGLE last-block drop of `HybridKVCacheCoordinator`
-    in vLLM 0.32.
-    """
+    """Groups in which a token's KV depends on the next token, as with EAGLE: the block after a
+    hit must be ready too. All but Mamba's if none is marked (last-block drop of
+    `HybridKVCacheCoordinator`, vLLM 0.32); empty without such a drafter."""
     if not _drops_last_block(vllm_config):
         return frozenset()
     marked = frozenset(index for index, group in enumerate(groups) if group.is_draft)
@@ -153,20 +135,14 @@ def _drops_last_block(vllm_config: Any) -> bool:
 
 
 def unfinished_tokens(vllm_config: Any) -> int:
-    """Returns how many of a request's last computed tokens have KV that the next step may change.
-
-    The cause is a drafter with several MTP modules: the last module reads this many tokens further
-    ahead than the first module. So the next step computes the KV of these tokens again, together
-    with the tokens that were accepted after them. Source:
-    `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32.
-    """
+    """Last computed tokens whose KV the next step may change: the last of several MTP modules
+    reads so much further ahead (`KVCacheCoordinator.get_num_cacheable_tokens`, vLLM 0.32)."""
     return max(0, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states,
-    and for a group that prefix caching can't use. In a group with 0, a token's position does not
-    show which block holds its KV: a recurrent state covers all tokens before it."""
+    """Per vLLM group; 0 for recurrent states, which cover all tokens before, and groups that
+    prefix caching can't use: a token's position does not show its block."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0
@@ -178,9 +154,8 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
 
 
 def hit_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the number of tokens of a block, per vLLM group. Returns 0 for a group that prefix
-    caching can't use, because vLLM allocates new blocks in it for the tokens of a hit. In all other
-    groups, blocks before the end of a hit in vLLM's own prefix cache are not written."""
+    """Per vLLM group; 0 if prefix caching can't use it, so that vLLM allocates new blocks for a
+    hit. In others, blocks of a hit in vLLM's own prefix cache are not written."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
     return tuple(
@@ -189,16 +164,12 @@ def hit_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | None:
-    """Returns how many tokens may have wrong KV when a request with streamed input begins a later
-    turn. These are the last tokens that earlier turns have computed. 0: only a recurrent state may
-    be wrong. None: all KV is right.
+    """Last tokens of earlier turns of streamed input that may have wrong KV when the next begins.
+    0: only a recurrent state may be wrong. None: all is right.
 
-    tokens_per_block: the result of `group_block_tokens`.
-
-    Source: `Scheduler._update_request_as_session` and `_handle_stopped_request` in vLLM 0.32. The
-    causes: without asynchronous scheduling, vLLM may accept draft tokens that come after the token
-    that stops a turn, and counts them as computed. A recurrent state may include tokens that come
-    after the turn's last token.
+    Without asynchronous scheduling vLLM may accept draft tokens behind the one that stops a
+    turn; a recurrent state may include later tokens (`Scheduler._update_request_as_session`,
+    `_handle_stopped_request`, vLLM 0.32).
     """
     drafts = int(vllm_config.num_speculative_tokens)
     is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -208,7 +179,6 @@ def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | 
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
-    """Returns the KV cache spec of each layer of this worker, by layer name."""
     return {
         name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
         for group in kv_cache_config.kv_cache_groups

@@ -1,12 +1,5 @@
-"""Computes the identity of the weights that an engine has loaded: the weights of its model, of a
-draft model, and of other models that the model's config names.
-
-Parts of vLLM that this module reads: `ModelConfig.model`, `model_weights`, `revision`, `hf_config`,
-`seed`, `trust_remote_code` and `code_revision`, `MultiModalConfig.mm_encoder_fp8_scale_path`,
-`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE`,
-`envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH` and `envs.VLLM_CACHE_ROOT`. `read_beside_loading` wraps
-`BaseModelLoader.load_model`.
-"""
+"""Identity of the weights that an engine has loaded: of its model, a draft model, and models
+that the config names. `read_beside_loading` wraps `BaseModelLoader.load_model`."""
 
 import functools
 import hashlib
@@ -30,28 +23,25 @@ from hotkv_vllm.file_digests import file_digest
 
 # -------------------------------------------------------------------------------------------- files
 
-# Equal identities mean equal bytes of all weights files. An identity never contains a path.
+# Equal identities mean equal bytes of all weights files; an identity never has a path.
 #
-# A model from a hub is identified by the commit of its revision. Any other model is identified by a
-# digest over the names and all bytes of its weights files, of its configuration files and of its
-# own Python code. `file_digests` reads each file once and keeps its digest.
+# A hub's model is identified by its revision's commit, any other by a digest over names and
+# bytes of its weights and configuration files and of its own Python code.
 
 
 UNREAD = "unread"
-"""Stands for the identity of weights whose files are still being read. An engine whose key space
-has it neither loads nor stores."""
+"""In place of the identity while files are being read. An engine with it neither loads nor
+stores."""
 READ_WAIT_S = 2.0
-"""An engine's start waits this long for the weights' files to be read, seconds. The reading begins
-with vLLM's own loading of the weights, so it has mostly ended by then."""
+"""How long an engine's start waits for the reading, which begins with vLLM's loading."""
 MAX_LINKS = 40
 SUBFOLDERS = (
     *("audio_tokenizer", "whisper-large-v3", "adapters/retrieval", "adapters/text-matching"),
     *("adapters/classification", "adapters/clustering"),
 )
-"""Subfolders from which vLLM loads further weights (MiMo-Audio, Kimi-Audio, Jina v5)."""
+"""With further weights (MiMo-Audio, Kimi-Audio, Jina v5)."""
 OTHER_MODELS = ("text_model_id", "audio_model_id")
-"""Fields of a model's config (Ultravox has them) that name other models. vLLM loads further weights
-from these models."""
+"""Fields of a config (Ultravox's) that name other models with further weights."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 SIDE_FILES = (
     "model.safetensors.index.json",
@@ -61,7 +51,7 @@ SIDE_FILES = (
     "quantize_config.json",
     "hf_quant_config.json",
     "params.json",
-    # Settings of the model's processors for images, video and sound.
+    # Of processors for images, video and sound.
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -73,38 +63,31 @@ FROM_FILES = frozenset(
         *("runai_streamer", "runai_streamer_sharded", "sharded_state"),
     )
 )
-"""Values of `LoadConfig.load_format` with which vLLM reads the weights from the model's files. With
-other values, including values that plugins define, weights may come from elsewhere, such as another
-process, a service or a copy of old files (`npcache`), so the model's files don't identify them."""
+"""Values of `LoadConfig.load_format` that read the model's files. With others, also of plugins,
+weights may come from a process, a service or old copies (`npcache`)."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
-"""Matches a model's folder in the hub's cache. Its path contains the repository and the commit."""
+"""A model's folder in the hub's cache: repository and commit."""
 _OTHERS_CODE = re.compile(r'"([^"]+)--')
-"""Matches the repository in a class's name in `auto_map`, such as "org/model--modeling.Model"."""
+"""Repository in a class of `auto_map`, such as "org/model--modeling.Model"."""
 
 
 def is_commit(revision: str) -> bool:
-    """Returns True if a revision is a full commit hash, which identifies the files' bytes. A branch
-    or a tag does not identify them."""
+    """A full hash: a branch or a tag does not identify bytes."""
     return bool(_COMMIT.fullmatch(revision))
 
 
 def hub_snapshot(path: str) -> tuple[str, str] | None:
-    """Returns the repository and the commit of a model's folder in the hub's cache; None for
-    another path.
-
-    Source: `EngineArgs.__post_init__` in vLLM 0.32 replaces a repository's name by this path if
-    HF_HUB_OFFLINE is set.
-    """
+    """Repository and commit of a folder in the hub's cache, which replaces a repository's name
+    with HF_HUB_OFFLINE (`EngineArgs.__post_init__`, vLLM 0.32). None for another path."""
     found = _SNAPSHOT.fullmatch(path)
     return (found[1].replace("--", "/", 1), found[2]) if found else None
 
 
 def files_identity(path: Path) -> str:
-    """Computes the identity of a model from its files: a weights file, or a folder with weights
-    files. Blocks while they are read. Raises OSError, or ValueError if the folder has no weights
-    files."""
+    """Of a weights file or a folder with some. Blocks while they are read. Raises OSError, or
+    ValueError without weights files."""
     files = _weights_files(path)
     if not files:
         raise ValueError(f"{path} has no weights files ({', '.join(WEIGHT_SUFFIXES)})")
@@ -118,12 +101,8 @@ def files_identity(path: Path) -> str:
 
 
 def changed_since(path: Path, moment_s: float) -> bool:
-    """Returns True if a file that `files_identity` reads was created, moved or written after
-    `moment_s`. Changes of the folder, and of symbolic links in the paths, count too. Raises
-    OSError.
-
-    moment_s: a time of the system's clock, seconds since the epoch.
-    """
+    """Whether a file, the folder or a symbolic link on the way was created, moved or written
+    after `moment_s` (since the epoch). Raises OSError."""
     files = [*_weights_files(path), *_side_files(path)]
     times = [place.stat().st_ctime for place in (path, *files)]
     times += [
@@ -133,9 +112,9 @@ def changed_since(path: Path, moment_s: float) -> bool:
 
 
 def process_start_s() -> float:
-    """Returns the time at which this process began, by the system's clock. The result is up to 10
-    ms later than the true time. A forked process begins with the fork. Raises OSError."""
-    # If the process is stopped between the readings of the two clocks, the difference is too small.
+    """By the system's clock, up to 10 ms late; a forked process begins with the fork. Raises
+    OSError."""
+    # Stopped between the readings of both clocks, the difference would be too small.
     boot_s = max(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) for _ in range(3))
     hertz = os.sysconf("SC_CLK_TCK")
     began_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -150,8 +129,6 @@ def _weights_files(path: Path) -> list[Path]:
 
 
 def _side_files(path: Path) -> list[Path]:
-    """Returns the files in a model's folder, besides the weights files, that decide how the model
-    computes: its configuration, and its own Python code."""
     if not path.is_dir():
         return []
     places = (folder / name for folder in _folders(path) for name in SIDE_FILES)
@@ -159,13 +136,12 @@ def _side_files(path: Path) -> list[Path]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Returns a model's folder, and those of its `SUBFOLDERS` that exist."""
+    """The model's, and those of its `SUBFOLDERS` that exist."""
     return [path, *filter(Path.is_dir, (path / name for name in SUBFOLDERS))]
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Yields the symbolic links that are followed when an absolute path is resolved, at most
-    MAX_LINKS."""
+    """Symbolic links followed to resolve an absolute path, at most MAX_LINKS."""
     for _ in range(MAX_LINKS):
         link = next(
             (place for place in (*reversed(path.parents), path) if place.is_symlink()), None
@@ -180,23 +156,18 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def weights_identity(vllm_config: Any) -> str:
-    """Returns the identity of the weights of all the engine's models (`_models`). A model is
-    identified by its commit, or by the digest of its files. A model with random weights is
-    identified by a digest of its config and by the seed. The identity also covers Python code and
-    scales that the engine loads from elsewhere.
-
-    Blocks while the files are read. Raises Unsupported if the weights can't be identified, OSError
-    if files can't be read.
-    """
+    """Of all models, by commit or files; of random weights, by config and seed. Also covers
+    Python code and scales from elsewhere. Blocks while files are read. Raises Unsupported, or
+    OSError."""
     models = _models(vllm_config)
     name = "+".join(_model_identity(model, load) + _code(model) for model, load in models)
     return "+scales:".join([name, *map(files_identity, _scales(models[0][0]))])
 
 
 def begin_reading(vllm_config: Any, named: str = "") -> "Future[str]":
-    """Computes `weights_identity` in a thread of its own. The future raises Unsupported or OSError.
+    """`weights_identity` in a thread. The future raises Unsupported or OSError.
 
-    named: the user's own name of the weights, which is then the result.
+    named: the user's name of the weights, which is then the result.
     """
     answer: Future[str] = Future()
     if named:
@@ -225,8 +196,7 @@ SAYS_UNREAD = (
 
 
 def read_by(reading: "Future[str]", wait_s: float) -> str:
-    """Returns the result of `begin_reading`; UNREAD if it is not there within `wait_s`. Raises
-    what the future raises."""
+    """UNREAD if the result is not there within `wait_s`. Raises what the future raises."""
     try:
         return reading.result(wait_s)
     except TimeoutError:
@@ -236,8 +206,7 @@ def read_by(reading: "Future[str]", wait_s: float) -> str:
 
 
 def read_beside_loading() -> None:
-    """Makes vLLM's loaders begin to read the weights' files for hotkv too, so that both read them
-    from the disk once."""
+    """Reads the files while vLLM loads them, so that the disk is read once."""
     load_model = BaseModelLoader.load_model
     if hasattr(load_model, "hotkv_reads"):
         return
@@ -253,7 +222,7 @@ def read_beside_loading() -> None:
 
 
 def _will_need_identity(transfer: Any) -> bool:
-    """Returns True if hotkv is a connector of the engine and the user has not named the weights."""
+    """Whether hotkv is a connector and the user has not named the weights."""
     if transfer is None:
         return False
     extra = transfer.kv_connector_extra_config
@@ -262,9 +231,9 @@ def _will_need_identity(transfer: Any) -> bool:
 
 
 def _code(model: Any) -> str:
-    """Returns the commits of Python code that the model loads from other repositories, or from
-    another revision than its weights. Code that is missing in the hub's cache is left out. Raises
-    Unsupported if the code may come from ModelScope, whose cache this module does not read."""
+    """Commits of Python code from other repositories or another revision; code that the hub's
+    cache lacks is left out. Raises Unsupported if it may come from ModelScope, whose cache is
+    not read."""
     if not model.trust_remote_code:
         return ""
     places = set(_OTHERS_CODE.findall(json.dumps(getattr(model.hf_config, "auto_map", {}))))
@@ -281,15 +250,13 @@ def _code(model: Any) -> str:
 
 
 def _scales(model: Any) -> list[Path]:
-    """Returns the file with scales for the attention of an image encoder, if the engine has one."""
     path = model.multimodal_config and model.multimodal_config.mm_encoder_fp8_scale_path
     return [Path(path)] if path else []
 
 
 def weights_may_be_older(vllm_config: Any) -> bool:
-    """Returns True if files that `weights_identity` reads have changed since this process began.
-    The process may then have loaded their old contents. Also returns True if the times can't be
-    determined."""
+    """Whether files have changed since this process began, which may have loaded the old ones.
+    True if unknown."""
     models = _models(vllm_config)
     paths = [_weights_path(model) for model, load in models if load.load_format != "dummy"]
     paths += _scales(models[0][0])
@@ -301,15 +268,13 @@ def weights_may_be_older(vllm_config: Any) -> bool:
 
 
 def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
-    """Returns the configs of the models whose weights decide KV bytes, each with its load config.
-    These are the model itself, a draft model that has its own weights, and other models that the
-    configs of these two name."""
+    """(model's config, load config): the model, a draft model with weights of its own, and
+    models that these name."""
     load, draft = vllm_config.load_config, draft_model(vllm_config)
     models = [(vllm_config.model_config, load)]
     if draft is not None:
         models.append((draft, vllm_config.speculative_config.draft_load_config or load))
-    # Drops the drafter (speculative decoding) if it is a part of the model itself: the model's
-    # identity then covers its weights already.
+    # A drafter that is a part of the model is covered by its identity.
     places = [(model.model, model.revision, of.load_format) for model, of in models]
     models = models[:1] if places[0] == places[-1] else models
     return models + [
@@ -353,8 +318,8 @@ def _hub_identity(repo: str, revision: Any) -> str:
     if is_commit(str(commit)):
         return f"hub:{repo}@{commit}"
     if envs.VLLM_USE_MODELSCOPE:
-        # vLLM loads the model from ModelScope. The cache of Hugging Face's hub may have another
-        # version of it, so its commit proves nothing.
+        # Hugging Face's cache may have another version than ModelScope, so its commit proves
+        # nothing.
         raise Unsupported(
             f"the revision of {repo} is not known (VLLM_USE_MODELSCOPE); set hotkv.weights_identity"
         )

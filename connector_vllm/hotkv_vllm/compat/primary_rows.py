@@ -1,10 +1,8 @@
-"""Keeps rows of vLLM's primary tier (the CPU memory of its offloading) out of use while a server
-that does not answer may still write into them.
+"""Keeps rows of the primary tier out of use while a server that does not answer may write into
+them.
 
-Always true: vLLM allocates no held row, also after a reset of its caches.
-
-Source: `CPUOffloadingManager` of vLLM 0.32 and 0.33, which numbers its rows and keeps the free ones
-in `_free_list` and from `_num_allocated_chunks` on.
+vLLM allocates no held row, also after a reset: `CPUOffloadingManager` (vLLM 0.32, 0.33) numbers
+its rows, and has the free ones in `_free_list` and from `_num_allocated_chunks` on.
 """
 
 from collections import deque
@@ -19,18 +17,15 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 
 class PrimaryRows:
-    """Holds rows of the primary tier. Scheduler thread only, except `over`.
-
-    is_bound: False until `bind`; then no row can be held.
-    """
+    """Scheduler thread only, except `over`. No row can be held before `bind`."""
 
     def __init__(self) -> None:
         self._primary: CPUPrimaryTierOffloadingManager | None = None
         self._free: Any = None
         self._reset: Any = None
-        # By held row, the number of its holds.
+        # By row, the number of its holds.
         self._held: dict[int, int] = {}
-        # The held rows that vLLM has freed.
+        # Held rows that vLLM has freed.
         self._freed: set[int] = set()
         self._over: deque[list[int]] = deque()
 
@@ -46,8 +41,7 @@ class PrimaryRows:
         return len(self._held)
 
     def bind(self, parent: _SecondaryTierFacingParent) -> None:
-        """Intercepts the methods with which vLLM's primary tier frees rows. A second call has no
-        effect."""
+        """Intercepts how vLLM frees rows. Idempotent."""
         if self._primary is not None:
             return
         primary = self._primary = parent._m.primary_tier
@@ -70,22 +64,21 @@ class PrimaryRows:
             self._freed = set(self._held)
 
     def hold(self, rows: Iterable[int]) -> None:
-        """Keeps rows out of use from the time when vLLM frees them."""
+        """From when vLLM frees them."""
         for row in rows:
             self._held[row] = self._held.get(row, 0) + 1
 
     def over(self, rows: list[int]) -> None:
-        """Records that the server can't write into these held rows any more. Any thread."""
+        """The server can't write into these rows any more. Any thread."""
         self._over.append(rows)
 
     def collect(self) -> None:
-        """Gives vLLM the rows whose holds are over. Must be called with vLLM's lock of the manager,
-        if it has one."""
+        """Gives vLLM the rows whose holds are over. Under its lock of the manager, if it has
+        one."""
         while self._over:
             self.release(self._over.popleft())
 
     def release(self, rows: Iterable[int]) -> None:
-        """Ends a hold of each of these rows."""
         for row in rows:
             self._held[row] -= 1
             if self._held[row]:
@@ -97,7 +90,7 @@ class PrimaryRows:
 
 
 def _take_all(primary: CPUPrimaryTierOffloadingManager) -> None:
-    """Makes all rows of an empty primary tier count as allocated."""
+    """Of an empty primary tier."""
     primary._num_allocated_chunks = primary._num_chunks
 
 

@@ -1,29 +1,19 @@
-"""Implements residency (old blocks of long contexts only in the server's memory) in vLLM's block
-management: a KV cache spec for the layers (`ResidentSpec`), the manager of their blocks
+"""Residency in vLLM's block management: a KV cache spec (`ResidentSpec`), the manager of its blocks
 (`ResidentManager`), and the scheduler side's access to both (`DevicePool`).
 
-On the device a request holds
-- its first blocks (sinks),
-- its recent window (last tokens) together with tokens in flight,
-- hot slots. A hot slot is a block of vLLM's pool into which selected blocks are copied: it belongs
-  to no position of the context, and has other contents in each layer.
+On the device a request holds its sinks, its recent window with tokens in flight, and hot slots:
+blocks of vLLM's pool without a position in the context, with other contents in each layer. All
+other complete blocks return to the pool once the server has pinned them; the block table then has
+the null block.
 
-All other complete blocks return to the pool once the server has pinned them
-(`ResidentManager.stored_tokens`). The request's block table then has the null block in their place.
+With `residency = "auto"`, or if the server is away when it begins (`ResidentManager.whole`), it
+holds all its blocks and no hot slots until it is moved off the device (`ResidentManager.moved`).
 
-With `residency = "auto"`, or if the server is away when a request begins (`ResidentManager.whole`),
-the request holds all its blocks and no hot slots until it is moved off the device
-(`ResidentManager.moved`). From then on the device holds only its sinks, its recent window and its
-hot slots.
-
-Always true:
 - No block is freed before the server has pinned its bytes.
 - A request that has lost blocks in the server gets no further block, so vLLM preempts it and
   computes it anew.
 
-Parts of vLLM 0.32 that this module uses: `AttentionBackend.customize_spec` (temporary in vLLM, see
-RFC #42449), `FullAttentionSpec`, `FullAttentionManager` with its block tables, its pool and
-`new_step_starts`, `KVCacheSpecRegistry`, `VllmConfig.max_in_flight_tokens`.
+Builds on `AttentionBackend.customize_spec` (temporary in vLLM, see RFC #42449).
 """
 
 import sys
@@ -50,26 +40,17 @@ from hotkv_vllm.residency.moves import BlockDemand, Relief
 
 
 SPARE_SLOTS = 8
-"""Number of additional hot slots (device blocks for selected blocks) of a request. A request has as
-many hot slots as its hot set (the blocks to attend to) can use, and these additional slots. Each
-of them is reserved for a block that a step has selected, but that only the next step adds to the
-hot set."""
+"""Hot slots beyond those that the hot set can use, for blocks that a step has selected and only
+the next adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
-    """The KV cache spec of a full-attention layer in an engine with residency (contexts beyond
-    device memory).
-
-    sink_blocks: number of a context's first blocks (sinks), which stay on the device.
-    recent_tokens: number of a context's last tokens (the recent window), which stay on the device.
-    keeps_tokens: the most tokens at the end of a context that the device may hold: the recent
-        window, tokens in flight, and tokens whose store has not ended.
-    hot_blocks: number of hot slots (device blocks for selected blocks) of a request.
-    sparse_from_tokens: a context below this length attends to all its blocks, so they all stay on
-        the device.
-    begins_whole: True with `residency = "auto"`: all blocks of a request stay on the device until
-        the request is moved off the device.
+    """sink_blocks, recent_tokens: stay on the device.
+    keeps_tokens: most tokens at the end of a context that the device may hold: recent window,
+        tokens in flight, and tokens whose store has not ended.
+    sparse_from_tokens: a shorter context attends to all its blocks, which stay on the device.
+    begins_whole: `residency = "auto"`.
     """
 
     sink_blocks: int
@@ -81,12 +62,6 @@ class ResidentSpec(FullAttentionSpec):
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
-        """Returns the KV cache spec with residency (contexts beyond device memory) that replaces
-        vLLM's own spec of a layer.
-
-        spec: vLLM's own spec.
-        config: the settings of sparse decode.
-        """
         tokens = spec.block_size
         scheduler = vllm_config.scheduler_config
         step_tokens = int(scheduler.max_num_batched_tokens)
@@ -102,54 +77,42 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Returns the greatest length, in blocks, of a request that has all its blocks on the
-        device. Only longer requests have blocks in the server only."""
+        """Greatest length, in blocks, at which all blocks stay on the device."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns how many device blocks a request of `num_tokens` holds at most, including its hot
-        slots (device blocks for selected blocks)."""
+        """Most device blocks that a request of `num_tokens` holds, hot slots included."""
         needed = _blocks(num_tokens, self.block_size)
         return needed if needed <= self.whole_blocks else self.moved_blocks
 
     @property
     def moved_blocks(self) -> int:
-        """Returns how many device blocks a request holds at most, hot slots (device blocks for
-        selected blocks) included, if only a part of its context is on the device."""
+        """As `device_blocks`, of a request that is only in part on the device."""
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
-        """Returns which blocks of a hit need not be on the device, as a range of block indices:
-        those between the sinks (first blocks) and the recent window (last tokens). The range is
-        empty if the hit is short enough to be wholly on the device.
-
-        hit_tokens: length of the hit.
-        """
+        """Blocks of a hit that need not be on the device, between sinks and recent window; empty
+        if it is short enough."""
         if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
             return range(0)
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Returns how many bytes a request of the longest context needs on the device for this
-        layer. At the engine's start vLLM checks that its block pool is large enough for this."""
+        """Of the longest context in this layer: vLLM checks its block pool against it."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """Returns the common spec of the layers of a group. Raises AssertionError if the layers'
-        specs differ. (The method of `FullAttentionSpec` would merge specs that differ.)"""
+        """Raises AssertionError if the specs differ; `FullAttentionSpec`'s would merge them."""
         return KVCacheSpec.merge.__func__(cls, specs)
 
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
-    """Returns the number of hot slots (device blocks for selected blocks) of a request. This is the
-    number that the hot set of a layer (the blocks to attend to) can use at most, plus SPARE_SLOTS.
-    """
+    """Of a request: what a layer's hot set can use at most, plus SPARE_SLOTS."""
     endless = 1 << 40
-    # The budget includes the blocks that are always kept (first blocks and recent window; see
-    # `SparseConfig.check`), so these need no further slots.
+    # The budget includes sinks and recent window (`SparseConfig.check`).
     return config.most_blocks(endless, block_tokens) + SPARE_SLOTS
 
 
@@ -158,30 +121,25 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """Manages the device blocks of all requests in an engine with residency (contexts beyond device
-    memory), for vLLM's scheduler.
+    """Manages all requests' device blocks for vLLM's scheduler.
 
-    stored_tokens: takes a request id, and returns how many leading tokens of the request the server
-        has pinned. The scheduler side sets this function, `has_room` and `step_starts`
-        (`DevicePool.bind`).
-    has_room: takes a request id, and returns True if the server has reserved room for the request.
+    stored_tokens: a request's leading tokens that the server has pinned. Set, like `has_room` and
+        `step_starts`, by `DevicePool.bind`.
+    has_room: the server has reserved room for a request.
     step_starts: called before vLLM plans a step.
-    freed_blocks: by request, the index of the first block after its freed blocks. The freed blocks
-        begin after the sinks (first blocks).
-    hot: by request, its hot slots (device blocks for selected blocks).
-    hot_ids: by request, the ids of its hot slots.
-    lost: ids of requests that have lost blocks in the server; they get no further block.
-    moved: ids of the requests that were moved off the device.
-    whole: ids of the requests that begin wholly on the device because the server is away.
-    awaited: the requests that waited for admission when the step began: by request id, the fewest
-        blocks with which the request can begin; empty unless `residency = "auto"`.
+    freed_blocks: by request, the first block after its freed ones, which begin after the sinks.
+    lost: requests that have lost blocks in the server.
+    moved: requests that were moved off the device.
+    whole: requests that begin wholly on the device because the server is away.
+    awaited: with `residency = "auto"`, requests that waited when the step began, and the fewest
+        blocks with which each can begin.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
         self.spec = kv_cache_spec
-        # vLLM's cap: the most blocks that it demands for the admission of a request. It is set here
-        # because vLLM sets it only for the kinds of specs that it knows.
+        # Most blocks that vLLM demands for an admission, which it sets only for specs that it
+        # knows.
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
         self.has_room: Callable[[str], bool] = lambda request_id: True
@@ -201,45 +159,35 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """Overrides vLLM's method: returns no hit in vLLM's own prefix cache, so that all hits come
-        from the connector. The reason: a request with residency needs its older blocks in the
-        server, but a block in vLLM's cache does not mean that the server has this block and the
-        blocks before it."""
+        """No hit: a block in vLLM's own prefix cache does not mean that the server has it and
+        those before."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
-        """Calls `step_starts`. vLLM calls this method before it plans a step."""
         super().new_step_starts()
         self.step_starts()
 
     # --------------------------------------------------------------------------------- hot slots
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many hot slots (device blocks for selected blocks) must still be allocated to
-        a request of `num_tokens`. Returns 0 if the request has its hot slots already or needs
-        none."""
         if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
 
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Returns True if some blocks of the request do not stay on the device. Only such a request
-        has hot slots (device blocks for selected blocks) and frees blocks.
+        """Whether some blocks do not stay on the device; only then a request has hot slots and
+        frees blocks.
 
-        num_tokens: length of the request. If the request was admitted with a greater length, the
-            greater length counts.
+        num_tokens: or the length at its admission, if greater.
         """
         if not self._is_moved(request_id):
             return False
         return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
 
     def _most_blocks(self, request_id: str, num_tokens: int) -> int:
-        """Returns the number of blocks of a context of `num_tokens`. If the request was admitted
-        with a greater length, the greater length counts."""
         return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
 
     def begins_whole(self, request_id: str) -> bool:
-        """Returns True if the request begins, or has begun, with all its blocks on the device."""
         return self.spec.begins_whole or request_id in self.whole
 
     def _is_moved(self, request_id: str) -> bool:
@@ -249,8 +197,7 @@ class ResidentManager(FullAttentionManager):
     # -------------------------------------------------------------------------------- allocation
 
     def needs(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many blocks a running request must allocate to grow to `num_tokens`,
-        including hot slots (device blocks for selected blocks)."""
+        """Blocks, hot slots included, that a running request must get to grow to `num_tokens`."""
         held = len(self.req_to_blocks.get(request_id, ()))
         lacks = max(0, _blocks(num_tokens, self.block_size) - held)
         return lacks + self._missing_hot(request_id, num_tokens)
@@ -266,13 +213,10 @@ class ResidentManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Overrides vLLM's method: returns how many blocks must be allocated for the request.
-        Counts only the blocks that stay on the device, and the hot slots (device blocks for
-        selected blocks). If the request must get no block now, because it has lost blocks or the
-        server has no room for it, returns more blocks than the pool has."""
+        """Counts only blocks that stay on the device, and hot slots. More than the pool has if
+        the request must get none, as it has lost blocks or the server has no room."""
         if request_id in self.lost:
-            # Demands more blocks than there are. The allocation then fails, so vLLM's scheduler
-            # preempts the request and computes it anew.
+            # The allocation fails, so vLLM preempts the request and computes it anew.
             return int(self.block_pool.num_gpu_blocks) + 1
         is_decided = request_id in self._longest and not apply_admission_cap
         if apply_admission_cap:
@@ -281,9 +225,8 @@ class ResidentManager(FullAttentionManager):
         if is_new and self.spec.begins_whole and not is_decided:
             self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
-            # Demands more blocks than there are, so that vLLM does not admit the request yet: the
-            # server may not have reserved room for it. (Usually the connector's answer makes the
-            # request wait for that, but vLLM does not ask the connector about every request.)
+            # Not admitted yet. Usually the connector's answer makes it wait, but vLLM does not
+            # always ask.
             return int(self.block_pool.num_gpu_blocks) + 1
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
@@ -292,9 +235,7 @@ class ResidentManager(FullAttentionManager):
             total_computed_tokens,
             num_local_computed_tokens,
             num_tokens_main_model,
-            # vLLM's cap (the most blocks that it demands for the admission of a request) applies
-            # only to a request that outgrows the device, because all blocks of other requests stay
-            # there.
+            # All blocks of other requests stay on the device, so the cap is not for them.
             apply_admission_cap=apply_admission_cap and self._outgrows(request_id, num_tokens),
             prefill_end=prefill_end,
         )
@@ -305,13 +246,9 @@ class ResidentManager(FullAttentionManager):
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
-        """Decides, with `residency = "auto"`, whether a new request begins as if it had been moved
-        off the device. The request begins so if three conditions hold:
-        - The device now lacks room for all blocks of the request (`room_for`).
-        - The device has room for the blocks that stay on the device if the request is moved.
-        - The server has reserved room for the request.
-
-        The decision is made again each time vLLM tries to admit the request."""
+        """With `residency = "auto"`: a new request begins as if moved if the device lacks room
+        for all its blocks (`room_for`), has room for those of a moved one, and the server has
+        reserved room. Decided anew at each try to admit it."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
@@ -324,13 +261,11 @@ class ResidentManager(FullAttentionManager):
             self._begins_moved.add(request_id)
 
     def room_for(self, request_id: str, is_hit: bool) -> int:
-        """Returns how many blocks of vLLM's block pool a new request may use to begin wholly on the
-        device: the free blocks, minus the blocks that admitted requests still need for their
-        prompts.
+        """Blocks that a new request may use to begin wholly on the device: the free ones, less what
+        admitted requests still need for their prompts.
 
-        is_hit: True for a request with a hit. The result is then reduced further, by the blocks
-            that other waiting requests need. Otherwise the request might soon be moved off the
-            device to make room for them, and the load of its hit would be wasted.
+        is_hit: also less what other waiting requests need, for which it might soon be moved, its
+            load wasted.
         """
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         if is_hit:
@@ -342,12 +277,8 @@ class ResidentManager(FullAttentionManager):
         return room
 
     def _gap(self, request_id: str, computed_tokens: int) -> range:
-        """Returns which blocks of a hit stay in the server, as a range of block indices. These
-        blocks are neither allocated on the device nor loaded: they are between the sinks (first
-        blocks) and the recent window (last tokens), and the server has pinned them for the request.
-
-        computed_tokens: length of the hit.
-        """
+        """Blocks of a hit that are neither allocated nor loaded: pinned in the server, between
+        sinks and recent window."""
         kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
         if not self._outgrows(request_id, computed_tokens):
             return range(0)
@@ -360,10 +291,8 @@ class ResidentManager(FullAttentionManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks (first blocks) and
-        the recent window (last tokens) get blocks of vLLM's pool; the block table has null blocks
-        between them. vLLM has just called `get_num_blocks_to_allocate` for the request, and the
-        pool has as many free blocks as that method returned."""
+        """Blocks of a hit: null blocks between sinks and recent window. vLLM has just called
+        `get_num_blocks_to_allocate`, and the pool has that many."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks, gap = self.req_to_blocks[request_id], self._counted_gap
         if gap:
@@ -373,7 +302,6 @@ class ResidentManager(FullAttentionManager):
         self._take(blocks, _blocks(total, self.block_size) - len(blocks), record_for_zeroing)
 
     def _take(self, blocks: list[KVCacheBlock], count: int, record_for_zeroing: bool) -> None:
-        """Takes `count` free blocks from vLLM's block pool and appends them to `blocks`."""
         if count <= 0:
             return
         new = self.block_pool.get_new_blocks(count)
@@ -384,8 +312,7 @@ class ResidentManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Overrides vLLM's method: first allocates the hot slots (device blocks for selected
-        blocks) that the request still needs, then the new blocks."""
+        """Missing hot slots first."""
         if request_id in self._begins_moved:
             self._begins_moved.discard(request_id)
             self.moved.add(request_id)
@@ -404,8 +331,7 @@ class ResidentManager(FullAttentionManager):
 
     @property
     def promised_blocks(self) -> int:
-        """Returns how many more blocks the admitted requests need together until their prompts are
-        computed."""
+        """That admitted requests together still need until their prompts are computed."""
         return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
 
     def _promised(self, request_id: str, is_moved: bool) -> int:
@@ -415,12 +341,8 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns what would be gained by moving the request off the device (`Relief`): how many
-        blocks vLLM's block pool gains, and how many fewer blocks the request still needs for its
-        prompt.
-
-        processed_tokens: number of the request's tokens whose computation has ended.
-        stored_tokens: number of the request's leading tokens that the server has pinned.
+        """processed_tokens: whose computation has ended.
+        stored_tokens: leading ones that the server has pinned.
         """
         blocks = self._freeable(request_id, processed_tokens, stored_tokens)
         return Relief(
@@ -429,15 +351,12 @@ class ResidentManager(FullAttentionManager):
         )
 
     def move(self, request_id: str, processed_tokens: int) -> None:
-        """Moves a request off the device. Frees the blocks that the server has pinned, except for
-        the sinks (first blocks) and the recent window (last tokens). Allocates the request's hot
-        slots (device blocks for selected blocks)."""
+        """Frees what the server has pinned between sinks and recent window, and takes hot slots."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
         self.moved.discard(request_id)
         self.whole.discard(request_id)
         self._begins_moved.discard(request_id)
@@ -451,11 +370,8 @@ class ResidentManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Overrides vLLM's method: frees the request's device blocks that the server has pinned and
-        that are older than the recent window (the last tokens whose computation has ended). Does
-        nothing for a request without hot slots (device blocks for selected blocks), whose blocks
-        all stay on the device. vLLM calls this method before it allocates blocks for the request.
-        """
+        """Frees what the server has pinned before the recent window; nothing of a request
+        without hot slots. vLLM calls this before it allocates blocks."""
         if request_id in self.hot:
             self._free(request_id, processed_computed_tokens)
 
@@ -467,20 +383,16 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """Returns which blocks of the request can be freed now, as a range of block indices. It
-        begins after the sinks (first blocks) and the blocks freed earlier. It ends before the
-        recent window (last tokens), and before the first block that the server has not pinned.
+        """Between the sinks and blocks freed earlier, and the recent window or what the server has
+        not pinned.
 
-        processed_tokens: number of the request's tokens whose computation has ended.
-        stored_tokens: number of the request's leading tokens that the server has pinned.
+        processed_tokens: whose computation has ended.
         """
         first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
         kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
         return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Overrides vLLM's method: removes and returns all blocks of a request, including its hot
-        slots (device blocks for selected blocks)."""
         self.lost.discard(request_id)
         self.whole.discard(request_id)
         self.freed_blocks.pop(request_id, None)
@@ -491,13 +403,10 @@ class ResidentManager(FullAttentionManager):
 
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
-    """Returns the KV cache spec of a layer in an engine with residency (contexts beyond device
-    memory): a `ResidentSpec` for plain full attention.
+    """A `ResidentSpec` for plain full attention.
 
-    Returns `spec` unchanged for a layer of another kind, and for all layers if hotkv is off with
-    this version of vLLM. vLLM then requires that the longest context fits on the device.
-
-    spec: vLLM's spec of the layer.
+    Others stay, and all if hotkv is off with this vLLM, which then requires that the longest
+    context fits on the device.
     """
     if type(spec) is not FullAttentionSpec:
         return spec
@@ -511,16 +420,14 @@ def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
 
 
 def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
-    """Returns the `ResidentSpec` of the engine; None if the engine has several groups or a group of
-    another kind."""
+    """None if the engine has several groups or one of another kind."""
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     return spec if isinstance(spec, ResidentSpec) else None
 
 
 def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Raises ConfigError if residency (contexts beyond device memory) can't work in this engine.
-    The message says which setting to change."""
+    """Raises ConfigError if residency can't work in this engine."""
     name = f"{SPARSE}.residency = {config.residency!r}"
     spec = resident_spec(kv_cache_config)
     if spec is None:
@@ -551,9 +458,8 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
 
 
 def _register() -> None:
-    """Registers `ResidentSpec` and `ResidentManager` with vLLM. Runs in each process that imports
-    this module. Makes vLLM register its own specs first, because vLLM registers them only if the
-    registry is empty."""
+    """In each process that imports this module. vLLM registers its own specs only in an empty
+    registry, so they come first."""
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(ResidentSpec, ResidentManager, uniform_type_base_spec=ResidentSpec)
 
@@ -565,19 +471,10 @@ _register()
 
 
 class DevicePool:
-    """Gives the scheduler side access to the device's blocks in an engine with residency (contexts
-    beyond device memory): which blocks requests hold, and functions to move, preempt or fail a
-    request. In an engine without residency its methods do nothing, and every request stays on the
-    device.
+    """Which device blocks requests hold, and how to move, preempt or fail a request. Without
+    residency its methods do nothing: every request stays on the device. Usable after `bind`.
 
-    Usable after `bind`. Parts of vLLM 0.32 that this class uses: the state of `ResidentManager`,
-    `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`,
-    `max_num_scheduled_tokens`, `current_step`, `defer_block_free`, `sched_step_seq`,
-    `processed_step_seq`, `_preempt_request`, `reset_preempted_req_ids` and
-    `encoder_cache_mismatch_reqs`, of `Request` the fields that count output in flight and
-    `next_decode_eligible_step`, and `VllmConfig.max_concurrent_batches`.
-
-    spec: the KV cache spec with residency; None in an engine without residency.
+    spec: None without residency.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -602,16 +499,8 @@ class DevicePool:
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
-        """Connects this object to vLLM's block manager. Must be called while the constructor of
-        vLLM's scheduler binds its block manager to the connector, because the scheduler is found on
-        the call stack.
-
-        stored_tokens: takes a request id, and returns how many leading tokens of the request the
-            server has pinned.
-        has_room: takes a request id, and returns True if the server has reserved room for the
-            request.
-        step_starts: called before vLLM plans a step.
-        """
+        """Call while the constructor of vLLM's scheduler, found on the call stack, binds its
+        block manager to the connector. The functions as in `ResidentManager`."""
         self._scheduler = _scheduler_of_caller()
         managers = kv_cache_manager.coordinator.single_type_managers
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
@@ -623,15 +512,13 @@ class DevicePool:
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
             scheduler = self._scheduler
             if scheduler is not None and scheduler.vllm_config.max_concurrent_batches > 1:
-                # vLLM counts steps (`planned_step`) only with this flag. It sets the flag itself
+                # vLLM counts steps (`planned_step`) only with this flag, and sets it itself
                 # unless `kv_role` is `kv_producer`.
                 scheduler.defer_block_free = True
 
     def leave_out(self, held: Collection[str]) -> None:
-        """Leaves the requests in `held` (request ids) out of the step that vLLM is about to plan.
-        Also preempts running requests that have lost blocks in the server. Such a request can't get
-        further blocks, and if it stayed in the queue, vLLM might preempt other requests to make
-        room for it."""
+        """Leaves `held` out of the step about to be planned. Preempts running requests that have
+        lost blocks, before vLLM preempts others to make room for them."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -643,41 +530,29 @@ class DevicePool:
         for request_id in [*self._manager.lost]:
             request = scheduler.requests.get(request_id)
             if request in scheduler.running:
-                # Preempts the request before removing it from `running`: if the preemption raises,
-                # the request is still in a queue. A request in no queue would never end.
+                # If the preemption raises, the request is still in a queue; in none it would
+                # never end.
                 scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
                 scheduler.running.remove(request)
 
     def was_preempted(self, request_id: str) -> bool:
-        """Returns True if `leave_out` or `Scheduler.reset_prefix_cache` has preempted the request
-        since vLLM planned its last step. The step that vLLM plans now must not resume such a
-        request, because the message of this step tells the workers that the request was preempted.
-        Always False in an engine without residency (contexts beyond device memory)."""
+        """By `leave_out` or `Scheduler.reset_prefix_cache` since the last planned step. The step
+        planned now must not resume it: its message tells workers of the preemption."""
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
     def heed_wait(self, request: Any, waits: bool) -> None:
-        """Makes vLLM heed the connector's answer 'ask again' (let the request wait). vLLM ignores
-        this answer about a request that must not read the prefix cache, for example because it
-        returns prompt logprobs. So vLLM would try to admit such a request before it may begin, and
-        would admit no request behind it.
+        """Makes vLLM 0.32 heed 'ask again' about a request that must not read the prefix cache, as
+        with prompt logprobs, which it would admit before its time, or none behind it.
 
-        Therefore this method sets the request's flag `skip_reading_prefix_cache` to False while the
-        answer is 'ask again'. Nothing is read from the prefix cache then, because an engine with
-        residency (contexts beyond device memory) has no hits there. Does nothing in an engine
-        without residency.
-
-        waits: True if the answer is 'ask again'.
-
-        Source: vLLM 0.32.
+        So `skip_reading_prefix_cache` is False meanwhile: with residency there are no hits to
+        read.
         """
         if self.spec is not None:
             may_not_read = request.get_skip_reading_prefix_cache()
             request.skip_reading_prefix_cache = may_not_read and not waits
 
     def describe(self) -> str:
-        """Returns a text for the log: how many device blocks a request holds, and how many requests
-        fit on the device."""
         assert self.spec is not None
         held = self.spec.device_blocks(self.max_model_len)
         size = held * self.spec.page_size_bytes / 2**20
@@ -691,24 +566,17 @@ class DevicePool:
         )
 
     def longest(self, request: Any) -> int:
-        """Returns the greatest length, in tokens, that a request can reach."""
         return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
 
     def holds_whole(self, request: Any) -> bool:
-        """Returns True if the whole request stays on the device even at its greatest length."""
         spec = self.spec
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def left_out(self, hit_tokens: int) -> range:
-        """Returns which blocks of a hit are neither leased nor loaded, as a range of block indices:
-        those that need not be on the device once the server has pinned them. `ResidentManager._gap`
-        returns the same range.
+        """Blocks of a hit that are neither leased nor loaded, as `ResidentManager._gap` returns.
 
-        Empty in an engine without residency (contexts beyond device memory). Also empty with
-        `residency = "auto"`: there `ResidentManager` decides only at the allocation which blocks
-        are loaded to the device, so all blocks of the hit are leased.
-
-        hit_tokens: length of the hit.
+        Empty with `residency = "auto"`: `ResidentManager` decides at the allocation, so all are
+        leased.
         """
         spec = self.spec
         return range(0) if spec is None or spec.begins_whole else spec.gap(hit_tokens)
@@ -716,9 +584,8 @@ class DevicePool:
     # ------------------------------------------------------------------- requests that may be whole
 
     def begin_whole(self, request_id: str, is_meant: bool) -> None:
-        """Decides, for a request without blocks on the device, whether it begins wholly on the
-        device although `residency` is `host` or the request was moved before. Does nothing for a
-        request with blocks."""
+        """Decides whether a request without blocks begins wholly on the device, although
+        `residency` is `host` or it was moved before."""
         manager = self._manager
         if manager is None or self.has_blocks(request_id):
             return
@@ -729,20 +596,17 @@ class DevicePool:
             manager.whole.discard(request_id)
 
     def begins_alone(self, request_id: str) -> bool:
-        """Returns True if the request begins wholly on the device only because of `begin_whole`."""
+        """Begins wholly on the device only because of `begin_whole`."""
         return self._manager is not None and request_id in self._manager.whole
 
     def could_be_whole(self, request: Any) -> bool:
-        """Returns True if all present blocks of the request fit in vLLM's block pool."""
         spec = self.spec
         if spec is None or not self._may_begin_whole:
             return False
         return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
 
     def stays_whole(self, request: Any) -> bool:
-        """Returns True if all present blocks of the request may stay on the device, although the
-        request can outgrow the device later: it begins whole (`ResidentManager.begins_whole`), was
-        not moved off the device, and its present blocks fit in vLLM's block pool."""
+        """All its present blocks may stay on the device, although it may outgrow it later."""
         spec = self.spec
         if spec is None or self._is_moved(request.request_id):
             return False
@@ -755,8 +619,7 @@ class DevicePool:
         return request_id in manager.moved or not manager.begins_whole(request_id)
 
     def has_room_for(self, request: Any) -> bool:
-        """Returns True if vLLM's block pool has room now for all blocks of a new request with a
-        hit, so that the request can begin wholly on the device."""
+        """A new request with a hit can begin wholly on the device now."""
         spec, manager = self.spec, self._manager
         if spec is None or manager is None or not self.stays_whole(request):
             return False
@@ -764,14 +627,8 @@ class DevicePool:
         return -(-int(request.num_tokens) // spec.block_size) <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> BlockDemand | None:
-        """Returns how many blocks the coming step needs and how many blocks of the device's pool
-        are free (`BlockDemand`), so that the caller can decide whether to move requests off the
-        device. Returns None if the pool surely has enough free blocks, or if no request begins
-        whole.
-
-        has_room: takes a request id, and returns True if the server has reserved room for the
-            request.
-        """
+        """What the coming step needs and the pool has. None if it surely has enough, or no
+        request begins whole."""
         spec, manager, scheduler = self.spec, self._manager, self._scheduler
         if spec is None or manager is None or scheduler is None:
             return None
@@ -800,16 +657,14 @@ class DevicePool:
         return BlockDemand(free, manager.promised_blocks, running, first)
 
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
-        """Returns how many free blocks vLLM needs to admit the first waiting request. Returns 0 if
-        this request holds blocks already: its further blocks are counted in `promised_blocks`.
-        Returns None if no request waits, or if vLLM may not run more requests."""
+        """Free blocks that vLLM needs to admit the first waiting request; 0 if it holds blocks
+        already; None if none waits or may run."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return None
         if scheduler.kv_holding_waiting:
-            # The first waiting request holds blocks already. The blocks that it still needs are
-            # counted in `promised_blocks`.
+            # `promised_blocks` counts what it still needs.
             return 0
         if not scheduler.waiting:
             return None
@@ -820,16 +675,11 @@ class DevicePool:
         return needed + self._watermark_blocks
 
     def running_requests(self) -> list[str]:
-        """Returns the ids of the running requests, in the order in which they were admitted."""
+        """In the order of their admission."""
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns what would be gained by moving the request off the device (`Relief`): how many
-        blocks vLLM's block pool gains, and how many fewer blocks the request still needs for its
-        prompt. Returns None if the request has no blocks or was moved already.
-
-        stored_tokens: number of leading tokens that the server has pinned.
-        """
+        """`ResidentManager.relief`; None without blocks or if moved already."""
         manager = self._manager
         if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
             return None
@@ -837,87 +687,69 @@ class DevicePool:
         return manager.relief(request_id, _processed(request), stored_tokens)
 
     def move(self, request_id: str) -> None:
-        """Moves a running request off the device. Only its sinks (first blocks), its recent window
-        (last tokens) and its hot slots (device blocks for selected blocks) stay on the device."""
         assert self._manager is not None
         self._manager.move(request_id, _processed(self._scheduler.requests[request_id]))
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
         if self._manager is not None:
             self._manager.forget(request_id)
 
     # ------------------------------------------------------------------------- what requests hold
 
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
-        """Returns the ids of the request's hot slots (device blocks for selected blocks)."""
         return () if self._manager is None else self._manager.hot_ids.get(request_id, ())
 
     def has_blocks(self, request_id: str) -> bool:
-        """Returns True if the request has blocks on the device."""
         return self._manager is not None and request_id in self._manager.req_to_blocks
 
     def is_running(self, request_id: str) -> bool:
-        """Returns True if the request is among vLLM's running requests."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         return request is not None and request in self._scheduler.running
 
     def is_in_flight(self, request_id: str) -> bool:
-        """Returns True if a step in progress computes tokens of the request."""
+        """A step in progress computes tokens of it."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         return request is not None and bool(request.num_in_flight_tokens)
 
     @property
     def planned_step(self) -> int:
-        """Returns the number of the last planned step. Returns 0 if vLLM does not count steps: it
-        counts them only if it may plan a step before the last step has ended."""
+        """0 if vLLM does not count steps: only if it may plan one before the last has ended."""
         return int(getattr(self._scheduler, "sched_step_seq", 0))
 
     @property
     def ended_step(self) -> int:
-        """Returns the number of the last step whose result has reached vLLM; 0 if vLLM does not
-        count steps (see `planned_step`)."""
+        """Last step whose result has reached vLLM; 0 as `planned_step`."""
         return int(getattr(self._scheduler, "processed_step_seq", 0))
 
     def num_freed(self, request_id: str) -> int:
-        """Returns the index of the request's first block after its freed blocks, which begin after
-        the sinks (first blocks). 0 if no block was freed. Must be called only in an engine with
-        residency (contexts beyond device memory)."""
+        """First block after its freed ones, which begin after the sinks; 0 if none was. Only
+        with residency."""
         assert self._manager is not None
         return self._manager.freed_blocks.get(request_id, 0)
 
     def has_away(self, request_id: str) -> bool:
-        """Returns True if some blocks of the request are only in host memory."""
         return self.spec is not None and self.num_freed(request_id) > self.spec.sink_blocks
 
     @property
     def has_lost(self) -> bool:
-        """Returns True if a request has lost blocks in the server and vLLM has not preempted the
-        request yet."""
+        """A request has lost blocks in the server, and vLLM has not preempted it yet."""
         return self._manager is not None and bool(self._manager.lost)
 
     def lose(self, request_id: str) -> None:
-        """Handles a request that has lost blocks in the server. Makes vLLM preempt the request
-        before it gets another block, and makes vLLM drop the output of the request's steps in
-        flight."""
+        """Makes vLLM preempt a request that has lost blocks, and drop its output in flight."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         if request is None:
             return
-        # Only a running request is marked as lost, because vLLM can preempt only running requests.
-        # A request that waits for its load must still get its blocks, or all requests behind it
-        # would wait for ever.
+        # vLLM can preempt only running requests. One that waits for its load must get its
+        # blocks, or all behind it would wait for ever.
         if self._manager is not None and request in self._scheduler.running:
             self._manager.lost.add(request_id)
         request.drop_stale_output = True
         request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt the requests that hold one of these blocks, and drop the output of
-        their steps in flight. Used as a fallback after an exception. The exception may come from
-        `lose`, so this method does not call `lose`.
-
-        first_blocks: ids of the first blocks of requests.
-        """
+        """`lose` for requests that hold one of these first blocks. A fallback, which does not
+        call `lose`: the exception may come from there."""
         if self._manager is not None:
             for request in self._scheduler.running:
                 blocks = self._manager.req_to_blocks[request.request_id]
@@ -927,17 +759,14 @@ class DevicePool:
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def fail(self, request_id: str, why: str) -> None:
-        """Logs `why`, and makes vLLM end the request with an error. For this the request is added
-        to the scheduler's set of requests with an encoder cache mismatch: vLLM ends every request
-        in that set."""
+        """Makes vLLM end the request with an error, as it does after an encoder cache mismatch."""
         logger.error("hotkv: request %s ends with an error: %s", request_id, why)
         if self._scheduler is not None:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
-        """Returns the ids of the requests that hold one of these blocks, which a worker has
-        reported as lost. Since the report, vLLM may have reallocated a block to another request.
-        Then that request is in the result too, and is recomputed although it has lost nothing."""
+        """Requests that hold one of these blocks, reported as lost. One that got a block since
+        is recomputed in vain."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id
@@ -947,15 +776,12 @@ class DevicePool:
 
 
 def _processed(request: Any) -> int:
-    """Returns the number of a request's tokens whose computation has ended: vLLM's number of
-    computed tokens, minus the tokens that steps in flight still compute."""
+    """Tokens whose computation has ended."""
     return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
 
 def _scheduler_of_caller() -> Any:
-    """Finds vLLM's scheduler on the call stack and returns it; None if there is none. This works
-    during `bind_kv_cache_manager`, which the scheduler calls from its constructor. vLLM does not
-    pass the scheduler to connectors."""
+    """From the call stack of `bind_kv_cache_manager`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

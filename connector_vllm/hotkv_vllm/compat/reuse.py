@@ -1,26 +1,12 @@
-"""Finds out whether vLLM itself forbids prefix caching in this engine, and why. Then hotkv must be
-off too.
+"""Whether vLLM itself forbids prefix caching in this engine, so that hotkv must be off too.
 
-vLLM has one flag (`CacheConfig.enable_prefix_caching`) for two decisions. If the user turned the
-flag off, only vLLM's own prefix cache on the device is off, and hotkv works. If vLLM turned the
-flag off, the reason is that any prefix hit would be wrong in this engine, or would end the engine.
-A hit of hotkv would do the same harm.
+`CacheConfig.enable_prefix_caching` does not say who turned it off. If the user did, hotkv works. If
+vLLM did, any hit would be wrong, or would end the engine. The connector may not see this, because
+`EngineCore` decides after the workers have copied the config, and layers decide in the worker's
+process. So this module repeats vLLM's decisions from the same inputs.
 
-The flag `enable_prefix_caching` does not say whether the user or vLLM turned it off, and the
-connector may not even see vLLM's decision: `EngineCore` decides after the workers have copied the
-config, and layers decide in the worker's process. So this module makes vLLM's decisions again, from
-the same inputs (`ModelConfig.is_prefix_caching_supported`, KV cache specs and others).
-`tools/check_vllm_reuse.py` finds all places in vLLM's sources where vLLM makes such a decision, and
-names the check of this module that covers each place. Rules for single requests
-(`Request.skip_reading_prefix_cache`) are handled by the scheduler side.
-
-Parts of vLLM that this module reads: `ModelConfig` (`is_prefix_caching_supported`, `attn_type`,
-`runner_type`, `pooler_config`, `use_mla`), `VllmConfig.is_mm_encoder_only`,
-`CacheConfig.enable_prefix_caching`, `SchedulerConfig.enable_chunked_prefill`, `non_causal` and the
-class of each layer's KV cache spec, `attn_backend` of the layers in `static_forward_context`,
-`envs.VLLM_BATCH_INVARIANT`, `AuxOutputConfig.enable_return_routed_experts`, `kv_quant_mode` of each
-layer's spec, `VllmConfig.use_v2_model_runner`, `KernelConfig.enable_jit_warmup`,
-`current_platform`.
+`tools/check_vllm_reuse.py` finds all of them in vLLM's sources, and names the check here for
+each. Rules for single requests (`Request.skip_reading_prefix_cache`) are the scheduler side's.
 """
 
 from typing import Any
@@ -33,21 +19,20 @@ from vllm.v1.kv_cache_interface import KVQuantMode, RSWASpec, iter_layer_specs
 from hotkv_vllm.compat import Unsupported
 
 NO_REUSE_IF_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Names of the attention backends with which vLLM turns prefix caching off if batch invariance is
-on. Source: `Attention.__init__` and `MLAAttention.__init__`."""
+"""Attention backends with which batch invariance turns prefix caching off (`Attention.__init__`,
+`MLAAttention.__init__`)."""
 
 
 def check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises Unsupported, with the reason, if a hit of hotkv would do harm in this engine (see
-    `why_forbidden`). Checks only the layers of this rank, so every rank must call it."""
+    """Raises Unsupported if `why_forbidden`. Checks this rank's layers only, so every rank must
+    call it."""
     if why := why_forbidden(vllm_config, kv_cache_config):
         raise Unsupported(why)
 
 
 def why_forbidden(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Returns why a hit of hotkv would do harm in this engine: vLLM itself forbids prefix caching,
-    would end the engine at a hit, or would overwrite loaded KV. Returns an empty text if hits are
-    fine."""
+    """Why a hit would do harm: vLLM forbids prefix caching, would end the engine at a hit, or
+    overwrite loaded KV. Empty if hits are fine."""
     why = (
         _of_platform(vllm_config)
         or _of_model(vllm_config)
@@ -64,9 +49,8 @@ def _of_platform(vllm_config: Any) -> str:
         return ""
     if current_platform.get_cpu_architecture() is CpuArchEnum.RISCV:
         return "the CPU is a RISC-V"
-    # On a CPU without AMX, `CpuPlatform.check_and_update_config` turns prefix caching and chunked
-    # prefill off for MLA models. If the user of a CPU with AMX has turned both off, the settings
-    # look the same, so the answer is the same too.
+    # Without AMX `CpuPlatform.check_and_update_config` turns prefix caching and chunked prefill
+    # off for MLA. A user with AMX who has turned off both looks the same.
     if (
         vllm_config.model_config.use_mla
         and not vllm_config.cache_config.enable_prefix_caching
@@ -90,8 +74,7 @@ def _of_model(vllm_config: Any) -> str:
             f"{pooler.tok_pooling_type})"
         )
     if vllm_config.cache_config.enable_prefix_caching:
-        # No reason: the user has turned prefix caching on for a model of this kind, and vLLM
-        # accepts that.
+        # The user has turned it on for such a model, and vLLM accepts that.
         return ""
     return f"its default for models of this kind ({model.attn_type})"
 
@@ -121,13 +104,10 @@ def _of_layers(vllm_config: Any) -> str:
 
 
 def _of_outputs(vllm_config: Any) -> str:
-    """Returns why a hit would end the engine; empty if it would not.
-
-    With `enable_return_routed_experts` vLLM records, by block hash, the experts of the tokens that
-    this engine has computed. It raises if a request hits a block that this engine has not computed.
-    Source: `BlockObjectStore.get_concatenated` in vLLM 0.32. vLLM does not refuse hotkv in this
-    case: `VllmConfig._verify_aux_output_compatibility` refuses only some connectors, by name.
-    """
+    """With `enable_return_routed_experts` vLLM records, by block hash, the experts of tokens
+    that this engine computed, and raises at a hit on others
+    (`BlockObjectStore.get_concatenated`, vLLM 0.32).
+    `VllmConfig._verify_aux_output_compatibility` refuses only some connectors, by name."""
     outputs = getattr(vllm_config, "aux_output_config", None)
     if outputs is None or not outputs.enable_return_routed_experts:
         return ""
@@ -138,14 +118,9 @@ def _of_outputs(vllm_config: Any) -> str:
 
 
 def _of_scales(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Returns why the engine's first step would overwrite a part of loaded KV; empty if it would
-    not.
-
-    With KV scales per token and head, vLLM's Triton attention sets the scales in all pages of a
-    layer to 1 when the layer first runs. This does no harm if the layer first runs in the warm-up
-    of model runner V2, before any load. Source: `TritonAttentionImpl._ensure_scale_caches` and
-    `Worker.compile_or_warm_up_model` in vLLM 0.32.
-    """
+    """With KV scales per token and head, Triton attention sets all pages' scales to 1 in a
+    layer's first run, which overwrites loaded KV, but for the warm-up of model runner V2
+    (`TritonAttentionImpl._ensure_scale_caches`, `Worker.compile_or_warm_up_model`, vLLM 0.32)."""
     modes = [
         getattr(spec, "kv_quant_mode", KVQuantMode.NONE)
         for group in kv_cache_config.kv_cache_groups

@@ -1,12 +1,5 @@
-"""Finds the layers of an engine that can attend sparsely, checks whether sparse decode can work in
-the engine, and replaces vLLM's attention backends.
-
-Parts of vLLM that this module reads: `device_config`, `speculative_config`,
-`CacheConfig.cache_dtype`, `ParallelConfig`, the specs of `KVCacheConfig.kv_cache_groups`, `impl`
-and `isa` of each layer in `static_forward_context`, and the rotary modules that the model has
-created in this process (`_ROPE_DICT`). Replaces vLLM's attention backend for CPU and its
-FlashAttention backend.
-"""
+"""Which layers can attend sparsely, whether sparse decode can work in an engine, and hotkv's
+attention backends in place of vLLM's."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +19,7 @@ from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError, flat
 
 
 def override_cpu_attention(class_path: str) -> None:
-    """Registers a class in place of vLLM's CPU attention backend, unless another plugin has
-    replaced that backend.
-
-    class_path: full name of the class.
-    """
+    """Unless another plugin has replaced vLLM's backend."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.CPU_ATTN.is_overridden():
@@ -38,12 +27,8 @@ def override_cpu_attention(class_path: str) -> None:
 
 
 def override_cuda_attention(class_path: str) -> None:
-    """Registers a class in place of vLLM's FlashAttention backend, unless another plugin has
-    replaced that backend. In engines without residency (contexts beyond device memory) hotkv's
-    class behaves as vLLM's own (`residency.cuda_backend`).
-
-    class_path: full name of the class.
-    """
+    """As `override_cpu_attention`, for FlashAttention; without residency it behaves as vLLM's
+    own (`residency.cuda_backend`)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.FLASH_ATTN.is_overridden():
@@ -51,8 +36,7 @@ def override_cuda_attention(class_path: str) -> None:
 
 
 def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Raises ConfigError if sparse decode can't work in this engine, or if its settings don't suit
-    the model. The message says what to change."""
+    """Raises ConfigError if sparse decode can't work here, or its settings don't suit the model."""
     parallel = vllm_config.parallel_config
     device = vllm_config.device_config.device_type
     why = ""
@@ -71,8 +55,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "it does not work with pipeline or context parallelism"
     else:
-        # Blocks of a long context are stored and loaded like the blocks of a shared prefix. So a
-        # reason that forbids prefix caching also forbids sparse decode.
+        # A long context's blocks are stored and loaded like those of a shared prefix.
         why = reuse.why_forbidden(vllm_config, kv_cache_config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
@@ -86,7 +69,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
 
 
 def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
-    """Returns why an engine that does not run on CPUs can't decode sparsely; empty if it can."""
+    """Why an engine that is not on CPUs can't decode sparsely; empty if it can."""
     device = vllm_config.device_config.device_type
     if device != "cuda" or config.residency != "host":
         return (
@@ -111,10 +94,9 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
 
 
 def replays_decode(vllm_config: Any) -> bool:
-    """Returns True if vLLM may replay decode steps from full CUDA graphs."""
+    """Whether vLLM may replay decode steps from full CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode
-    # vLLM's workers may later change this mode to a mode with fewer graphs, but not to a mode with
-    # more graphs.
+    # Workers may later change to a mode with fewer graphs, not with more.
     return mode is None or bool(mode.has_full_cudagraphs())
 
 
@@ -124,8 +106,7 @@ def _is_cuda_scorer(name: str) -> bool:
 
 
 def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> None:
-    """Raises ConfigError if the centres (mean keys from the file `sparse_centre`) don't fit this
-    worker's model: in the number of layers, KV heads or channels."""
+    """Raises ConfigError if they don't fit the model's layers, KV heads or channels."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -150,8 +131,7 @@ def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> N
 
 
 def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
-    """Returns the KV cache groups of full attention, whose layers may attend sparsely. Each is a
-    tuple: number of the group in vLLM, tokens of a block."""
+    """(vLLM group, tokens of a block) of full attention."""
     return tuple(
         (index, group.kv_cache_spec.block_size)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -161,13 +141,12 @@ def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """A layer that can attend sparsely: it has causal full attention over its own keys, without
-    ALiBi.
+    """A layer that can attend sparsely: causal full attention over its own keys, without ALiBi.
 
-    index: number of the layer in the model.
-    group: number of its KV cache group in vLLM.
+    index: in the model.
+    group: of vLLM.
     impl: vLLM's object that computes its attention.
-    isa: vLLM's name of the instruction set that its CPU kernel uses; empty on CUDA.
+    isa: instruction set of its CPU kernel; empty on CUDA.
     """
 
     name: str
@@ -179,8 +158,7 @@ class AttentionLayer:
 
 
 def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[AttentionLayer, ...]:
-    """Returns the layers of this worker that can attend sparsely, in the model's order. Leaves out
-    layers with windows, chunks or ALiBi, and layers that use the keys of another layer."""
+    """Of this worker, in the model's order."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     found = []
@@ -210,11 +188,6 @@ def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[Atten
 
 
 def _is_plain(impl: Any) -> bool:
-    """Returns True if a layer can attend sparsely: it is a decoder's layer, attends to all earlier
-    tokens, has its own keys, and does not use ALiBi.
-
-    impl: vLLM's object that computes the layer's attention.
-    """
     shape = (impl.attn_type, impl.kv_sharing_target_layer_name)
     is_whole = impl.sliding_window in (-1, (-1, -1))
     return shape == ("decoder", None) and is_whole and impl.alibi_slopes is None
@@ -224,15 +197,11 @@ def _is_plain(impl: Any) -> bool:
 
 
 def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
-    """Returns the frequencies with which RoPE rotates the channels of a head, in radians per token,
-    float64 [F]: F is the number of channel pairs that rotate, and channels i and i + F are a pair.
+    """Radians per token by which RoPE rotates a head's channels, float64 [F]; channels i and i + F
+    are a pair.
 
-    The frequencies are read from the tables of the model's rotary modules, so they are right with
-    any scaling of RoPE. Returns None if they can't be determined: no rotary module has this head
-    size, modules of this size differ, or a module rotates other pairs of channels together (its
-    `is_neox_style` is False).
-
-    head_size: number of channels of a head.
+    Read from the rotary modules' tables, so right with any scaling. None if no module has this
+    head size, modules of it differ, or one rotates other pairs (`is_neox_style` False).
     """
     from vllm.model_executor.layers import rotary_embedding
 

@@ -1,12 +1,9 @@
-"""Reads the blocks and requests of a step that vLLM's scheduler has planned. The functions from
-`tell_written` on correct the state of vLLM's own offloading, for `HotKVOffloadingConnector`. In
-their docstrings, a chunk is a number of consecutive blocks that vLLM offloads as one unit.
+"""Reads the blocks and requests of a planned step.
 
-Parts of vLLM that this module reads: `SchedulerOutput` (new, cached and resumed requests with their
-block ids, `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block
-tables by `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, `prompt_is_token_ids` and
-`prompt_token_ids`, and the extra keys that are hashed into a request's blocks in addition to its
-tokens.
+From `tell_written` on, functions correct the state of vLLM's own offloading for
+`HotKVOffloadingConnector`; there `offloading` is vLLM's `OffloadingConnectorScheduler` and
+`manager` its `TieringOffloadingManager`. All is as of vLLM 0.32 and 0.33, if nothing else is
+said.
 """
 
 import contextlib
@@ -23,14 +20,12 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 from hotkv_vllm.compat import NULL_BLOCK
 
 READ_ONLY = "diffusion_read_only"
-"""Name of the extra sampling argument by which a request makes a diffusion model read an answer
-without writing the answer's KV."""
+"""Extra sampling argument: a diffusion model reads an answer without writing its KV."""
 
 
 class BlockIds(Sequence[int]):
-    """A view of a request's block table (its block ids) in one group. Reads an id from vLLM's block
-    object only when the id is asked for. So the cost of a read grows with the number of returned
-    ids, not with the length of the table. Valid only while the step is planned."""
+    """View of a request's block table in one group, read as far as asked for. Valid only while
+    the step is planned."""
 
     __slots__ = ("_blocks",)
 
@@ -56,13 +51,8 @@ class BlockIds(Sequence[int]):
 
 
 def read_in_place(scheduler_output: Any, manager: Any) -> Any:
-    """Returns a copy of a step's `SchedulerOutput` whose `get_block_ids` returns views of block
-    tables (`BlockIds`). vLLM's own `get_block_ids` builds a request's whole table, which takes 50
-    to 100 us at 128k tokens.
-
-    scheduler_output: vLLM's `SchedulerOutput` of the step.
-    manager: vLLM's `KVCacheManager`; if it is None, the step is returned unchanged.
-    """
+    """A copy of the step whose `get_block_ids` returns `BlockIds`; vLLM's own builds the whole
+    table, 50 to 100 us at 128k tokens. Unchanged without a `KVCacheManager`."""
     if manager is None:
         return scheduler_output
     step = copy.copy(scheduler_output)
@@ -76,11 +66,9 @@ def read_in_place(scheduler_output: Any, manager: Any) -> Any:
 
 
 def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) -> set[int]:
-    """Returns the ids of the blocks that vLLM has reallocated and that this step may write. Leaves
-    out blocks of hits in vLLM's own prefix cache. Source: `SchedulerOutput` in vLLM 0.32.
+    """Reallocated blocks that this step may write; not those of hits in vLLM's own prefix cache.
 
-    tokens_per_block: tokens of a block, per vLLM group. 0: all blocks of a request in this group
-        are returned.
+    tokens_per_block: per vLLM group. 0: all of a request's blocks.
     """
     fresh: set[int] = set()
     for new in scheduler_output.scheduled_new_reqs:
@@ -96,19 +84,14 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
         for tokens, ids in zip(tokens_per_block, new_ids, strict=False):
             fresh.update(ids[computed // tokens :] if resumed and tokens else ids)
     fresh.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
-    # `new_block_ids_to_zero` also has the blocks of requests that were preempted while the step was
-    # planned.
+    # Also of requests that were preempted while the step was planned.
     fresh.update(scheduler_output.new_block_ids_to_zero or ())
     fresh.discard(NULL_BLOCK)
     return fresh
 
 
 def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
-    """Yields, for each request of a step, the number of tokens that the step computes, and the
-    number of tokens computed before.
-
-    Source: `SchedulerOutput` in vLLM 0.32.
-    """
+    """Per request, tokens that the step computes and tokens computed before."""
     scheduled = scheduler_output.num_scheduled_tokens
     for new in scheduler_output.scheduled_new_reqs:
         yield scheduled.get(new.req_id, 0), new.num_computed_tokens
@@ -120,13 +103,10 @@ def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
 def event_extra_keys(
     request: Any, blocks: range, block_tokens: int
 ) -> tuple[tuple[Any, ...] | None, ...]:
-    """Returns, for each block, the extra keys that vLLM hashes into the block's hash in addition to
-    its tokens (for an adapter, media, a cache salt or prompt embeddings), in the form of vLLM's
-    events. Empty if no block has extra keys.
+    """Per block, what vLLM hashes besides its tokens (adapter, media, cache salt, prompt
+    embeddings), as in vLLM's events (`BlockPool.cache_full_blocks`). Empty if no block has any.
 
-    blocks: the blocks, as a range of indices among the request's blocks.
-
-    Source: `BlockPool.cache_full_blocks` in vLLM 0.32.
+    blocks: indices among the request's blocks.
     """
     has_inputs = request.mm_features or request.prompt_embeds is not None
     if not (has_inputs or request.cache_salt or request.lora_request):
@@ -142,56 +122,43 @@ def event_extra_keys(
 
 
 def covers_embeddings(request: Any) -> bool:
-    """Returns True if vLLM's block hashes of a request show at which positions its prompt has
-    embeddings in place of token ids. They do not show it if one of the prompt's token ids is 0.
-
-    Source: `Request.__init__` in vLLM 0.32 (vLLM's issue 56655): an embedding's position is hashed
-    as token id 0.
-    """
+    """Whether block hashes show where the prompt has embeddings in place of token ids: not if
+    one of its ids is 0, because an embedding is hashed as 0 (`Request.__init__`, vLLM's issue
+    56655)."""
     mask = request.prompt_is_token_ids
     return mask is None or 0 not in compress(request.prompt_token_ids or repeat(0), mask)
 
 
 def shared_prefix_boundary(request: Any) -> int:
-    """Returns the length, in tokens, of the prefix for which vLLM keeps a recurrent state because
-    several requests share it; 0 without such a prefix."""
+    """Tokens of the prefix for which vLLM keeps a recurrent state because requests share it; 0
+    without."""
     return int(request.shared_prefix_boundary)
 
 
 def written_tokens(request: Any) -> int:
-    """Returns how many leading tokens of an ended request have KV: vLLM's number of computed
-    tokens, with one exception. A request may make a diffusion model (`diffusion_gemma`) read an
-    answer without writing the answer's KV. Then only the prompt has KV, although vLLM counts the
-    answer as computed. Source: vLLM 0.32."""
+    """Leading tokens of an ended request that have KV: all computed ones, but only the prompt if
+    a diffusion model (`diffusion_gemma`) only reads the answer."""
     extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
     computed = int(request.num_computed_tokens)
     return min(computed, request.num_prompt_tokens) if extra.get(READ_ONLY) else computed
 
 
 class WholeSet(set[int]):
-    """A set that ignores `add` and `update`, so that it keeps its first contents. `tell_written`
-    gives such a set to vLLM's offloading, so that vLLM can't add wrong blocks to it."""
+    """Ignores additions: vLLM's offloading would add wrong blocks."""
 
-    def add(self, element: int, /) -> None:
-        """Does nothing, so that the set keeps its first contents."""
+    def add(self, element: int, /) -> None: ...
 
-    def update(self, *others: Iterable[int]) -> None:
-        """Does nothing, so that the set keeps its first contents."""
+    def update(self, *others: Iterable[int]) -> None: ...
 
 
 def tell_written(offloading: Any, written: Collection[int]) -> None:
-    """Replaces vLLM's own record of the blocks that a step writes, because this record is wrong.
-    Must be called before vLLM's offloading plans the stores of the step.
+    """Replaces vLLM's wrong record of the blocks that a step writes, before it plans the stores.
 
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-    written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
+    It also has the blocks of a new request's prefix hit. vLLM takes all blocks in it from their old
+    owners, so it stores chunks of another request with this prefix without them, or with others in
+    their places. 0.32's lacks blocks into which another connector loads.
 
-    Source: vLLM 0.32 and 0.33. Their record also contains the blocks of a new request's prefix hit,
-    which the step does not write. vLLM's offloading assumes that every block in the record was
-    taken from its old owner. So if another request has the same prefix, vLLM stores that request's
-    chunks (blocks that are offloaded as one unit) without these blocks, or with other blocks in
-    their places. The record of 0.32 also lacks blocks into which another connector of a
-    MultiConnector loads KV.
+    written: newly allocated, without reused blocks.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
@@ -203,28 +170,20 @@ def withdraw_states(
     num_drafts: int,
     offloading: Any = None,
 ) -> None:
-    """Removes some states from `state`, the recurrent states that vLLM offers for storing in a
-    step. A state is removed in two cases:
-    - The step may overwrite the state's block, because vLLM has just reallocated the block.
-    - The state covers more tokens than vLLM's offloading may store of its request (`limit_stores`).
+    """Removes recurrent states that vLLM offers for storing, if
+    - the step may overwrite a state's block, just reallocated: a state that accepted drafts
+      complete is offered only when the next step is planned. (A state inside a block is copied to
+      one that vLLM keeps.)
+    - the state covers more tokens than may be stored (`limit_stores`): vLLM asserts that a state
+      inside a block does not, but takes a limit of 0 for none.
+
+    A layer may write a state within the step that computes a prompt's end (Mamba-2). With a drafter
+    its block is then behind its place in the table, whose last blocks hold the states at the step's
+    end, one per draft.
 
     state: the step's `KVConnectorBlockState`.
-    written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
-        them.
-    block_sizes: tokens of a block, per vLLM group.
-    num_drafts: draft tokens of a step for each request; 0 without a drafter.
-    offloading: vLLM's `OffloadingConnectorScheduler`, if it may store the states.
-
-    Source: vLLM 0.32 and 0.33. About the first case: if accepted draft tokens complete a state,
-    vLLM offers this state only when it plans the next step. By then vLLM may have reallocated the
-    state's block to another request. A state at a position inside a block is not concerned, because
-    the step copies it to a separate block, which vLLM retains. About the second case: vLLM's
-    offloading asserts that a state inside a block does not exceed the limit, but it treats a limit
-    of 0 as no limit.
-
-    A layer may write a state within the step that computes the end of a prompt (Mamba-2). With a
-    drafter, the block of this state is behind the state's place in the request's block table. The
-    last blocks of the table hold the states at the end of the step, one for each draft.
+    written: newly allocated blocks; a new request's own states are among them.
+    offloading: only if it may store the states.
     """
     statuses = {} if offloading is None else offloading._req_status
 
@@ -245,15 +204,10 @@ def withdraw_states(
 def hit_states(
     scheduler_output: Any, block_sizes: Mapping[int, int]
 ) -> dict[str, list[tuple[int, int, int]]]:
-    """Returns the recurrent states with which the requests continue that a step admits: by request
-    id, in the form of `KVConnectorBlockState.boundary_state_offloads`. Leaves out a state inside a
-    block. The step does not write the blocks of these states.
-
-    block_sizes: tokens of a block, by number of each vLLM group with recurrent states.
-
-    Source: vLLM 0.32 and 0.33. vLLM offers a state for storing when it is computed or loaded, but
-    not when a request hits it in vLLM's own prefix cache.
-    """
+    """Recurrent states with which admitted requests go on, as in
+    `KVConnectorBlockState.boundary_state_offloads`, without states inside a block. vLLM does not
+    offer states that a request hits in its own prefix cache. The step does not write their
+    blocks."""
     cached = scheduler_output.scheduled_cached_reqs
     admitted = [
         (new.req_id, new.num_computed_tokens, new.block_ids)
@@ -272,16 +226,11 @@ def hit_states(
 
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
-    """Prevents vLLM's offloading from storing wrong KV, after another connector of a MultiConnector
-    has failed to load blocks. Requests that hold one of these blocks store no further chunks
-    (blocks offloaded as one unit). Returns the keys of their stores in progress. The caller must
-    add these keys to the set that it passed to `fail_stores`, so that these stores fail.
+    """Another connector has failed to load `invalid_blocks`: requests with one of them store no
+    more. Keys of their stores in progress, for the set passed to `fail_stores`.
 
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-    invalid_blocks: ids of the blocks that were not loaded.
-
-    Source: vLLM 0.32. When vLLM learns that a synchronous load has failed, it has already planned
-    the stores of the load's step, and perhaps of the next step.
+    When vLLM learns of a failed synchronous load, it has planned the stores of that step, and
+    maybe of the next.
     """
     keys: set[Any] = set()
     for status in offloading._req_status.values():
@@ -295,16 +244,11 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
 
 
 def without_loading(scheduler_output: Any, offloading: Any) -> Any:
-    """Returns a copy of a step's `SchedulerOutput` in which no preempted request has a load that
-    begins in this step: such requests are removed from `preempted_req_ids`.
+    """A copy of the step in which `preempted_req_ids` has no request that begins a load.
 
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-
-    Source: vLLM 0.32 asserts that preempted requests have no load (0.33 does not). But a reset may
-    preempt running requests and keep the contents of vLLM's CPU tier. Then the next step may begin
-    loads of these requests, and the assertion would fail. The removal does no harm: vLLM lists
-    preempted requests only to end their stores, and a request with a store in progress begins no
-    load.
+    0.32 asserts that there is none, but a reset may preempt requests and keep the CPU tier, from
+    which the next step loads. vLLM lists preempted requests only to end their stores, and one
+    with a store begins no load.
     """
     loading = {job.req_id for job in offloading._current_batch_load_jobs.values()}
     preempted = scheduler_output.preempted_req_ids - loading
@@ -312,11 +256,8 @@ def without_loading(scheduler_output: Any, offloading: Any) -> Any:
 
 
 def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
-    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`. It calls
-    `then` after it has recorded the blocks of all requests, and before it plans the step's stores.
-
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-    """
+    """Calls `then` in each step with its `SchedulerOutput`: after vLLM's offloading has recorded
+    all requests' blocks, before it plans stores."""
     update = offloading._update_req_states
 
     def update_and_then(scheduler_output: Any) -> None:
@@ -327,20 +268,14 @@ def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
 
 
 def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
-    """Prevents vLLM's offloading from storing wrong chunks. A chunk (consecutive blocks that are
-    offloaded as one unit) would be wrong if it lacked a block that a hit needs, or had a block at
-    another block's place. Blocks that no hit needs may be missing.
+    """Prevents stores of chunks that lack a block that a hit needs, or have one at another's place.
 
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-
-    Source: vLLM 0.32 and 0.33. These versions check only whether a chunk has its last block.
-    Earlier blocks of the chunk are missing (id 0) in two cases: they lie before the windows of a
-    hit on the device; or vLLM has reallocated them. vLLM copies the present blocks of a store to
-    consecutive places in the store's chunks, beginning at the place of the first present block. So
-    blocks after a missing block would be copied to wrong places.
+    vLLM checks only a chunk's last block. Earlier ones are missing (id 0) if they lie before the
+    windows of a hit on the device, or were reallocated. vLLM copies a store's blocks to
+    consecutive places from the first one's on, so those after a missing one would be misplaced.
     """
     config = offloading.config
-    # Every hit ends at a multiple of `unit` tokens, or one token earlier.
+    # Every hit ends at a multiple of `unit`, or one token earlier.
     unit = math.gcd(*(group.tokens_per_chunk for group in config.kv_group_configs))
     ended = scheduler_output.finished_req_ids
     for request_id in chain(scheduler_output.num_scheduled_tokens, ended):
@@ -353,21 +288,19 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
                 continue
             first = state.next_stored_chunk_idx
             if request_id in ended and config.alignment_tokens:
-                # When a request ends, vLLM considers once more the chunks after the end of the last
-                # possible hit. So this function begins as many chunks earlier.
+                # At a request's end vLLM considers the chunks after the last possible hit once
+                # more.
                 first -= min(first, max(0, config.alignment_tokens // group.tokens_per_chunk - 1))
             _leave_out_holes(group, state.block_ids, first, unit)
 
 
 def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) -> None:
-    """Marks blocks as missing (sets their ids in `ids` to 0), so that vLLM does not store them. Of
-    the chunks (blocks that are offloaded as one unit) that vLLM then stores, only the first may
-    lack blocks, and only at its beginning.
+    """Sets ids to 0, so that of the chunks that vLLM stores only the first lacks blocks, at its
+    beginning.
 
-    group: the group in the config of vLLM's offloading.
-    ids: the request's block ids in the group; 0 for a missing block.
-    first_chunk: index of the request's first chunk that vLLM has not considered yet.
-    unit: number of tokens; a hit ends at a multiple of it, or one token before a multiple.
+    ids: of the request in the group; 0: missing.
+    first_chunk: first that vLLM has not considered.
+    unit: as in `leave_out_holes`.
     """
     size = group.tokens_per_chunk
     per_chunk = size // group.tokens_per_block
@@ -386,37 +319,22 @@ def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) ->
 
 
 def _first_needed_token(spec: Any, hit_tokens: int) -> int:
-    """Returns the position of the first token whose KV a layer needs to compute the tokens after a
-    hit.
-
-    spec: the layer's KV cache spec, with a sliding window or a chunk.
-    hit_tokens: length of the hit.
-    """
+    """First token whose KV a layer needs after a hit."""
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return hit_tokens // spec.attention_chunk_size * spec.attention_chunk_size
     return int(hit_tokens - (spec.sliding_window - 1 + spec.extra_retained_tokens))
 
 
 def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
-    """Returns the keys of the stores for which the workers wait in a step, because the step
-    reallocates their blocks.
-
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-    meta: the `OffloadingConnectorMetadata` of the step.
-    """
-    # `get` returns None for a job that a reset of vLLM's offloading has removed.
+    """Keys of the stores for which workers wait in a step that reallocates their blocks."""
+    # A reset of vLLM's offloading may have removed a job.
     jobs = [offloading._jobs.get(number) for number in meta.jobs_to_flush or ()]
     return {key for job in jobs if job is not None and job.is_store for key in job.keys}
 
 
 def fail_stores(manager: Any, spoilt: set[Any]) -> None:
-    """Makes vLLM's offloading treat a store as failed if one of its keys is in `spoilt`. vLLM's
-    primary tier (its CPU memory) then frees the memory of the store, and does not pass the store to
-    the tiers below. When a store ends, its keys are removed from `spoilt`.
-
-    manager: vLLM's `TieringOffloadingManager`. Its method `complete_store` is replaced.
-    spoilt: the keys; the caller may add keys later.
-    """
+    """Makes stores with a key in `spoilt` fail: the primary tier frees their memory and passes
+    nothing to lower tiers. A store's keys leave `spoilt` at its end."""
     complete = manager.complete_store
 
     def complete_store(keys: Collection[Any], req_context: Any, success: bool = True) -> None:
@@ -428,11 +346,7 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
 
 
 def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
-    """Limits what vLLM's offloading may store of a request: only blocks within the request's first
-    `num_tokens` tokens.
-
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-    """
+    """Only blocks within the first `num_tokens` may be stored."""
     status = offloading._req_status.get(request_id)
     if status is not None:
         limits = (status.max_offload_tokens, num_tokens)
@@ -441,11 +355,7 @@ def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
 
 @contextlib.contextmanager
 def no_loads(offloading: Any, request_id: str) -> Iterator[None]:
-    """Makes vLLM's offloading answer "no hit" for a request, without any lookup, until the context
-    ends.
-
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-    """
+    """In the context vLLM's offloading answers "no hit", without a lookup."""
     status = offloading._req_status[request_id]
     limit, status.max_load_tokens = status.max_load_tokens, 0
     try:
@@ -455,32 +365,19 @@ def no_loads(offloading: Any, request_id: str) -> Iterator[None]:
 
 
 def promotes(manager: Any, request_id: str) -> bool:
-    """Returns True if the request's lookups in this step have begun a promotion (a copy from a tier
-    into the primary tier, vLLM's CPU memory).
+    """Whether the request's lookups in this step have begun a promotion.
 
-    manager: vLLM's `TieringOffloadingManager`.
-
-    The caller must know this because of a fault in vLLM. Source: vLLM 0.32 and 0.33. To make room
-    for a promotion, `_initiate_promotion` may evict any chunk (blocks offloaded as one unit) that
-    no transfer uses, even a chunk that a lookup of the same request has just found. This happens
-    with sliding windows: vLLM may begin a promotion for one window and then find a complete window
-    at an earlier position. It assumes that all chunks that it has found are still present, and an
-    assertion in its `prepare_load` fails.
+    To make room for one, `_initiate_promotion` may evict any unused chunk, even one that a
+    lookup of the same request has just found, as with sliding windows: after a promotion for one
+    window vLLM may find a complete one earlier. Its `prepare_load` then fails an assertion.
     """
     return any(request_id in tier for tier in manager._pending_load_submissions.values())
 
 
 def forget_blocks(offloading: Any, request: Any) -> None:
-    """Clears the block ids that vLLM's offloading has recorded for a request with streamed input.
-    Must be called when the request's next turn gets its blocks. Does nothing for other requests.
-
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-
-    Source: vLLM 0.32; 0.33 clears the ids itself. `_update_req_states` appends the blocks that a
-    step lists to the recorded ids. In the request's next turn, a step lists all blocks of the
-    request again. If the recorded ids were not cleared, a block would be stored under the key of
-    another block.
-    """
+    """For streamed input, when the next turn gets its blocks: 0.32's `_update_req_states`
+    appends all of the request's blocks to the recorded ids again, so a block would be stored
+    under another's key. 0.33 clears them itself."""
     if getattr(request, "resumable", False):
         for group in offloading._req_status[request.request_id].group_states:
             group.block_ids.clear()

@@ -1,19 +1,13 @@
-"""Checks whether an untested version of vLLM still has the API that hotkv uses.
+"""Checks whether an untested vLLM still has the API that hotkv uses.
 
-A *door* is one of hotkv's two connectors. `uses.json` lists the API that each door uses (its
-*uses*): modules, classes, members, calls and callbacks of vLLM. The file also lists every attention
-backend and KV cache spec class that an author of hotkv has reviewed. `make fix` generates the file
-from the sources of the tested versions (`tools/vllm_list.py`).
+`uses.json` lists it per door, and the reviewed attention backends and KV cache specs. `make fix`
+makes it from the tested versions' sources (`tools/vllm_list.py`). At an engine's start it is
+compared with an untested vLLM's sources, in less than 0.2 s, and nightly with vLLM's releases.
 
-This module compares the list with the sources of another version: at an engine's start with the
-installed vLLM, if that version is not tested (takes less than 0.2 s), and in a nightly job with
-vLLM's releases.
+vLLM is not imported; only files in the list are read. Nothing is written to disk.
 
-Always true: vLLM is not imported. Only the source files to which `uses.json` refers are read. The
-result names each difference. Nothing is written to disk.
-
-`python -m hotkv_vllm.compat.uses VERSION` prints as JSON whether each of the two connectors works
-with the installed vLLM; `hotkv doctor` runs it.
+`python -m hotkv_vllm.compat.uses VERSION` prints as JSON whether each door works with the
+installed vLLM; `hotkv doctor` runs it.
 """
 
 import ast
@@ -46,35 +40,31 @@ from hotkv_vllm.compat.definitions import (
 
 OWN, OFFLOADING = "own", "offloading"
 DOORS = (OWN, OFFLOADING)
-"""The names of hotkv's two connectors: `own` is `HotKVConnector`, `offloading` is
-`HotKVOffloadingConnector` (hotkv as a tier below vLLM's own offloading)."""
+"""`HotKVConnector` and `HotKVOffloadingConnector`."""
 
 Line = tuple[int, int]
 TESTED: Mapping[str, tuple[Line, Line]] = {
     OWN: ((0, 32), (0, 33)),
     OFFLOADING: ((0, 32), (0, 33)),
 }
-"""By door (one of the two connectors): the first and the last tested release line (major, minor),
-both included. A line includes its patch releases."""
+"""First and last tested release line (major, minor), with their patch releases."""
 
 LEFT_OUT: Mapping[str, Mapping[Line, str]] = {
     OWN: {(0, 31): "no CacheHitSource; KVCacheConfig lacks hash_block_size"},
     OFFLOADING: {(0, 31): "KVCacheConfig lacks hash_block_size"},
 }
-"""By door (one of the two connectors): older release lines with which the door can't work, and the
-reason. `make check` compares the list with these release lines too."""
+"""Older lines with which a door can't work, and why; `make check` compares them too."""
 
 
 def span(door: str) -> str:
-    """Returns the tested release lines of a door (connector) as text, such as `0.32 to 0.33`."""
+    """Such as `0.32 to 0.33`."""
     first, last = TESTED[door]
     return f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
 
 
 def is_tested(door: str, version: str) -> bool:
-    """Returns True if a version is a release of a line that is tested with this door (connector).
-    Returns False for a build between releases: vLLM's main branch after the release 0.33.0, which
-    becomes 0.34, names its builds `0.33.1rc1.dev268` and the like."""
+    """False for a build between releases: vLLM's main after 0.33.0, which becomes 0.34, names
+    its builds `0.33.1rc1.dev268`."""
     release = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)
     first, last = TESTED[door]
     return release is not None and first <= (int(release[1]), int(release[2])) <= last
@@ -85,24 +75,21 @@ def is_tested(door: str, version: str) -> bool:
 LIST = Path(__file__).with_name("uses.json")
 SPECS = "vllm.v1.kv_cache_interface"
 SPEC = "KVCacheSpec"
-"""Name of the base class of all KV cache spec classes. It is in the module `SPECS`."""
+"""Base of all KV cache specs, in `SPECS`."""
 REGISTRY = "vllm.v1.attention.backends.registry"
 ENUMS = ("AttentionBackendEnum", "MambaAttentionBackendEnum")
 
 
 @dataclass
 class Form:
-    """The properties of a name in vLLM (a class, function, member or the like) on which hotkv
-    relies. A property is empty if hotkv does not rely on it.
+    """What hotkv relies on in a name of vLLM; empty properties do not count.
 
     kind: `class`, `function`, `module`, `value`, `method`, `classmethod` or `staticmethod`.
-    gives: type of the value, or of the result of a call to the name. Set only if hotkv also uses
-        members of this type.
-    calls: the calls that hotkv makes to the name; each entry is a `Call` as text.
-    signature: kind and parameters of a method that hotkv overrides.
-    abstract: for a class of which hotkv has subclasses: the methods that subclasses must define.
-    callers: the methods of the same class that call this method. Set only if hotkv looks for such a
-        caller on the call stack.
+    gives: type of the value or result, if hotkv uses its members.
+    calls: of hotkv, each a `Call` as text.
+    signature: of a method that hotkv overrides.
+    abstract: methods that hotkv's subclasses must define.
+    callers: methods of the class that call this one, if hotkv looks for one on the call stack.
     """
 
     kind: str
@@ -117,7 +104,7 @@ class Form:
         return cls(**{**entry, "calls": set(entry.get("calls", ()))})
 
     def entry(self) -> dict[str, Any]:
-        """Returns the form as a JSON object, without empty properties."""
+        """As JSON, without empty properties."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         values["calls"] = sorted(self.calls)
         return {name: value for name, value in values.items() if value}
@@ -127,13 +114,11 @@ class Form:
 class ApiUses:
     """The contents of `uses.json`.
 
-    made_from: the versions of vLLM from which the list was generated.
-    specs: names of the reviewed KV cache spec classes.
-    backends: names of the reviewed attention backends, by name of vLLM's enumeration that contains
-        them.
-    doors: the API that hotkv uses, by door (one of hotkv's two connectors), module and name: the
-        different forms that the name has in the versions `made_from`. An entry None stands for
-        versions without the name.
+    made_from: versions of vLLM.
+    specs: reviewed.
+    backends: reviewed, by vLLM's enumeration.
+    doors: by door, module and name, the forms in `made_from`; None for versions without the
+        name.
     """
 
     made_from: tuple[str, ...]
@@ -162,12 +147,7 @@ class ApiUses:
 
 
 def form_of(names: Sources, found: Definition, *, is_member: bool) -> Form:
-    """Returns the `Form` (the properties on which hotkv relies) of a definition in vLLM's sources.
-    Sets only the properties `kind` and `gives`.
-
-    found: the definition.
-    is_member: True if the definition is a member of a class.
-    """
+    """Only `kind` and `gives`."""
     node = found.node
     if isinstance(node, FunctionDef):
         kind = kind_of(node) if is_member else "function"
@@ -180,7 +160,6 @@ def form_of(names: Sources, found: Definition, *, is_member: bool) -> Form:
 
 
 def spec_classes(names: Sources) -> set[str]:
-    """Returns the names of all KV cache spec classes in a version's sources."""
     module = names.module(SPECS)
     classes = module.classes() if module is not None else ()
     return {
@@ -194,10 +173,6 @@ def spec_classes(names: Sources) -> set[str]:
 
 
 def backends(names: Sources, enum: str) -> set[str]:
-    """Returns the names of the members of an enumeration of attention backends.
-
-    enum: name of the enumeration.
-    """
     found = names.lookup(REGISTRY, enum)
     body = found.node.body if found is not None and isinstance(found.node, ast.ClassDef) else ()
     targets = [line.targets[0] for line in body if isinstance(line, ast.Assign)]
@@ -208,30 +183,17 @@ def backends(names: Sources, enum: str) -> set[str]:
 
 
 def differences(source: Readable, door: str, uses: ApiUses) -> list[str]:
-    """Compares the list `uses.json` with the sources of a version of vLLM. Returns a line of text
-    for each difference. There are two kinds of differences: the sources contain a KV cache spec
-    class or an attention backend that is not listed; or something that the door uses has another
-    form there (such as another signature) than the listed forms. Raises SyntaxError if a source
-    file can't be parsed.
-
-    source: the sources of that version.
-    door: one of hotkv's two connectors, `own` or `offloading`.
-    uses: the list (the contents of `uses.json`).
-    """
+    """A line per difference: unlisted KV cache specs and attention backends, and what the door
+    uses in an unlisted form. Raises SyntaxError."""
     names = Sources(source, is_whole=False)
     found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
     return list(found)
 
 
 def changed_uses(source: Readable, names: Sources, door: str, uses: ApiUses) -> dict[str, None]:
-    """Compares the API that a door (one of hotkv's two connectors) uses with the sources of a
-    version of vLLM. Finds the definitions whose form (for example the signature) is not listed in
-    `uses`. Returns a dict whose keys describe these definitions, each in a line of text, in the
-    order of the list.
+    """A dict of lines, in the list's order.
 
-    door: one of hotkv's two connectors, `own` or `offloading`.
-    names: finds definitions in the sources, by parsing only parts of files. If a definition is not
-        among the listed forms, this function looks it up again by parsing whole files.
+    names: parses parts of files; what differs is looked up again in whole files.
     """
     whole = Sources(source, is_whole=True)
     found: dict[str, None] = {}
@@ -245,8 +207,7 @@ def changed_uses(source: Readable, names: Sources, door: str, uses: ApiUses) -> 
 
 
 def unknown_kinds(names: Sources, uses: ApiUses) -> dict[str, None]:
-    """Finds the KV cache spec classes and attention backends in vLLM's sources that are not listed
-    in `uses`. Returns a dict whose keys describe them, each in a line of text."""
+    """A dict of lines about KV cache specs and attention backends that are not listed."""
     found: dict[str, None] = {}
     for name in sorted(spec_classes(names) - uses.specs):
         found[f"{name} is a KV cache spec that nobody has looked at"] = None
@@ -257,19 +218,14 @@ def unknown_kinds(names: Sources, uses: ApiUses) -> dict[str, None]:
 
 
 def _differs(names: Sources, module: str, name: str, forms: Sequence[Form | None]) -> str:
-    """Compares a name in vLLM's sources with the forms that it had in the tested versions. Returns
-    an empty text if it still has one of these forms. Otherwise returns how it differs from the last
-    form."""
+    """Difference from the last form; empty if one of the forms fits."""
     problems = [_differs_from(names, module, name, form) for form in forms]
     return next(one for one in reversed(problems) if one) if all(problems) else ""
 
 
 def _differs_from(names: Sources, module: str, name: str, form: Form | None) -> str:
-    """Compares the definition that vLLM has under a name with the expected form. Returns the
-    difference as text, for example in the signature; empty if there is none.
-
-    name: the name in the module, such as `Class.member`.
-    form: the expected form; None if the name must be missing.
+    """name: in the module, such as `Class.member`.
+    form: None: the name must be missing.
     """
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
@@ -302,8 +258,7 @@ def _differs_from(names: Sources, module: str, name: str, form: Form | None) -> 
 
 
 def _refuses(names: Sources, name: str, found: Definition, form: Form) -> str:
-    """Returns why a class or function of vLLM does not accept one of hotkv's calls (`form.calls`);
-    empty if it accepts all of them."""
+    """Why one of hotkv's calls is not accepted; empty if all are."""
     if not form.calls:
         return ""
     if isinstance(found.node, FunctionDef):
@@ -324,12 +279,10 @@ def _refuses(names: Sources, name: str, found: Definition, form: Form) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Says whether a door (one of hotkv's two connectors) works with a version of vLLM, and why.
+    """Whether a door works with a vLLM, and why.
 
-    changed: a line of text for each difference; None if no sources were compared, because the
-        version is tested.
-    num_uses: number of compared uses.
-    took_s: duration of the comparison, seconds.
+    changed: a line per difference; None for a tested version, which is not compared.
+    num_uses: compared.
     """
 
     door: str
@@ -358,8 +311,7 @@ class Answer:
 
 
 def installed() -> Readable | None:
-    """Returns the sources of the installed vLLM, without importing it; None if vLLM is not
-    installed."""
+    """Without importing vLLM; None if it is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
@@ -367,17 +319,15 @@ def installed() -> Readable | None:
 
 
 def answer(door: str, version: str, source: Readable | None = None) -> Answer:
-    """Returns whether a door (one of the two connectors) works with a version of vLLM, and why.
-    Compares sources only if the version is not tested.
+    """Compares only untested versions.
 
-    source: the version's sources; None for the installed vLLM.
+    source: None: the installed vLLM.
     """
     if is_tested(door, version):
         return Answer(door, version)
     started_s = perf_counter()
     was_collecting = gc.isenabled()
-    # Turns the garbage collector off while sources are parsed. It would double the time and find
-    # nothing, because syntax trees have many objects but no cycles.
+    # It would double the time and find nothing: syntax trees have many objects but no cycles.
     gc.disable()
     try:
         source = source or installed()
@@ -398,10 +348,6 @@ def answer(door: str, version: str, source: Readable | None = None) -> Answer:
 
 
 def main(version: str) -> None:
-    """Prints, as JSON, whether each door (one of the two connectors) works with the installed vLLM.
-
-    version: the version of the installed vLLM.
-    """
     doors = ApiUses.read(LIST.read_text(encoding="utf-8")).doors
     answers = [answer(door, version) for door in DOORS if door in doors]
     last = TESTED[OWN][1]

@@ -1,2 +1,1 @@
-"""Decides whether the engine loads a hit from the server or computes its tokens, whichever is
-faster. Learns both times from measurements."""
+"""Whether the engine loads a hit or computes its tokens, from measured times."""

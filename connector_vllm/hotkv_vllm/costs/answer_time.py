@@ -1,7 +1,5 @@
-"""Measures how long the server takes to answer a call. The time ends when the answer arrives, not
-when the engine reads the answer, because the engine reads answers only between its steps. Any
-thread may use this module.
-"""
+"""How long the server takes to answer a call: until the answer arrives, not until the engine
+reads it between two steps. Any thread."""
 
 import time
 from concurrent.futures import Future
@@ -18,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class AnswerTime:
-    """Measures the seconds from its construction until a future is resolved.
-
-    answer: the future of a call to the server.
-    span: the trace span of the call; None without tracing. `AnswerTime` ends the span when the
-        future is resolved.
-    """
+    """Seconds from its construction until `answer` is resolved; then ends the call's `span`."""
 
     __slots__ = ("_asked_s", "_came_s")
 
@@ -42,16 +35,12 @@ class AnswerTime:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds until the answer arrived, or until now if it has not arrived."""
+        """Until now if the answer has not arrived."""
         return (self._came_s or time.monotonic()) - self._asked_s
 
 
 def end_call(span: "Span", answer: "Future[Any]") -> None:
-    """Ends the trace span of a lookup or lease, and records in it how the call has ended. Any
-    thread may call it.
-
-    answer: the resolved future of the call.
-    """
+    """Ends the span of a lookup or lease with its result. Any thread."""
     if (error := answer.exception()) is not None:
         span.end(error.reason.name if isinstance(error, HotKVError) else type(error).__name__)
         return

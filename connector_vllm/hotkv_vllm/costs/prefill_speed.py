@@ -1,8 +1,5 @@
-"""Learns how fast the engine computes prompts, from the durations of its steps.
-
-Always true: only the times of steps in which most tokens are prefill are used. Time in which the
-engine is idle does not count. Scheduler thread only.
-"""
+"""Learns how fast the engine computes prompts, from steps in which most tokens are prefill; idle
+time does not count. Scheduler thread only."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -13,27 +10,22 @@ import numpy as np
 from hotkv_vllm.stats import HotKVStats
 
 LEAST_CHUNK_TOKENS = 64
-"""If a step computes at least this many tokens of a request, these tokens count as prefill. A
-request that decodes has one token in a step, or a few draft tokens."""
+"""So many tokens of a request in a step are prefill; decode has one, or a few drafts."""
 LEAST_STEP_TOKENS = 256
-"""Steps with fewer tokens are not measured, because the fixed cost of a step dominates their
-time."""
+"""In smaller steps the fixed cost dominates."""
 RECENT = 15
-"""The speed is the median over this many recent steps. The median ignores single slow steps, such
-as steps that wait for stores or for a compiler."""
+"""The median ignores steps that wait for stores or a compiler."""
 LEAST_SPREAD_TOKENS = 2048
-"""The engine learns how the cost per token grows with the length of the context only if the
-contexts of the measured steps differ by at least this many tokens."""
+"""The cost of context is learned only if the steps' contexts differ by so much."""
 MAX_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A step between its planning and the arrival of its results.
+    """A step whose results have not arrived.
 
-    num_tokens: number of tokens that the step computes.
-    context_tokens: number of earlier tokens in the context of a computed token, on average.
-    planned_s: time at which the step was planned, monotonic clock.
+    context_tokens: before a computed token, on average.
+    planned_s: monotonic clock.
     """
 
     num_tokens: int
@@ -42,14 +34,11 @@ class Planned:
 
 
 class PrefillSpeed:
-    """Learns how fast the engine computes prompts, and predicts prefill times.
+    """With asynchronous scheduling vLLM plans a step before the last one's results arrive: so each
+    measured step has a number, which workers report, and begins no earlier than the one before
+    ends.
 
-    A step begins when it is planned (`begin_step`) and ends when its results arrive (`end_step`).
-    With asynchronous scheduling, vLLM plans the next step before the results of the present step
-    arrive. So each measured step has a number, which the workers report with the step's results.
-    The measured time of a step begins no earlier than the end of the step before.
-
-    last_end_s: time at which the results of the last step of any kind arrived. The caller sets it.
+    last_end_s: when the results of the last step of any kind arrived. The caller sets it.
     """
 
     def __init__(self, stats: HotKVStats) -> None:
@@ -57,7 +46,7 @@ class PrefillSpeed:
         self._number = 0
         self._open: dict[int, Planned] = {}
         self.last_end_s = 0.0
-        # For each measured step: `Planned.context_tokens`, and the seconds per computed token.
+        # `Planned.context_tokens`, and seconds per computed token.
         self._costs: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._fit: tuple[float, float] | None = None
 
@@ -66,12 +55,11 @@ class PrefillSpeed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Returns the engine's prefill speed in tokens/s; 0 before the first measurement."""
+        """0 before the first measurement."""
         return 1 / float(np.median([cost for _, cost in self._costs])) if self._costs else 0.0
 
     def seconds(self, start_tokens: int, stop_tokens: int) -> float:
-        """Returns the predicted time to compute the tokens of a prompt from position `start_tokens`
-        to `stop_tokens`; 0 before the first measurement."""
+        """0 before the first measurement."""
         if self._fit is None:
             self._fit = self._fitted()
         token_s, context_s = self._fit
@@ -80,11 +68,9 @@ class PrefillSpeed:
         )
 
     def begin_step(self, rows: Iterable[tuple[int, int]], now_s: float) -> int:
-        """Begins to time a step. Returns the step's number, which the workers must report with its
-        results; 0 if the step is not timed, because it is small or mostly decode.
+        """Number for the workers to report; 0: not timed, because it is small or mostly decode.
 
-        rows: for each request of the step, the number of tokens that the step computes, and the
-            number of tokens computed before.
+        rows: per request, tokens that the step computes and tokens computed before.
         """
         num_tokens, num_prefill, contexts = 0, 0, 0.0
         for count, computed in rows:
@@ -100,10 +86,6 @@ class PrefillSpeed:
         return self._number
 
     def end_step(self, number: int, now_s: float) -> None:
-        """Ends a timed step, because its results have arrived.
-
-        number: the number that `begin_step` has returned.
-        """
         planned = self._open.pop(number, None)
         if planned is None:
             return
@@ -121,11 +103,9 @@ class PrefillSpeed:
         self._fit = None
 
     def _fitted(self) -> tuple[float, float]:
-        """Fits a line to the costs of the measured steps. Returns the seconds per token without
-        context, and the further seconds per token that each token of context adds.
+        """Seconds per token without context, and the seconds that each token of context adds.
 
-        Uses medians of slopes and of residuals (Theil 1950, Sen 1968). So the result is usable even
-        if up to 29 % of the steps took longer for another reason than prefill.
+        Medians of slopes and residuals (Theil 1950, Sen 1968): robust to 29 % of slow steps.
         """
         if not self._costs:
             return 0.0, 0.0

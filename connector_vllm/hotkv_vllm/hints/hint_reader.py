@@ -1,14 +1,10 @@
-"""Reads the hints of a request, once, when the request arrives. A hint says how the server should
-retain the request's blocks, or to which client session (such as a conversation) the request
-belongs. A client gives hints in two forms: in vLLM's fields `kv_hints` and `session_id`, and in a
-short form in `kv_transfer_params`.
+"""Reads a request's hints once, when it arrives: from vLLM's `kv_hints` and `session_id`, and in a
+short form from `kv_transfer_params`.
 
-Keys of the short form begin with `hotkv.`; other keys are ignored. `hotkv.cache_control` has the
-same values as Anthropic's field `cache_control`, which vLLM drops from the body of a request. vLLM
-before 0.32 has no `kv_hints`.
+Keys of the short form begin with `hotkv.`; others are ignored. `hotkv.cache_control` has the values
+of Anthropic's field, which vLLM drops from a request's body. vLLM before 0.32 has no `kv_hints`.
 
-A wrong hint never affects the request: the hint is dropped and counted. Wrong hints are logged at
-most once in `LOG_INTERVAL_S`.
+A wrong hint never affects the request: it is dropped, counted and logged.
 """
 
 import math
@@ -26,7 +22,7 @@ from hotkv_vllm.stats import HotKVStats
 LOG_INTERVAL_S = 60.0
 
 CACHE_TTL = "5m"
-"""The time to live if a `cache_control` has no `ttl`, as in Anthropic's API."""
+"""For a `cache_control` without `ttl`, as in Anthropic's API."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"([0-9]{1,6})([smh])")
 
@@ -45,13 +41,9 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """The hints of a request.
-
-    retention: how the server should retain all blocks of the request. The request's stores pass it
-        to the server.
-    session_id: id of the client's session (such as a conversation) to which the request belongs;
-        empty if the client has named none.
-    hints: all hints, for the report about the request to the server.
+    """retention: of all blocks; goes with the request's stores.
+    session_id: of the client, such as a conversation; empty if not named.
+    hints: all, for the report to the server.
     """
 
     retention: Retention = NO_RETENTION
@@ -60,13 +52,11 @@ class RequestHints:
 
     @property
     def lasts(self) -> bool:
-        """Returns True if the request's end must be reported to the server, because its hints name
-        a client session or contain actions (such as to release blocks)."""
+        """Whether the request's end must be reported: a client session, or actions."""
         return bool(self.session_id or self.hints.actions)
 
     def at_end(self) -> Hints:
-        """Returns the hints to send to the server once more when the request ends: only the
-        actions, because some actions take effect at the request's end."""
+        """Only the actions, some of which take effect at the end."""
         return Hints(self.hints.message_id, self.hints.actions)
 
 
@@ -74,18 +64,12 @@ NOTHING = RequestHints()
 
 
 class HintReader:
-    """Reads the hints of requests, and counts and logs wrong hints."""
-
     def __init__(self, stats: HotKVStats) -> None:
         self._stats = stats
         self._quiet_until_s = -math.inf
 
     def asked(self, request: Any, now_s: float) -> RequestHints:
-        """Returns all valid hints of a request. Counts and logs wrong hints.
-
-        request: vLLM's object of the request.
-        now_s: the present time, which limits how often wrong hints are logged.
-        """
+        """now_s: limits how often wrong hints are logged."""
         params = request.kv_transfer_params
         envelope, session = getattr(request, "kv_hints", None), getattr(request, "session_id", None)
         if envelope is None and session is None and not params:
@@ -113,16 +97,11 @@ class HintReader:
         return RequestHints(together.retention(), session or "", together)
 
     def read(self, params: Any, now_s: float) -> Retention:
-        """Returns the retention in the short form of a request's hints (keys `hotkv.*` of
-        `kv_transfer_params`); NO_RETENTION without such hints.
-
-        params: the request's `kv_transfer_params`.
-        """
+        """Retention in the short form only."""
         return self._short(params, now_s)[0]
 
     def _short(self, params: Any, now_s: float) -> tuple[Retention, dict[str, Any]]:
-        """Returns the retention in the short form of a request's hints (keys `hotkv.*` of
-        `kv_transfer_params`), and all valid hints in it by name."""
+        """Retention, and all valid hints by name."""
         if not isinstance(params, dict):
             return NO_RETENTION, {}
         given = {
@@ -172,9 +151,7 @@ class HintReader:
 
 
 def _message_id(request_id: str) -> str:
-    """Returns an id for the hints of a request whose client has given no id. The id is made from
-    the request's id. Characters that are not printable are removed, because clients can choose a
-    part of the request's id."""
+    """From the request's id, without the unprintable characters that clients may choose."""
     printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))
     return f"request {printable}"[:MAX_ID_CHARS]
 
@@ -203,8 +180,7 @@ def _is_good(name: str, value: Any) -> bool:
 
 
 def _cache_ttl_s(value: Any) -> float | None:
-    """Returns the time to live, in seconds, that a `cache_control` asks for; None if the value is
-    wrong."""
+    """None if the value is wrong."""
     if isinstance(value, dict):
         if value.get("type") != "ephemeral":
             return None

@@ -1,16 +1,13 @@
-"""Identifies the bytes that a worker has loaded for a LoRA adapter, and notices if they change.
-Worker side.
+"""Identifies the bytes that a worker has loaded for a LoRA adapter, and notices other bytes. Worker
+side.
 
-vLLM reads an adapter's files when the adapter is added, or in the first step that needs it. It
-reads them again if it has evicted the adapter meanwhile. The identity is a digest of the adapter in
-memory, after its files were read. So the identity is right even if the files change at that moment.
+The identity is a digest of the adapter in memory, so it is right even if the files change while
+vLLM reads them.
 
-Always true:
-- vLLM uses the bytes whose identity was reported to the scheduler, until the adapter is released or
-  evicted. If vLLM has not loaded the adapter when the scheduler asks, `AdapterWatch` reads the
-  adapter ahead, and vLLM later gets this copy. At most `max_ahead` adapters are read ahead.
-- If other bytes are loaded for a known adapter id, `is_trusted` is False until the scheduler has
-  acknowledged the change. Stores and loads that were planned for the old bytes must not run.
+- vLLM uses the bytes that were reported until the adapter is released or evicted: if it has not
+  loaded them yet, `AdapterWatch` reads ahead, and vLLM gets this copy.
+- After other bytes were loaded for a known id, `is_trusted` is False until the scheduler knows:
+  stores and loads planned for the old bytes must not run.
 """
 
 import hashlib
@@ -25,18 +22,12 @@ from hotkv_vllm.identity.weights_watch import calling_worker
 from hotkv_vllm.link import logger
 
 MAX_AHEAD = 4
-"""The most adapters that are read ahead of vLLM at a time. If vLLM's `max_loras` (adapters in a
-batch) is larger, `max_loras` is the limit."""
+"""Most adapters read ahead at a time, or vLLM's `max_loras` if larger."""
 
 
 class AdapterWatch:
-    """Identifies the adapters that a vLLM worker loads, by watching vLLM's LoRA manager.
-
-    manager: vLLM's LoRA manager; None without LoRA, or if the manager was not found. Without it the
-        answer about every adapter is UNKNOWN.
-    rank: vLLM's number of the rank.
-    settings: digest of the settings that affect the KV in addition to the adapter's bytes.
-    max_ahead: most adapters that are read ahead of vLLM.
+    """manager: vLLM's; None without LoRA, or if not found: every answer is UNKNOWN.
+    settings: digest of what affects KV besides the adapter's bytes.
     """
 
     def __init__(
@@ -64,23 +55,17 @@ class AdapterWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Returns True if this object watches a LoRA manager."""
         return self._manager is not None
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if the scheduler has acknowledged all changes of adapters' bytes. Until
-        then, the scheduler may plan stores and loads for bytes that this worker no longer has."""
         return not self._unacknowledged
 
     @property
     def is_quiet(self) -> bool:
-        """Returns True if there is nothing to report and no question whose answer was postponed."""
         return not (self._answers or self._unacknowledged or self._put_off)
 
     def before_step(self, work: AdapterWork) -> None:
-        """Carries out the adapters' part of a step's message: releases adapters, and answers the
-        scheduler's questions which bytes an adapter has. Answers postponed questions first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -101,8 +86,7 @@ class AdapterWatch:
             self._answers[number] = {self._rank: identity}
 
     def take_report(self) -> AdapterReport | None:
-        """Returns the report about adapters for the scheduler; None if it is empty. Each answer is
-        returned once."""
+        """Each answer once."""
         if not self._answers and not self._unacknowledged:
             return None
         report = AdapterReport(self._answers, self._unacknowledged)
@@ -110,10 +94,7 @@ class AdapterWatch:
         return report
 
     def _name(self, lora_request: Any) -> str:
-        """Returns the identity of the bytes that vLLM uses, or will use, for the adapter. If vLLM
-        has not loaded the adapter yet, reads it ahead. Returns UNKNOWN if the bytes can't be
-        identified or have changed. Returns LATER if the limit of adapters that are read ahead is
-        reached."""
+        """Of the bytes that vLLM uses or will use, which it reads ahead if need be."""
         if self._manager is None:
             return UNKNOWN
         adapter_id = lora_request.lora_int_id
@@ -126,15 +107,14 @@ class AdapterWatch:
                 if adapter_id not in self._changed:
                     self._ahead[adapter_id] = model
         except Exception:  # noqa: BLE001 - edge to vLLM
-            # Does not raise: vLLM itself reports the error when it loads the adapter.
+            # vLLM itself reports the error when it loads the adapter.
             logger.exception("hotkv: LoRA adapter %r could not be read", lora_request.lora_name)
             return UNKNOWN
         return UNKNOWN if adapter_id in self._changed else self._held.get(adapter_id, UNKNOWN)
 
     def _load(self, lora_request: Any) -> Any:
-        """Loads an adapter, in place of vLLM's method. Uses the copy that was read ahead, if there
-        is one and vLLM does not ask for a reload (`load_inplace`). Otherwise reads the adapter's
-        files and identifies the adapter."""
+        """In place of vLLM's method: the copy that was read ahead, but for a reload
+        (`load_inplace`)."""
         adapter_id = lora_request.lora_int_id
         model = self._ahead.pop(adapter_id, None)
         if model is None or lora_request.load_inplace:
@@ -157,14 +137,13 @@ class AdapterWatch:
 
     def _identity(self, model: Any) -> str:
         found = hashlib.sha256(f"hotkv-adapter-in-memory-1\0{self._settings}\0".encode())
-        # Leaves out the field `id`, because it is only this engine's number for the adapter.
+        # `id` is only this engine's number for the adapter.
         _feed(found, {name: value for name, value in vars(model).items() if name != "id"})
         return found.hexdigest()
 
 
 def watch_adapters(vllm_config: Any) -> AdapterWatch:
-    """Returns an `AdapterWatch` for the worker that is calling. Must be called while vLLM's worker
-    registers its KV caches, because the worker is found on the call stack."""
+    """Call while vLLM's worker, found on the call stack, registers its KV caches."""
     rank = vllm_config.parallel_config.rank
     if vllm_config.lora_config is None:
         return AdapterWatch(None, rank)
@@ -183,11 +162,8 @@ def watch_adapters(vllm_config: Any) -> AdapterWatch:
 
 
 def _feed(found: Any, value: Any) -> None:
-    """Feeds a value into a digest, so that unequal values give different digests. Feeds the whole
-    contents of tensors, and the class and attributes of objects.
-
-    found: the digest, an object of hashlib.
-    """
+    """Feeds `found`, of hashlib: tensors whole, objects by class and attributes, so that unequal
+    values give different digests."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         found.update(f"tensor {data.dtype} {tuple(data.shape)}\0".encode())

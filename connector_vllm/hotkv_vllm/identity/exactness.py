@@ -1,21 +1,15 @@
-"""Tracks which blocks on the device have inexact KV. Inexact KV may differ from the KV that an
-engine with dense attention and the present weights would compute for the block's hash, so it must
-not be stored.
+"""Tracks which device blocks have inexact KV, which must not be stored: it may differ from what
+dense attention and the present weights would give for the block's hash.
 
-KV counts as inexact if
-- it was computed by sparse decode, from other inexact KV, or with earlier weights of the engine;
-- another connector of a MultiConnector has loaded it, because that connector may have stored
-  inexact KV;
-- it belongs to a later turn of streamed input, and vLLM may have begun the turn with wrong KV
+KV is inexact if
+- sparse decode, other inexact KV or earlier weights computed it;
+- another connector, which may have stored inexact KV, loaded it;
+- it belongs to a later turn of streamed input that vLLM may have begun with wrong KV
   (`kv_groups.doubtful_tokens`).
 
-Always true:
-- A token is exact only if it and every token before it was computed exactly.
-- A block stays marked as inexact until vLLM reallocates the block, or copies an exact block into
-  it.
-- A request counts as having no exact tokens until `step` has processed its admission.
-
-Scheduler thread only.
+A token is exact only if all before it are. A block stays inexact until vLLM reallocates it or
+copies an exact block into it. A request has no exact tokens until `step` has processed its
+admission. Scheduler thread only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,24 +23,16 @@ EVERYTHING = 1 << 62
 
 
 class Exactness:
-    """Marks inexact blocks (their KV may differ from what dense attention and the present weights
-    would give, so it must not be stored), and counts the exact tokens of each running request.
-    Costs no time until blocks can become inexact.
-
-    is_watching: True once blocks can be inexact: in an engine with sparse decode, after the weights
-        may have changed, or with streamed input. The caller sets it before the first sparse step.
-    """
+    """is_watching: blocks can be inexact: sparse decode, weights that may have changed, or
+    streamed input. Costs no time before. Set before the first sparse step."""
 
     def __init__(
         self, tokens_per_block: Sequence[int], num_blocks: int, doubtful_tokens: int | None = None
     ) -> None:
-        """Begins with no block marked as inexact.
-
-        tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks need
-            not be in the order of the tokens (recurrent states).
-        num_blocks: number of blocks on the device.
-        doubtful_tokens: number of tokens whose KV may be wrong when a later turn of streamed input
-            begins: the last tokens of the earlier turns. None if the KV of earlier turns is exact.
+        """tokens_per_block: per vLLM group; 0 for recurrent states, whose blocks need not follow
+            the tokens.
+        doubtful_tokens: last tokens of earlier turns that may be wrong when a turn of streamed
+            input begins; None if they are exact.
         """
         self._doubtful_tokens = doubtful_tokens
         self._block_tokens = tuple(tokens_per_block)
@@ -63,43 +49,29 @@ class Exactness:
         )
 
     def exact_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of a running request have exact KV. Returns EVERYTHING if
-        all its tokens have exact KV, and the tokens that it will compute will have exact KV too."""
+        """Leading ones of a running request; EVERYTHING if all are, and those to come too."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
-        """Marks all blocks on the device as inexact. Running requests have no exact tokens any
-        more, so all KV that they compute from now on is inexact too."""
+        """Running requests compute only inexact KV from now on."""
         self.is_watching = True
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
         self._exact_tokens.clear()
 
     def matched(self, request_id: str, device_tokens: int, is_streamed: bool = False) -> None:
-        """Records the length of a request's hit in vLLM's own prefix cache. Called when vLLM asks
-        how long the request's hit in the server is.
-
-        device_tokens: length of the hit in vLLM's own prefix cache.
-        is_streamed: True for a request with streamed input.
-        """
         self._own_tokens[request_id] = device_tokens
         self.is_watching |= is_streamed and self._doubtful_tokens is not None
 
     def loads(self, request_id: str, num_tokens: int) -> None:
-        """Records that hotkv loads `num_tokens` tokens of the request. These tokens follow the
-        request's hit in vLLM's own prefix cache."""
         if request_id in self._own_tokens:
             self._own_tokens[request_id] += num_tokens
 
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """Processes a step that vLLM has planned: updates which blocks are marked as inexact, and
-        each request's number of exact tokens (leading tokens whose KV is exact).
-
-        scheduler_output: vLLM's `SchedulerOutput` of the step.
-        allocated: ids of blocks that were reallocated since the last step or in this step.
-        sparse_requests: ids of requests that attend sparsely, as `sparse.rows` has decided.
+        """allocated: reallocated since the last step or in this one.
+        sparse_requests: as `sparse.rows` has decided.
         """
         if not self.is_watching:
             return
@@ -112,10 +84,9 @@ class Exactness:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # `kept`: reallocated blocks that nevertheless stay marked as inexact, because the step
-        # writes them only in part or not at all. There are two kinds. The first is the last block
-        # of earlier turns of streamed input. The second is the last blocks of a hit, if vLLM
-        # computes their tokens again for the groups with a sliding window only (bounded replay).
+        # Reallocated, but written only in part or not at all, so they stay inexact: the last
+        # block of earlier turns of streamed input, and the last blocks of a hit whose tokens
+        # vLLM computes again for sliding windows only (bounded replay).
         kept: set[int] = set()
         for name in admitted:
             hit = max(computed[name], self._own_tokens.get(name, 0))
@@ -150,17 +121,15 @@ class Exactness:
             tables = state.get_block_ids(request_id)
             own = self._own_tokens.pop(request_id, None)
             if own is None:
-                # A request without a recorded hit is short and has no computed tokens
-                # (`Admission.short`), or it is in a later turn of streamed input: its earlier
-                # tokens were computed in earlier steps.
+                # Short and without computed tokens (`Admission.short`), or a later turn of
+                # streamed input.
                 own = computed
                 if computed and self._doubtful_tokens is not None:
                     self._mark(tables or (), max(0, computed - self._doubtful_tokens), computed)
-            # `own`: tokens that this engine has computed or hotkv has loaded. If `computed` is
-            # greater, another connector has loaded the tokens between, so they count as inexact.
-            # But if both numbers lie in the same block, nothing was loaded: vLLM's own hit may end
-            # within a block, and `own` covers only whole blocks. An engine that has only recurrent
-            # states has no block sizes here, so every difference counts as a load.
+            # `own`: computed here or loaded by hotkv; another connector has loaded what is
+            # between it and `computed`. In one block nothing was loaded: vLLM's own hit may
+            # end within a block, and `own` covers whole blocks. With recurrent states only
+            # there are no sizes, so every difference is a load.
             sizes = [*filter(None, self._block_tokens)] or [1]
             if any(computed // size > own // size for size in sizes):
                 self._mark(tables or (), own, computed)
@@ -171,34 +140,23 @@ class Exactness:
         if is_sparse and computed < exact:
             exact = self._exact_tokens[request_id] = computed
         if exact < computed + num_tokens:
-            # Marks only blocks of this step's tokens. Blocks with earlier inexact tokens are marked
-            # already.
+            # Blocks with earlier inexact tokens are marked already.
             tables = state.get_block_ids(request_id)
             self._mark(tables or (), max(exact, computed), computed + num_tokens)
 
     def _mark(self, tables: Sequence[Sequence[int]], first: int, stop: int) -> None:
-        """Marks the blocks that contain the tokens [first, stop) as inexact.
-
-        tables: block ids of the request, per vLLM group.
-        """
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             part = slice(first // tokens, -(-stop // tokens)) if tokens else slice(None)
             self._inexact[ids[part]] = True
         self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended. Its inexact blocks stay marked, because other requests
-        may hit them in vLLM's prefix cache."""
+        """Its inexact blocks stay marked: other requests may hit them."""
         self._exact_tokens.pop(request_id, None)
         self._own_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Returns the number of the request's tokens before the first block that is marked as
-        inexact; EVERYTHING if no block is marked.
-
-        tables: block ids of the request, per vLLM group.
-        computed: number of the request's computed tokens; later blocks are not examined.
-        """
+        """Tokens before the first inexact block; EVERYTHING without one."""
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             marked = np.flatnonzero(

@@ -1,15 +1,11 @@
-"""Lets the ranks of an engine agree on one key space (a model in a configuration) when they
-register their KV caches.
+"""The ranks' agreement on one key space, when they register their KV caches.
 
-A slot in the server holds a shard (part of a block) of each rank that has KV of its own, ordered by
-pipeline stage and within a stage by tensor-parallel rank. A rank does not know the layers and sizes
-of the other ranks. So each rank posts a note with its own key space, or with the reason why it
-can't take part, and reads the notes of all ranks. All ranks compute the engine's key space from the
-same notes, so they all get the same key space, or all refuse. If a rank's note is missing, the
-other ranks stop waiting after AGREE_TIMEOUT_S and refuse.
+A slot has a shard of each rank with KV of its own, by pipeline stage and tensor-parallel rank. No
+rank knows the others' layers and sizes. So each posts a note with its own key space, or why it
+can't take part, and computes the engine's from all: all get the same, or all refuse.
 
-The notes are posted to the key-value store of torch's process group. vLLM's collectives are not
-used, because a collective that timed out would make its group unusable for vLLM.
+Notes go through the store of torch's process group: a collective that timed out would make its
+group unusable for vLLM.
 """
 
 import itertools
@@ -29,19 +25,16 @@ from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.compat.model_weights import UNREAD
 
 AGREE_TIMEOUT_S = 300.0
-"""A rank waits at most this long for the notes of the other ranks (their descriptions of
-themselves), seconds."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
-"""The most shards (parts of the ranks) in a slot that the server accepts."""
+"""In a slot."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
-"""Fields of `KeySpace` that describe the layers of a rank. Pipeline stages have different layers,
-so they may differ in these fields. In all other fields all ranks must agree."""
+"""Fields of `KeySpace` in which pipeline stages may differ."""
 _rounds = itertools.count()
 
 
 class RankStore(Protocol):
-    """The part of `torch.distributed.Store` that this module uses."""
+    """Part of `torch.distributed.Store`."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
@@ -50,14 +43,8 @@ class RankStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """The description of itself that a rank posts for the other ranks.
-
-    place: the rank's position in the engine.
-    host: id of the machine on which the rank runs (`this_host`).
-    space: the rank's own key space, with its own shard only; None if the rank can't use the cache.
-    shard_bytes: bytes of the rank's shard of a block, per group; 0 if the rank has no layer of the
-        group.
-    why_off: why the rank can't use the cache; empty if it can.
+    """space: with the rank's own shard only; None if it can't use the cache.
+    shard_bytes: per group; 0 without a layer of it.
     """
 
     place: RankPlace
@@ -68,14 +55,11 @@ class RankNote:
 
 
 class MissingNoteError(Unsupported):
-    """Raised if the note of a rank (its description of itself for the other ranks) has not arrived
-    in time. Other ranks may have received all notes and agreed on a key space (a model in a
-    configuration)."""
+    """A note has not come in time. Ranks that have all notes may have agreed."""
 
 
 def this_host() -> str:
-    """Returns an id of this machine, which is the same in all containers on the machine. The id is
-    the kernel's id of the last boot, or the machine's name if the kernel does not provide it."""
+    """The same in all containers of a machine."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -83,17 +67,10 @@ def this_host() -> str:
 
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
-    """Exchanges notes (a rank's description of itself) with all ranks, and derives the engine's key
-    space. Returns the key space, which is the same in all ranks, and this rank's place (its
-    position in the engine, and the index of its shard in each slot). Blocks until the notes of all
-    ranks have arrived, for at most AGREE_TIMEOUT_S.
+    """The engine's key space, and this rank's place. Blocks for at most AGREE_TIMEOUT_S.
 
-    Raises Unsupported, with the reason, if the engine can't use the cache. A rank that itself can't
-    use the cache posts its note and raises at once. The other ranks read the notes of all ranks; if
-    all notes have arrived, these ranks all raise with the same reason.
-
-    note: this rank's note.
-    engine_id: vLLM's id of the engine; part of the keys under which the notes are posted.
+    Raises Unsupported. A rank that can't use the cache posts its note and raises at once; those
+    that have all notes raise with one reason.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)
@@ -105,8 +82,7 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
 
 
 def process_group_store() -> RankStore:
-    """Returns the key-value store with which torch has set up its process groups. Raises
-    Unsupported if torch has no such store."""
+    """Raises Unsupported."""
     from torch.distributed import distributed_c10d
 
     try:
@@ -119,11 +95,9 @@ def process_group_store() -> RankStore:
 def exchange(
     store: RankStore, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
-    """Posts this rank's note (its description of itself) to `store`, torch's key-value store, and
-    returns the notes of all ranks. Raises MissingNoteError if a note does not arrive within
-    `timeout_s`.
+    """All notes by rank. Raises MissingNoteError.
 
-    prefix: prefix of the keys in the store; must be new in each call.
+    prefix: must be new in each call.
     """
     until_s = time.monotonic() + timeout_s
     rank = 0
@@ -150,12 +124,10 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """Computes the key space (a model in a configuration) of the engine from the notes of all
-    ranks. Returns the key space, and the place of `rank` (its position in the engine, and the index
-    of its shard in each slot). The order of the notes does not matter.
+    """The engine's key space, and the place of `rank`.
 
-    Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, if they
-    hold more than MAX_SHARDS different shards, or if their key spaces contradict each other.
+    Raises Unsupported if a rank can't use the cache, the ranks are on several machines or hold
+    more than MAX_SHARDS shards, or their key spaces contradict each other.
     """
     notes = sorted(notes, key=lambda note: note.place.rank)
     for note in notes:
@@ -168,7 +140,7 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
             "the engine's ranks are on several machines; hotkv keeps KV of engines that are on one"
         )
     if any(_space(note).weights_identity == UNREAD for note in notes):
-        # Other ranks have read the weights' files already; all open their sessions later.
+        # Others have read the files already; all open their sessions later.
         notes = [
             replace(note, space=replace(_space(note), weights_identity=UNREAD)) for note in notes
         ]
@@ -181,15 +153,13 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
         )
     space = _joined(notes, writers)
     mine = next(note.place for note in notes if note.place.rank == rank)
-    # Ranks that hold a copy of a shard come right after the rank that writes the shard, so they get
-    # the same index.
+    # Ranks with a copy come right after the writer, so they get its index.
     shard_index = sum(writer.place.rank <= rank for writer in writers) - 1
     return space, replace(mine, num_shards=len(writers), shard_index=shard_index)
 
 
 def _check(notes: Sequence[RankNote]) -> None:
-    """Raises Unsupported, with the names of the fields that differ, if the ranks' key spaces (each
-    is a model in a configuration) contradict each other."""
+    """Raises Unsupported with the fields that differ."""
     first = _space(notes[0])
     differing = {
         field.name
@@ -220,21 +190,14 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """Returns the properties of a KV cache group that must be equal in all pipeline stages. The
-    size of the group's sliding window is not among them, because a stage without a layer of the
-    group may not know the size."""
+    """Equal in all stages. Not the window's size, which a stage without such a layer may not
+    know."""
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Returns the key space (a model in a configuration) of the whole engine, made from the key
-    spaces of its ranks. It has the shard sizes of all `writers`, and the layers of all ranks in the
-    order of the ranks. The page format, and each entry of `KeySpace.extra`, appears once if it is
-    equal in all pipeline stages, otherwise once per stage.
-
-    writers: the notes of the ranks that store a shard (some ranks only hold a copy of another
-        rank's shard).
-    """
+    """Shards of all `writers`, whom others copy; layers of all ranks in their order. Page format
+    and `extra` stand once if equal in all stages, else once per stage."""
     groups = []
     for index, group in enumerate(_space(notes[0]).groups):
         sizes = tuple(writer.shard_bytes[index] for writer in writers)
@@ -261,11 +224,6 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
 
 
 def _joined_extra(extras: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns `KeySpace.extra` (further identifying texts) for the whole engine: first the texts
-    that all pipeline stages have, then the other texts, each with the number of its stage.
-
-    extras: `KeySpace.extra` of each stage's key space, by number of the stage.
-    """
     common = [
         part
         for part in next(iter(extras.values()))

@@ -1,22 +1,16 @@
-"""Notices that an engine's weights may have changed in place, and computes a digest of the weights
-in memory. Worker side.
+"""Notices that weights may have changed in place, and computes their digest in memory. Worker side.
 
-Always true:
-- A write to the weights through vLLM (`reload_weights`, weight transfer, waking up) or through the
-  model's own `load_weights` is noticed before the next step. `digest` then reads all weights, so a
-  single different element changes the digest.
-- If no write was noticed, `digest` first reads only samples of the weights. If the samples have
-  changed, it reads all weights; otherwise it returns the earlier digest. So a write is missed only
-  if it was not noticed and changed no sample.
-- Unless such a write was missed, equal digests mean equal weights, in any process with the same
-  tensor- and pipeline-parallel sizes.
-- Some engines pack weights into memory that can't be read (`_hiding_kernels`). In such an engine
-  the digest is a random number, which no other process has. The engine gets a new number if weights
-  that can be read have changed, or if weights may have been packed again.
+- After a write through vLLM (`reload_weights`, weight transfer, waking up) or the model's
+  `load_weights`, `digest` reads all weights: a single different element changes it.
+- Otherwise it reads samples first, so only a write that was not noticed and changed no sample is
+  missed.
+- But for that, equal digests mean equal weights, in any process with the same tensor- and
+  pipeline-parallel sizes.
+- If weights are packed into memory that can't be read (`_hiding_kernels`), the digest is random,
+  and a new one if any may have changed.
 
-If an engine moves experts between ranks (EPLB), each check of its weights finds other weights, so
-the engine changes to another key space. In a step without a check of the weights, this module does
-no work.
+With experts moved between ranks (EPLB) each check finds other weights. A step without a check
+costs nothing.
 """
 
 import functools
@@ -33,16 +27,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hotkv_vllm.link import logger
 
 WHOLE_BYTES = 1 << 20
-"""A tensor of at most this many bytes is read as a whole. Of a larger tensor, samples or sums are
-read."""
+"""Larger tensors are read by samples or sums."""
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 64
-"""Number of evenly spread pieces of a larger tensor that are read as samples. Training changes many
-elements of a tensor, never a single element, so samples reveal it."""
+"""Evenly spread pieces. Training changes many elements, so samples reveal it."""
 ROW_WORDS = 4096
-"""For its digest, the bytes of a larger tensor are read as integers (words) and arranged in rows of
-this many words. The digest covers the sum of each row and of each column. Only deliberate changes
-would leave all these sums as they were."""
+"""A larger tensor's words are summed over rows of this length and over columns: only deliberate
+changes would keep all sums."""
 WRITERS = (
     "reload_weights",
     "reset_weights",
@@ -52,27 +43,21 @@ WRITERS = (
     "wake_up",
     "load_model",
 )
-"""Methods of vLLM's worker and model runner that may change weights."""
+"""May change weights."""
 EXPERTS = frozenset({"w13_weight", "w2_weight"})
-"""Names of the parameters in which vLLM stores the weights of a layer's experts. Kernels may hold
-such weights in another form, which can't be read (`_hiding_kernels`)."""
+"""Kernels may hold them in a form that can't be read (`_hiding_kernels`)."""
 MAX_FRAMES = 40
 
 
 class WeightsWatch:
-    """Watches the weights of a worker's models: notices writes, and computes a digest of the
-    weights.
-
-    touched: True if a write to the weights was noticed after the last call of `digest`.
-    original: digest of the weights with which the engine started; empty after `forget_original`.
+    """touched: a write was noticed since the last `digest`.
+    original: digest at the engine's start; empty after `forget_original`.
     """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
-        """Begins to notice writes to the weights, and reads the weights once.
+        """Reads the weights once.
 
-        models: the worker's models, including a drafter's.
-        writers: vLLM's worker and model runner. Calls of their methods listed in WRITERS are
-            noticed, because these methods may change weights.
+        writers: vLLM's worker and model runner, whose WRITERS are noticed.
         """
         self._models = tuple(models)
         self.touched = False
@@ -82,8 +67,8 @@ class WeightsWatch:
             for name in WRITERS:
                 self._wrap(writer, name)
         self._known_samples = self._digest(_samples)
-        # The result of the last reading of all weights: their digest, and the kernel objects whose
-        # weights can't be read (`_hiding_kernels`).
+        # Of the last reading: digest, and kernels whose weights can't be read
+        # (`_hiding_kernels`).
         self._found: tuple[str, list[Any]] = "", []
         self._read()
         self.original = self._known
@@ -95,11 +80,9 @@ class WeightsWatch:
         )
 
     def digest(self) -> str:
-        """Returns the digest of the present weights. Takes some tenths of a second for a large
-        model. If weights were written and are in host memory, takes as long as reading them twice
-        (for the sums over rows and over columns, `_sums`).
-        """
-        # `touched` is cleared before the read, so that a write during the read is noticed.
+        """Takes some tenths of a second for a large model; as long as two reads (`_sums`) if the
+        weights were written and are in host memory."""
+        # Before the read, so that a write during it is noticed.
         was_touched, self.touched = self.touched, False
         try:
             samples = self._digest(_samples)
@@ -112,18 +95,14 @@ class WeightsWatch:
         return self._known
 
     def _read(self) -> None:
-        """Reads all weights. If they may have changed since the last reading, sets `_known` to
-        their new digest. But if some weights can't be read because kernel objects hold them
-        (`_hiding_kernels`), sets `_known` to a new random value instead."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:
             self._found, self._known = found, uuid.uuid4().hex if kernels else found[0]
 
     def forget_original(self) -> None:
-        """Forgets the digest of the original weights. Later checks then identify the weights by
-        their contents in memory, not by the model's files. Used if the weights in memory may differ
-        from these files, because these have changed since the process began."""
+        """The model's files have changed since the process began: checks identify weights by
+        their contents in memory."""
         logger.warning(
             "hotkv: files of the model have changed since this process began, so the weights are "
             "named by what they are in memory; engines "
@@ -170,10 +149,8 @@ class WeightsWatch:
 
 
 def calling_worker() -> tuple[Any, Any]:
-    """Finds vLLM's model runner and its worker on the call stack; returns None for either if it is
-    not found. Works only while the worker registers its KV caches. vLLM does not pass these objects
-    to connectors.
-    """
+    """vLLM's model runner and worker, or None, from the call stack while it registers its KV
+    caches."""
     runner = None
     frame = sys._getframe(1)
     for _ in range(MAX_FRAMES):
@@ -193,8 +170,7 @@ def calling_worker() -> tuple[Any, Any]:
 
 
 def watch_callers() -> WeightsWatch | None:
-    """Returns a `WeightsWatch` for the models of the worker that is calling; None if the worker is
-    not found on the call stack. Must be called while the worker registers its KV caches."""
+    """None if the calling worker is not found. Call as `calling_worker`."""
     runner, worker = calling_worker()
     if runner is None:
         logger.warning(
@@ -213,16 +189,13 @@ def watch_callers() -> WeightsWatch | None:
 
 
 def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
-    """Finds the layers whose weights can't be read, because a kernel object holds them. Returns an
-    entry for each of these layers. Usually the entry is a reference to the kernel object: vLLM
-    makes a new object when it packs the weights again. The entry is None if vLLM may change the
-    weights without a new kernel object.
+    """Per layer whose weights can't be read, a reference to its kernel object, which vLLM replaces
+    when it packs again; None if the weights may change without a new one.
 
-    Source: `dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel` and
-    `ZentorchWNA16LinearKernel` in vLLM 0.32: on CPUs they hand a layer's weight to a kernel, and
-    leave an empty parameter or None in its place. Only `dispatch_cpu_unquantized_gemm` sets
-    `cpu_linear`. The parameters of quantized weights have other names than `weight`. On GPUs,
-    `Mxfp4MoEMethod` replaces the parameters of experts by tensors of Triton's kernels.
+    vLLM 0.32: on CPUs `dispatch_cpu_unquantized_gemm` (which alone sets `cpu_linear`),
+    `CPUInt8ScaledMMLinearKernel` and `ZentorchWNA16LinearKernel` leave an empty parameter or
+    None for a weight. Quantized weights have other names than `weight`. On GPUs `Mxfp4MoEMethod`
+    replaces experts' parameters by tensors of Triton's kernels.
     """
     if any(EXPERTS & vars(layer).keys() for layer in model.modules()):
         return [None]
@@ -239,13 +212,12 @@ def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters and persistent buffers of a model, with their names.
+    """Parameters and persistent buffers.
 
-    Leaves out buffers that steps overwrite: working memory, which is not persistent (such as the
-    indices of Qwen4Exp's sparse attention), and the scales of a layer that adapts them to its
-    inputs. Other buffers that are not persistent follow from the model's settings or its weights.
-
-    Source: `MMEncoderAttention` in vLLM 0.32 (`_fp8_dynamic_scale`).
+    Without what steps overwrite: working memory, which is not persistent (as the indices of
+    Qwen4Exp's sparse attention), and scales that adapt to inputs (`MMEncoderAttention`'s
+    `_fp8_dynamic_scale`, vLLM 0.32). Other non-persistent buffers follow from settings or
+    weights.
     """
     named = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -259,9 +231,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors, with their names, in which a tensor's data is stored: the tensor itself,
-    or the parts of a wrapper such as torchao's quantized weights. Skips tensors on the meta device.
-    """
+    """The tensor itself, or the parts of a wrapper such as torchao's; none on the meta device."""
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
@@ -270,8 +240,7 @@ def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the tensor's bytes in the order of their addresses, uint8 [bytes]. This
-    order does not depend on the tensor's strides."""
+    """The tensor's bytes by address, whatever its strides, uint8 [bytes]."""
     size = tensor.element_size()
     span = (
         sum(
@@ -290,8 +259,6 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yields the bytes of a tensor that are read as samples: all bytes of a small tensor, and
-    evenly spread pieces of a larger tensor."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)
@@ -306,8 +273,6 @@ def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yields bytes that depend on the whole contents of a tensor: all bytes of a small tensor, and
-    sums over the rows and columns of a larger tensor."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)

@@ -1,6 +1,5 @@
-"""Finds out whether the server has the chunks for which a request waits. `PrefillWait` makes a
-request wait if another engine computes the same prompt, and asks this module whether the wait is
-over. A chunk is one or several blocks that vLLM offloads as one unit. Scheduler thread only."""
+"""Finds out whether the server has the chunks for which a request waits because another engine
+computes them. Scheduler thread only."""
 
 import math
 from concurrent.futures import Future
@@ -16,16 +15,11 @@ from hotkv_vllm.scheduler.request import Masks, RequestState
 
 
 class AwaitedChunks:
-    """Looks up the chunks for which a request waits because another engine computes its prompt: in
-    each KV cache group, the last chunk that the request's longest possible hit needs. The other
-    engine stores the earlier chunks before this one, so they need no lookup. Skips groups of
-    recurrent states, because the other engine may store no state at this position. Also skips
-    chunks that are in vLLM's primary tier (its CPU memory).
+    """Implements `prefill_wait.Finder`: of each group, the last chunk that the longest possible hit
+    needs, because the other engine stores it last.
 
-    Implements `prefill_wait.Finder`.
+    Skips recurrent states, which it may not store at this position, and chunks in the primary tier.
 
-    tier: hotkv's tier, whose session is used for the lookups.
-    space: the key space of this session.
     primary: vLLM's `CPUPrimaryTierOffloadingManager`.
     """
 
@@ -44,15 +38,10 @@ class AwaitedChunks:
 
     @property
     def is_connected(self) -> bool:
-        """Returns True if lookups of the tier can hit."""
         return self._tier.is_usable
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
-        """Returns, for each awaited chunk, a mask of one element: True if the server's table of
-        ready blocks has the chunk. Returns None without a table.
-
-        computed_tokens: length of the request's hit in vLLM's own prefix cache.
-        """
+        """Per awaited chunk, a mask of one element; None without a block table."""
         session = self._tier.session
         assert session is not None
         masks = []
@@ -64,26 +53,19 @@ class AwaitedChunks:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the server may have the missing chunks (units of blocks for which the
-        request waits) in a tier below its host memory, which the block table does not show.
-
-        masks: the result of `ready`.
-        """
         session = self._tier.session
         return session is not None and session.has_tiers and not all(one.all() for one in masks)
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if all awaited chunks are ready, according to `masks`."""
         return all(mask.all() for mask in masks)
 
     def lookup(self, state: RequestState) -> "Future[Masks]":
-        """Asks the server which awaited chunks it has, also in tiers below its host memory."""
+        """Also finds chunks in lower tiers."""
         assert self._tier.session is not None
         return self._tier.session.lookup(self._chunks(state.request, 0))
 
     def forget(self, state: RequestState) -> None:
-        """Does nothing. `Finder` has this method for connectors that remember an earlier lookup of
-        the request; hotkv's tier looks a request up only after its wait."""
+        """Nothing: the tier looks a request up only after its wait."""
 
     def _chunks(self, request: Any, computed_tokens: int) -> list[GroupHashes]:
         found = []

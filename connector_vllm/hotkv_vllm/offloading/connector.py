@@ -1,12 +1,9 @@
-"""`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv as a tier below vLLM's CPU
-tier.
+"""`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv as a tier below.
 
-It adds two things to vLLM's connector. It completes the settings, so that users need to set only
-the connector's name and `cpu_bytes_to_use`. And it passes information to hotkv's tier that vLLM
-gives to connectors but not to tiers. Exceptions of vLLM's code reach vLLM; exceptions of hotkv's
-code do not (`callbacks`).
-
-If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
+It completes the settings, so that users need only the connector's name and `cpu_bytes_to_use`,
+and tells hotkv's tier what vLLM tells connectors but not tiers. Exceptions of vLLM's code reach
+vLLM, those of hotkv's code do not (`callbacks`). If hotkv is off with this vLLM, its offloading
+runs alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,12 +43,10 @@ SPEC = "TieringOffloadingSpec"
 
 
 class HotKVOffloadingConnector(OffloadingConnector):
-    """Extends vLLM's OffloadingConnector: each method that vLLM calls (callback) does what vLLM's
-    class does, and also calls hotkv's object in this process (`DoorScheduler` on the scheduler
-    side, `DoorWorker` in a rank). The constructor raises ConfigError if the configuration is
-    wrong."""
+    """Each callback does what vLLM's class does, and also calls `DoorScheduler` or `DoorWorker`.
+    The constructor raises ConfigError."""
 
-    # These defaults are for objects that are made without `__init__`, as in vLLM's own tests.
+    # For objects made without `__init__`, as in vLLM's own tests.
     _door: DoorScheduler | None = None
     _door_worker: DoorWorker | None = None
     _is_child = False
@@ -90,8 +85,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
         return [tier for tier in tiers if isinstance(tier, HotKVTier)]
 
-    # --------------------------------------------------------------------------------- worker
-    # callbacks
+    # ------------------------------------------------------------------------ worker callbacks
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -99,10 +93,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
             self._door_worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns the rank's page format (how it packs K and V inside pages), which vLLM forwards
-        to the scheduler's connector. Returns None in a MultiConnector, because vLLM would pass the
-        format to other connectors; the scheduler side then asks for the format in a step's
-        message."""
+        """None in a MultiConnector, which would pass the format to other connectors; the
+        scheduler side then asks for it in a step's message."""
         return None if self._door_worker is None else self._door_worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -118,12 +110,11 @@ class HotKVOffloadingConnector(OffloadingConnector):
         meta = self._connector_metadata
         ours = self._door_worker.report(meta if isinstance(meta, DoorMetadata) else None)
         ours.theirs = theirs
-        # A report is always an object of hotkv's class. If one rank sent an object of vLLM's own
-        # class, joining it with the other ranks' reports would drop hotkv's part of them.
+        # Joining an object of vLLM's own class with other ranks' reports would drop hotkv's part
+        # of them.
         return None if ours.is_empty else DoorReport.of({next(self._door_worker.report_ids): ours})
 
-    # ------------------------------------------------------------------------------ scheduler
-    # callbacks
+    # --------------------------------------------------------------------- scheduler callbacks
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -153,12 +144,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return answer
 
     def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns the length of the request's hit in vLLM's offloading, as vLLM's connector
-        computes it: (tokens or None for "ask again", whether the load is asynchronous). There are
-        two exceptions:
-        - "No hit", if another connector of a MultiConnector is to fetch the request's blocks.
-        - "Ask again", if computing the hit has begun a promotion (copy from a tier into vLLM's
-          primary tier), because the promotion may have evicted a chunk of the hit."""
+        """vLLM's own answer, but "no hit" if another connector is to fetch the blocks, and "ask
+        again" if computing the hit has begun a promotion, which may have evicted a chunk of it."""
         if self._is_child and is_fetched_elsewhere(request):
             with steps.no_loads(self.scheduler, request.request_id):
                 return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -213,18 +200,15 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        """Empties the primary tier (vLLM's CPU memory). Unless the engine only pauses, also deletes
-        the blocks of this engine's key space in the server. Returns False if vLLM or a connected
-        server has not done so."""
+        """Also flushes the key space, unless the engine only pauses. False if vLLM or a
+        connected server did not."""
         done = super().reset_cache()
         if self._door is None:
             return done
         return self._door.reset(checks.is_device_empty(self._kv_cache_manager)) and done
 
     def take_events(self) -> Iterable[Any]:
-        """Returns the KV cache events of vLLM's offloading, which vLLM publishes to routers. Also
-        returns the events about blocks in the server, if the server's setting `events.identity` is
-        `engine`."""
+        """Also those of the server's blocks, with its `events.identity` = `engine`."""
         theirs = super().take_events()
         if self._door is None:
             return theirs
@@ -245,8 +229,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        # Completes the settings here too, because this method also runs in the frontend's process,
-        # where no connector is constructed.
+        # The frontend's process, which constructs no connector, calls this too.
         complete(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
@@ -254,23 +237,19 @@ class HotKVOffloadingConnector(OffloadingConnector):
 
 
 def why_off(extra: Mapping[str, Any]) -> str:
-    """Returns why hotkv is off with this version of vLLM; empty if hotkv is on."""
+    """Empty if hotkv is on with this vLLM."""
     return versions.why_off(versions.OFFLOADING, bool(extra.get("hotkv.allow_untested_vllm")))
 
 
 def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
-    """Adds missing settings to `extra` (`kv_connector_extra_config`), so that users need not write
-    them: they turn on vLLM's tiering, add hotkv's tier with the settings `hotkv.…`, and make vLLM
-    offload answers as well as prompts. Values that the user has set stay. Repeated calls have no
-    further effect.
+    """Adds missing settings to `extra`: vLLM's tiering, hotkv's tier with the settings `hotkv.…`,
+    and offloading of answers. Idempotent; keeps what the user has set.
 
-    Returns hotkv's settings; None if hotkv is off with this version of vLLM. Raises ConfigError for
-    a setting that is wrong, or that this connector does not support.
+    None if hotkv is off with this vLLM. Raises ConfigError.
     """
     config = settings_of(extra)
     extra.setdefault("spec_name", SPEC)
-    # Also stores the blocks of answers. vLLM's default stores only prompts, so the next turn of a
-    # conversation would miss the answers.
+    # vLLM's default stores only prompts: a conversation's next turn would miss the answers.
     extra.setdefault("offload_prompt_only", False)
     tiers = extra.setdefault("secondary_tiers", [])
     own = {key: value for key, value in flat(extra).items() if key.startswith(PREFIX)}
@@ -295,6 +274,5 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
     return config
 
 
-# MultiConnector looks up the class of each connector by name, to read its statistics. It does so in
-# the frontend's process too.
+# MultiConnector looks up the class of each connector by name, also in the frontend's process.
 checks.name_connector(HotKVOffloadingConnector.__name__, __name__)

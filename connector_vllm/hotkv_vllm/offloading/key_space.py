@@ -1,16 +1,10 @@
-"""Computes the key space for rows of vLLM's primary tier (the CPU memory of its offloading). A row
-holds a chunk (one or several blocks) of one KV cache group, with the parts of all ranks.
+"""The key space of rows in the primary tier.
 
-vLLM's `OffloadKey`, the key of a chunk, identifies tokens and a KV cache group, but not the model.
-So the key space covers everything else that decides the bytes of a row: the settings that
-`HotKVConnector` uses too (`compat.key_space`), and where each part of a chunk is in a row.
+vLLM's `OffloadKey` names tokens and a group, but no model. So the key space covers
+`HotKVConnector`'s settings (`compat.key_space`) and where each part of a chunk is in a row. With
+vLLM's `canonical_layout` rows are equal for all tensor-parallel sizes, which share KV.
 
-With vLLM's canonical layout (`canonical_layout` in the connector's settings) rows have the same
-bytes for all tensor-parallel sizes. The key space then does not contain the tensor-parallel size,
-so engines with different sizes share KV.
-
-Parts of vLLM that this module reads: `OffloadingConfig` and its parts
-(`vllm.v1.kv_offload.config`).
+Reads `OffloadingConfig` and its parts (`vllm.v1.kv_offload.config`).
 """
 
 from collections.abc import Collection
@@ -27,30 +21,21 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.offloading.messages import PageFormat
 
 FORM = "vllm-offload-rows-1"
-"""Version of the format of rows, a part of each key space. Must be changed in each release of hotkv
-whose engines write other bytes to rows, so that engines of both releases share nothing."""
+"""Must change with each release whose engines write other bytes to rows."""
 
 
 def is_portable(config: Any) -> bool:
-    """Returns True if the rows of this engine would have the same bytes with any tensor-parallel
-    size. This holds only with vLLM's canonical layout. In other layouts a row contains the pages of
-    each rank side by side, and so depends on the number of ranks.
-
-    Source: vLLM's `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker
-    refuses to start if a layer can't be written in the canonical layout.
-
-    config: vLLM's `OffloadingConfig`.
-    """
+    """Whether rows have the same bytes with any tensor-parallel size: only in the canonical
+    layout (`OffloadingConfig.canonical_layout`, `is_parallelism_agnostic`; vLLM's worker refuses
+    layers that it does not fit). Others put each rank's pages side by side."""
     return bool(config.canonical_layout and config.parallel.is_parallelism_agnostic)
 
 
 def rank_factors(vllm_config: Any, kv_cache_config: Any, config: Any) -> tuple[str, ...]:
-    """Returns vLLM's settings that decide KV bytes (`fingerprint.key_space_factors`), for the key
-    space. Must be called in a rank's process after the model was loaded, because models change some
-    settings when they are loaded, such as the quantization. The scheduler does not see such changes
-    if the rank runs in another process.
+    """vLLM's settings that decide KV bytes (`fingerprint.key_space_factors`).
 
-    config: vLLM's `OffloadingConfig`.
+    Call in a rank after the model was loaded: loading changes some, such as the quantization,
+    and the scheduler's process may not see it.
     """
     read = fingerprint.portable_factors if is_portable(config) else fingerprint.key_space_factors
     return read(vllm_config, layer_specs(kv_cache_config))
@@ -65,15 +50,12 @@ def full_key_space(
     settings: ConnectorConfig,
     weights_identity: str,
 ) -> KeySpace:
-    """Returns the key space of an engine with `HotKVOffloadingConnector`, in which hotkv knows
-    vLLM's whole configuration. Raises Unsupported if it can't be determined what decides the KV
-    bytes.
+    """Of an engine with `HotKVOffloadingConnector`. Raises Unsupported if what decides the KV bytes
+    is unknown.
 
     config: vLLM's `OffloadingConfig`.
-    row_bytes: bytes of a row of vLLM's primary tier, padding included.
-    formats: the reports of all ranks: how each packs K and V inside pages (KV of a block in one
-        layer), and its settings.
-    settings: hotkv's settings.
+    row_bytes: padding included.
+    formats: of all ranks.
     """
     per_chunk = config.cache.blocks_per_chunk
     groups = tuple(
@@ -90,8 +72,7 @@ def full_key_space(
     if is_portable(config):
         space = replace(space, parallel_shape="any tensor-parallel size")
     by_rank = sorted(formats, key=lambda one: one.rank)
-    # Joins the factors (settings that decide KV bytes) of all ranks, because ranks of other
-    # pipeline stages have other layers.
+    # Ranks of other pipeline stages have other layers.
     factors = dict.fromkeys(factor for one in by_rank for factor in one.factors)
     return replace(
         space,
@@ -101,15 +82,8 @@ def full_key_space(
 
 
 def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> KeySpace:
-    """Returns the key space of an engine without `HotKVOffloadingConnector`, in which the user has
-    named hotkv's tier in vLLM's setting `secondary_tiers`. hotkv then knows only vLLM's
-    `OffloadingConfig`. So the setting `hotkv.weights_identity` must not be empty: it stands for
-    everything else that decides KV bytes.
-
-    config: vLLM's `OffloadingConfig`.
-    row_bytes: bytes of a row of vLLM's primary tier, padding included.
-    settings: hotkv's settings.
-    """
+    """For a tier named in `secondary_tiers`, which sees only vLLM's `OffloadingConfig`. The
+    setting `hotkv.weights_identity`, not empty, stands for the rest."""
     per_chunk = config.cache.blocks_per_chunk
     groups = tuple(
         GroupSpec(
@@ -133,10 +107,7 @@ def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> 
 
 
 def _row_factors(config: Any) -> tuple[str, ...]:
-    """Returns the settings that decide where each byte of a chunk is in a row, for the key space.
-
-    config: vLLM's `OffloadingConfig`.
-    """
+    """Where each byte of a chunk is in a row."""
     parallel = config.parallel
     if is_portable(config):
         shape = "any"

@@ -1,8 +1,7 @@
-"""Finds the file that holds vLLM's primary tier (the CPU memory of its offloading).
+"""Finds the file that holds vLLM's primary tier, which the server must map.
 
-The server must map this file, but vLLM gives a tier only a memoryview of the primary tier's memory.
-So this module asks Linux: /proc/self/maps says which file is mapped at the view's address, and
-/proc/self/fd lists the descriptors of that file. The file is found even if vLLM has unlinked it.
+vLLM gives a tier only a memoryview. So /proc/self/maps tells which file is mapped at its
+address, and /proc/self/fd its descriptors, even if vLLM has unlinked it.
 """
 
 import contextlib
@@ -13,18 +12,13 @@ import numpy as np
 
 
 class NoRegion(ValueError):
-    """Raised if vLLM's primary tier (the CPU memory of its offloading) is not in a single shared
-    file that this process has open."""
+    """The primary tier is not in a single shared file that this process has open."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrimaryRegion:
-    """The memory with the rows of vLLM's primary tier (the CPU memory of its offloading): row r
-    begins at byte `offset` + r * `row_bytes` of the file `fd`. The server maps this file, to copy
-    to and from the rows. The owner of this object must call `close`.
-
-    fd: a duplicate of vLLM's descriptor of the file.
-    """
+    """Row r begins at byte `offset` + r * `row_bytes` of `fd`, a duplicate of vLLM's descriptor.
+    The owner must call `close`."""
 
     fd: int
     offset: int
@@ -36,15 +30,13 @@ class PrimaryRegion:
         return self.num_rows * self.row_bytes
 
     def close(self) -> None:
-        """Closes the descriptor of the primary tier's file."""
         os.close(self.fd)
 
 
 def region_of(view: memoryview) -> PrimaryRegion:
-    """Returns where the rows of vLLM's primary tier (CPU memory) are in a file. Raises NoRegion or
-    OSError if they are not in a file that this process has open.
+    """Raises NoRegion or OSError.
 
-    view: the memory of the rows, which vLLM passes to each tier: shape [rows, bytes of a row].
+    view: as vLLM passes it to tiers: shape [rows, bytes of a row].
     """
     rows = np.asarray(view)
     if rows.ndim != 2 or not rows.size or rows.strides != (rows.shape[1], 1):
@@ -55,9 +47,8 @@ def region_of(view: memoryview) -> PrimaryRegion:
 
 
 def _mapped_file(begin: int, end: int) -> tuple[int, str, int]:
-    """Returns the inode and the path of the file that is mapped at the addresses from `begin` to
-    `end` (exclusive), and the offset of `begin` in the file. Raises NoRegion if these addresses are
-    not all mapped to one file in order."""
+    """Inode and path of the file mapped at `begin` to `end`, and the offset of `begin` in it.
+    Raises NoRegion unless one file is mapped in order."""
     found: tuple[int, str, int] | None = None
     at = begin
     with open("/proc/self/maps", errors="surrogateescape") as maps:
@@ -77,16 +68,13 @@ def _mapped_file(begin: int, end: int) -> tuple[int, str, int]:
 
 
 def _descriptor_of(inode: int, path: str) -> int:
-    """Returns a duplicate of the descriptor by which this process has a file in /dev/shm open.
-    Raises NoRegion if the process does not have the file open.
+    """A duplicate of this process's descriptor of a file in /dev/shm. Raises NoRegion without one.
 
-    inode: the inode of the file.
-    path: the path of the file, as the kernel shows it. The inode's number alone is not enough:
-        files of two file systems may have the same number, for example in /dev/shm and in the
-        directory of the server's arena, which may be mounted below /dev/shm.
+    path: as the kernel shows it. Inodes alone may collide between file systems, as /dev/shm and
+        an arena's directory mounted below it.
     """
     for name in os.listdir("/proc/self/fd"):
-        # Skips a descriptor that another thread has closed in the meantime.
+        # Another thread may have closed the descriptor.
         with contextlib.suppress(OSError):
             is_named = os.readlink(f"/proc/self/fd/{name}") == path
             if is_named and os.fstat(int(name)).st_ino == inode and path.startswith("/dev/shm/"):

@@ -1,21 +1,13 @@
-"""The scheduler side of `HotKVOffloadingConnector` (in the code also "the door"). It does what
-hotkv's tier (`tier.HotKVTier`) can't do, because vLLM gives a tier too little information.
+"""The scheduler side of `HotKVOffloadingConnector`: does what `tier.HotKVTier` can't, because vLLM
+tells a tier too little.
 
-`DoorScheduler` opens the tier's session for the engine's key space, checks whether the weights have
-changed, carries out resets of the caches, and reports requests to the server. A promotion is a copy
-of a chunk (one or several blocks) from the server into vLLM's primary tier, the CPU memory of its
-offloading.
+- The tier has a session only if every rank has sent its page format and can use hotkv.
+- While the weights may have changed, the tier looks up and stores nothing.
+- If weights were written, it waits until vLLM has emptied the device and the primary tier: both may
+  hold blocks of the old weights under the same keys.
 
-Always true:
-- The tier has a session only if every rank has sent its page format, and all ranks can use hotkv.
-- From the moment the weights may have changed, the tier looks up and stores no chunk until all
-  ranks have reported their weights.
-- If weights were written, the tier looks up and stores no chunk until vLLM has emptied the device
-  and the primary tier. Both may hold blocks of the old weights under the same keys.
-
-Scheduler thread only. `DoorScheduler` waits for the server at the start, after a change of weights,
-and in a reset. It also waits up to `IDLE_WAIT_S` in a step in which all requests of the engine wait
-for their hits.
+Scheduler thread only. Waits for the server at the start, after a change of weights, in a reset,
+and up to IDLE_WAIT_S in a step in which all requests wait for their hits.
 """
 
 import time
@@ -59,23 +51,15 @@ from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import sparse_rows
 
 IDLE_WAIT_S = 0.01
-"""Longest wait for promotions (copies from the server into vLLM's CPU memory) in a step in which
-the engine has nothing to compute, seconds. Without this wait vLLM would ask for the hit again every
-millisecond. This would use processor time and the GIL, which the threads that execute the promotion
-need, and make a hit a third slower."""
+"""How long a step with nothing to compute waits for promotions. Without it vLLM would ask every
+ms, and take from the promoting threads the processor and the GIL: a hit would be a third slower."""
 
 
 class DoorScheduler:
-    """The scheduler side of the connector. It controls one `HotKVTier`. The engine runs without
-    hotkv until `connect` has received the page formats of all ranks (how each packs K and V inside
-    pages). The parameter `offloading` of its methods is vLLM's `OffloadingConnectorScheduler`.
+    """Controls one `HotKVTier`. The engine runs without hotkv until `connect` has all ranks' page
+    formats. `offloading` is vLLM's `OffloadingConnectorScheduler`.
 
-    tier: hotkv's tier below vLLM's CPU tier.
-    edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
-    wants_formats: True while page formats of ranks are missing.
-    seen: the ranks' reports that were handled.
-    spoilt: keys of the chunks of stores in progress whose KV is wrong; vLLM's offloading is made to
-        treat these stores as failed.
+    spoilt: keys of chunks of stores in progress whose KV is wrong; vLLM sees these stores fail.
     """
 
     def __init__(
@@ -92,33 +76,29 @@ class DoorScheduler:
         self._config = config
         self._tier = tier
         self._num_ranks = vllm_config.parallel_config.world_size
-        # An idle engine may wait for an answer, but not a data-parallel replica: replicas may step
-        # together, so the wait would delay busy replicas.
+        # Data-parallel replicas may step together: the wait would delay busy ones.
         self._may_wait = vllm_config.parallel_config.data_parallel_size == 1
         self._counts_media = checks.counts_media(vllm_config)
         publishes_events = checks.publishes_events(vllm_config)
         self._events = SharedEvents() if publishes_events else None
         self._clears = events.DeviceClears()
-        # By vLLM's number of the group: the hashes of the blocks in the server's host memory, as
-        # they stand in vLLM's KV events.
+        # By vLLM group, the hashes of blocks in the server's host memory, as in vLLM's KV
+        # events.
         self._published: dict[int, set[Any]] = {}
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
-        # The ranks' page formats, while the weights' files are being read; otherwise empty.
+        # Only while the weights' files are being read.
         self._unread_formats: tuple[PageFormat, ...] = ()
         self._reading = model_weights.begin_reading(vllm_config, config.weights_identity)
-        # The key space, if opening its first session has failed because the operating system has
-        # refused a thread or a file (each step tries again); otherwise None.
+        # Set if the system has refused its session a thread or a file; each step tries again.
         self._agreed: KeySpace | None = None
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
-        # True if a reset of the cache was requested before the first session. The server then
-        # deletes the key space's blocks (a flush) once the session is opened.
+        # A reset came before the first session, so the flush follows it.
         self._owes_flush = False
-        # While the server must still delete the key space's blocks (a flush): time until which vLLM
-        # is made to plan steps even if the engine is idle. The ranks send their page formats (how
-        # they pack KV) with steps, and these are needed to open the session.
+        # Until when an idle engine takes steps for an owed flush: the page formats come with
+        # steps.
         self._steps_until_s = 0.0
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
@@ -134,12 +114,11 @@ class DoorScheduler:
         )
         self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
-        # True if the engine's caches (on the device and in CPU memory) have no blocks. Set to True
-        # at the start and by a reset that has emptied the caches. Set to False when the engine
-        # computes tokens, when the last check of the weights ends, or when a callback raises. (In a
-        # step, the ranks answer a check before they compute blocks.)
+        # The caches, device and primary tier, have no blocks: at the start, or since a reset.
+        # Ends when the engine computes, a check of the weights ends, or a callback raises. (In a
+        # step the ranks answer a check before they compute.)
         self._is_empty = True
-        # Id of the present check of the weights, and whether the caches were empty when it began.
+        # The present check of the weights, and whether the caches were empty when it began.
         self._question = 0
         self._was_empty = True
         self._said_unclean = False
@@ -158,13 +137,11 @@ class DoorScheduler:
         return f"DoorScheduler({self._tier}, {self._weights}{clean})"
 
     def _makes_wait(self) -> bool:
-        """Returns True while lookups should wait, because the ranks are about to report whether
-        their weights have changed. Returns False without a server, because lookups then miss in any
-        case."""
+        """Whether lookups wait for the ranks to report their weights; not without a server,
+        where they miss."""
         if self._space is None:
             return False
-        # `waits` is called even without a server, because it begins a check of the weights that is
-        # due.
+        # Called even without a server, because it begins a check that is due.
         waits = self._weights.waits(time.monotonic())
         return waits and self._tier.session is not None and self._tier.session.connected
 
@@ -172,12 +149,10 @@ class DoorScheduler:
 
     @callback(nothing, of="door")
     def connect(self, formats: Collection[PageFormat]) -> None:
-        """Opens the tier's session for the engine's key space, if `formats` has the page formats of
-        all ranks (how each packs K and V inside pages). Waits for the server up to
-        `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
-        the session yet. While the weights' files are being read, a later step opens it. If a rank
-        can't use hotkv, or if it is not known which weights the ranks have loaded, logs why and
-        leaves hotkv off."""
+        """Opens the tier's session if `formats` has all ranks. Waits up to `startup_wait_s` for
+        a server, and OPENING_S more if it has answered. While the weights' files are read, a
+        later step opens it. If a rank can't use hotkv, or which weights are loaded is unknown,
+        logs why."""
         if not self.wants_formats or len(formats) < self._num_ranks:
             return
         self.wants_formats = False
@@ -209,12 +184,10 @@ class DoorScheduler:
                 self._config,
                 identity,
             )
-            # If the session is opened late, the weights may have been written since the ranks have
-            # sent their page formats.
+            # The weights may have been written since the ranks sent their formats.
             in_doubt = was_late or any(one.weights_in_doubt for one in formats)
             is_named = bool(self._config.weights_identity)
-            # The ranks have checked before their warm-up whether the files are newer than the
-            # loaded weights; the files may have been read later.
+            # The ranks checked before their warm-up; the files may have been read later.
             if not (
                 any(one.weights_in_doubt for one in formats) or is_named
             ) and model_weights.weights_may_be_older(self._vllm_config):
@@ -231,13 +204,11 @@ class DoorScheduler:
         self._open_agreed(wait_s, opening_s)
 
     def _agree_late(self) -> None:
-        """Opens the session if the weights' files have been read since `connect`."""
         if self._unread_formats and self._reading.done():
             self._agree(self._unread_formats, 0.0, min(self._config.startup_wait_s, RECONNECT_S))
 
     def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
-        """Opens the first session, for the key space in `_agreed`. If the operating system refuses
-        the session a thread or a file, the next step calls this method again."""
+        """If the system refuses a thread or a file, the next step tries again."""
         space, self._agreed = self._agreed, None
         assert space is not None
         try:
@@ -261,12 +232,9 @@ class DoorScheduler:
     # ------------------------------------------------------------------------------------- requests
 
     def _is_excluded(self, request: Any) -> bool:
-        """Returns True if the request must not use hotkv, because vLLM's block hashes do not cover
-        everything that decides its KV, so that two different blocks could have the same hash:
-        - The hashes identify LoRA adapters by path, not by content.
-        - They may identify media (images, audio) by a counter, and do not cover the weights that
-          have encoded the media.
-        - They may not cover the positions of prompt embeddings (`steps.covers_embeddings`)."""
+        """Whether vLLM's hashes don't cover all that decides the KV: they name LoRA adapters by
+        path, may number media and don't cover the weights that encoded them, and may not cover
+        the positions of prompt embeddings (`steps.covers_embeddings`)."""
         leaves_media_out = self._counts_media or self._weights.media_are_old
         return (
             request.lora_request is not None
@@ -281,7 +249,6 @@ class DoorScheduler:
         lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door"
     )
     def arrived(self, request: Any) -> None:
-        """Registers a new request and passes it to the tier."""
         self._agree_late()
         now_s = time.monotonic()
         state = RequestState(request, StoreState([], 0), arrived_s=now_s)
@@ -291,17 +258,9 @@ class DoorScheduler:
 
     @callback(lambda *_: False, of="door")
     def awaits(self, request: Any, device_hit_tokens: int, manager: Any) -> bool:
-        """Returns True while the request should wait for chunks that another engine computes
-        (`PrefillWait`). Meanwhile the tier must not look up the request's chunks: that could begin
-        a promotion (copy into vLLM's CPU memory) of the chunks that are already stored, and later
-        promotions of the request may reach no further in its prompt than the first.
-
-        Such a request also waits while the ranks check their weights. The server is not asked
-        during this check, so `PrefillWait` would end the request's wait.
-
-        device_hit_tokens: length of the hit in vLLM's own prefix cache.
-        manager: vLLM's `TieringOffloadingManager`.
-        """
+        """Whether the request waits for chunks that another engine computes (`PrefillWait`), or
+        meanwhile for a check of the weights. It must not be looked up: a promotion of the first
+        chunks would limit the later ones."""
         state, space = self._states.get(request.request_id), self._space
         may_read = self._tier.may_load and not request.skip_reading_prefix_cache
         if state is None or space is None or not may_read or self._is_excluded(request):
@@ -314,31 +273,19 @@ class DoorScheduler:
 
     @callback(nothing, of="door")
     def comes(self, request: Any, kv_cache_manager: Any) -> None:
-        """Notifies `LoadRoom` (which limits loads to the device's free blocks) that vLLM asks for
-        the request's hit. Must be called each time that vLLM asks, even if hotkv loads nothing:
-        another connector of a MultiConnector may load the hit. And if vLLM asks again after a
-        failed load, the request no longer holds the blocks that `LoadRoom` counts for it.
-
-        kv_cache_manager: vLLM's `KVCacheManager`; None if it is not known yet.
-        """
+        """Whenever vLLM asks, even if hotkv loads nothing: another connector may load, and after
+        a failed load the request holds none of the blocks that `LoadRoom` counts."""
         if kv_cache_manager is not None:
             self._room.bind(kv_cache_manager)
         self._room.comes(request)
 
     @callback(lambda *_: True, of="door")
     def has_room(self, request: Any) -> bool:
-        """Returns True if the device has enough free blocks for a load of this request beside the
-        loads of other requests (`LoadRoom`). `comes` must have been called for the request."""
         return self._room.has_room(request)
 
     @callback(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
-        """Records how long the request's hit is, each time that vLLM asks for it, for the report
-        about the request to the server.
-
-        device_hit_tokens: length of the hit in vLLM's own prefix cache.
-        answer: number of tokens that vLLM's offloading can load; None for "ask again".
-        """
+        """answer: tokens that vLLM's offloading can load; None for "ask again"."""
         self._written.matched(request.request_id, device_hit_tokens)
         self._exactness.matched(request.request_id, device_hit_tokens, request.resumable)
         state = self._states.get(request.request_id)
@@ -352,11 +299,9 @@ class DoorScheduler:
 
     @callback(nothing, of="door")
     def allocated(self, request: Any, external_tokens: int) -> None:
-        """Records that the engine has admitted a request, and reports its hit to the server. Tokens
-        that were already in vLLM's primary tier (CPU memory) count as a hit in the engine's own
-        cache, not in the server.
+        """Tokens that were already in the primary tier count as a hit of the engine's own cache.
 
-        external_tokens: number of tokens that vLLM's offloading loads.
+        external_tokens: that vLLM's offloading loads.
         """
         self._admitted.add(request.request_id)
         self._exactness.loads(request.request_id, external_tokens)
@@ -370,40 +315,27 @@ class DoorScheduler:
             state.hit.phase = Phase.LOADING if loaded_tokens else Phase.IDLE
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
-        """Returns how many tokens of the request's hit count as loaded from the server, for the
-        report: from the beginning of the first chunk (unit of blocks) that was copied from the
-        server into vLLM's CPU memory to the end of the hit.
-
-        device_hit_tokens: length of the hit in vLLM's own prefix cache.
-        external_tokens: number of tokens that vLLM's offloading loads.
-        """
+        """Tokens that count as loaded from the server: from the first promoted chunk to the end
+        of the hit."""
         assert self._space is not None
         closed = [at for at, one in enumerate(self._space.groups) if one.kind in PREFIX_CLOSED]
         groups = closed or range(len(self._space.groups))
         first = self._tier.first_loaded(request.request_id, groups)
         if first is None:
             return 0
-        # Without a group of full attention, the hit needs only its last chunks. If these came from
-        # the server, the tokens before them count as loaded from the server too.
+        # Without full attention the hit needs only its last chunks: the tokens before count too.
         begin = max(first, device_hit_tokens) if closed else device_hit_tokens
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is
-        called if a callback (method that vLLM calls) raises whose task is to prevent that wrong KV
-        is
-        stored: from then on wrong KV might be in vLLM's caches."""
+        """Stops the tier until the caches are emptied: they may hold wrong KV, because a
+        callback raised that prevents it."""
         self._tier.is_held = True
         self._is_clean = False
 
     @callback(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
-        """Records the blocks that vLLM has allocated to a request. Also excludes the request from
-        hotkv if it must not use hotkv any more (`_is_excluded`). This may change during a request:
-        with streamed input, a later turn may contain the request's first image.
-
-        offloading: vLLM's `OffloadingConnectorScheduler`.
-        """
+        """Also excludes the request if its next turn has brought its first image."""
         if self._is_excluded(request):
             self._tier.exclude([request.request_id])
         steps.forget_blocks(offloading, request)
@@ -412,17 +344,13 @@ class DoorScheduler:
 
     @callback(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Informs vLLM's offloading about the step: which blocks the step writes (see
-        `steps.tell_written`), which recurrent states must not be stored (`steps.withdraw_states`),
-        and how many leading tokens of each request may be stored. Must be called before vLLM's
-        offloading plans the stores of the step.
+        """Tells vLLM's offloading which blocks the step writes, which recurrent states must not be
+        stored (`steps.withdraw_states`), and how many leading tokens may be. Before it plans the
+        stores.
 
-        A request's tokens may be stored up to its first unsafe block. A block is unsafe if its KV
-        is from before a reset, or if a token in it was decoded with sparse attention (by another
-        connector of a MultiConnector), so that its KV is not exact. Once there may be such inexact
-        blocks in this engine, a block that another connector has loaded is unsafe too.
-
-        scheduler_output: vLLM's `SchedulerOutput` of the step.
+        Tokens may be stored up to the first block whose KV is from before a reset or not exact:
+        decoded sparsely by another connector, or, once there are such blocks, loaded by another
+        connector.
         """
         self._written.step(scheduler_output)
         written = self._written.of_step()
@@ -444,30 +372,19 @@ class DoorScheduler:
 
     @callback(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
-        """Handles that another connector of a MultiConnector has failed to load blocks. KV that was
-        computed from these blocks is wrong, so stores of it to vLLM's primary tier (CPU memory) are
-        made to fail, and it does not get to the server.
-
-        invalid_blocks: ids of the blocks that were not loaded.
-        """
+        """Another connector has failed to load `invalid_blocks`: KV computed from them is wrong,
+        so its stores to the primary tier fail."""
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
     @callback(_share_nothing, of="door")
     def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
-        """Prevents that vLLM's offloading stores chunks of several blocks wrongly: a chunk without
-        one of the blocks that a hit needs, or with a block in the place of another
-        (`steps.leave_out_holes`)."""
         steps.leave_out_holes(offloading, scheduler_output)
 
     @callback(_share_nothing, of="door")
     def planned(self, meta: Any, offloading: Any) -> None:
-        """Makes stores fail whose blocks the step may overwrite before vLLM has copied them to its
-        CPU memory. vLLM waits for the end of such copies when the workers' connector receives the
-        step's message. With model runner V2 the step may have written blocks by then
-        (`checks.writes_before_it_tells`).
-
-        meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
-        """
+        """Fails the stores whose blocks the step may overwrite before vLLM has copied them. vLLM
+        waits for such copies when the workers get the message; model runner V2 may have written
+        by then (`checks.writes_before_it_tells`)."""
         if meta.jobs_to_flush and checks.writes_before_it_tells(
             self._vllm_config, self._kv_cache_config
         ):
@@ -475,22 +392,18 @@ class DoorScheduler:
 
     @callback(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
-        """Prevents vLLM's offloading from storing blocks of an ended request that the request has
-        not computed, or that vLLM has freed.
+        """Prevents stores of blocks that an ended request has not computed, or that vLLM has freed:
+        vLLM 0.32 and 0.33 assume in `_build_store_jobs` that all tokens but the last were computed
+        unless the request was aborted, and with asynchronous scheduling a preempted request may
+        end.
 
-        Source: vLLM 0.32 and 0.33. `_build_store_jobs` assumes that all tokens but the last of a
-        finished request were computed, unless the request was aborted. With asynchronous scheduling
-        a request may also end after vLLM has preempted it and freed its blocks.
-
-        For an aborted prompt, this method also prevents stores of those chunks of sliding-window
-        groups that end after the last whole chunk of the full-attention group. No hit needs these
-        chunks, because every hit ends with a chunk of full attention.
+        For an aborted prompt it also omits chunks of sliding windows behind the last whole chunk
+        of full attention, which no hit needs.
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 
     @callback(nothing, of="door")
     def finished(self, request: Any) -> None:
-        """Forgets a request that has finished or was aborted, and reports its end."""
         self._admitted.discard(request.request_id)
         self._written.ended(request.request_id)
         self._room.ended(request.request_id)
@@ -503,27 +416,20 @@ class DoorScheduler:
 
     @property
     def order(self) -> WeightsOrder | None:
-        """Returns the order to check the weights that this step's message carries to the ranks.
-        Returns None before the first check, or without a key space."""
+        """None before the first check, or without a key space."""
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
-        """Stops all lookups and stores of the tier until the ranks have reported their weights.
-        Called if `begin_step` or `update` raises, because these two methods process the ranks'
-        reports."""
+        """Stops the tier until the ranks have reported their weights."""
         self._tier.is_held = True
         self._weights.suspect()
-        # Assumes that the step computes tokens, so that the caches don't count as empty: it may
-        # compute blocks before the next check of the weights begins.
+        # Assumes that the step computes tokens, maybe before the next check of the weights.
         self._passed(1)
         return 0
 
     @callback(_hold, of="door", last=0)
     def begin_step(self, scheduler_output: Any) -> int:
-        """Advances the tasks that span several steps: checks of the weights, resets of the caches,
-        reports to the server. Returns an id of the step, which the ranks send back with the step's
-        output, so that the scheduler can measure the speed of prefill. Returns 0 if this step is
-        too small to be measured."""
+        """Id of the step, by which its prefill speed is measured; 0 if it is too small."""
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
         self._room.has_refused = False
         if self._room.holders:
@@ -539,8 +445,7 @@ class DoorScheduler:
         if order is not None and order.question != self._question:
             self._question, self._was_empty = order.question, self._is_empty
         transfers = self._tier.transfers
-        # If the weights have changed while a reset has not yet deleted the old key space's blocks
-        # in the server, the engine changes to the new key space only after that.
+        # A reset first flushes the old key space.
         is_owed = self._reset.under_way and identity != self._weights.identity
         is_idle = transfers is not None and transfers.is_idle
         if identity is not None and is_idle and not is_owed:
@@ -554,30 +459,18 @@ class DoorScheduler:
         return self._prefill.begin_step(steps.scheduled_rows(scheduler_output), now_s)
 
     def _passed(self, num_tokens: int) -> None:
-        """Records that the step computes `num_tokens` tokens. If it computes any, the engine's
-        caches no longer count as empty."""
         if num_tokens:
             self._is_empty = False
             self._weights.is_fresh = False
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if the engine has nothing to compute, so that waiting for a promotion (copy
-        from the server into vLLM's CPU memory) delays nothing else."""
         return self._may_wait and not self._admitted
 
     @callback(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
-        """Makes vLLM begin at once the promotions (copies from the server into vLLM's CPU memory)
-        that this step's lookups ask for. Then waits up to IDLE_WAIT_S until one of them has ended.
-        Returns True if a promotion has ended: the caller should then look its request up again.
-        Does nothing and returns False if the engine has something to compute.
-
-        Without this call vLLM would begin these promotions at the end of the step, and look the
-        chunks up again in the next step.
-
-        manager: vLLM's `TieringOffloadingManager`.
-        """
+        """Begins this step's promotions at once, if the engine is idle, and waits up to
+        IDLE_WAIT_S for one to end. True: look the request up again."""
         transfers = self._tier.transfers
         if transfers is None or not self._is_idle or not self._tier.has_offers:
             return False
@@ -586,13 +479,8 @@ class DoorScheduler:
 
     @callback(nothing, of="door")
     def end_step(self, meta: Any) -> None:
-        """Records the step's synchronous loads as ended: vLLM 0.33 waits for such loads within the
-        step, and does not report their end. Then, if the engine has nothing to compute, waits for
-        the end of a promotion in progress (a copy from the server into vLLM's CPU memory), for
-        IDLE_WAIT_S at most.
-
-        meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
-        """
+        """Ends the step's synchronous loads, whose end vLLM 0.33 does not report. An idle engine
+        then waits up to IDLE_WAIT_S for a promotion."""
         self._loads_ended(
             job.req_id for job in meta.load_jobs.values() if getattr(job, "sync", False)
         )
@@ -600,17 +488,12 @@ class DoorScheduler:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
-        """Ends a check of the weights: records the weights that all ranks have reported. If they
-        differ from the present weights, opens a session for the key space of the new weights. If
-        the operating system refuses the session a thread or a file, the check stays open, and the
-        next step calls this method again.
-
-        identity: identifies the reported weights by their content.
-        """
+        """Ends a check of the weights; other weights get a session of their own. If the system
+        refuses a thread or a file for it, the check stays open and the next step tries again."""
         assert self._space is not None
         is_other = identity != self._weights.identity
         if (is_other or self._weights.were_written) and not self._was_empty:
-            # The caches have blocks from before the check. These may be of the old weights.
+            # Blocks from before the check may be of the old weights.
             self._become_unclean()
         if is_other:
             is_connected = self._tier.session is not None and self._tier.session.connected
@@ -626,19 +509,18 @@ class DoorScheduler:
                 identity,
             )
         self._weights.adopt(identity)
-        # From here on the tier may load chunks, so the caches do not count as empty any more,
-        # unless another check of the weights is due.
+        # From here on the tier may load, so the caches do not count as empty, unless another
+        # check is due.
         self._is_empty &= self._weights.under_way
         states = self._states.items()
         self._tier.exclude([name for name, state in states if self._is_excluded(state.request)])
 
     @callback(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
-        """Processes those reports of ranks that were not handled before. Must be called before
-        vLLM's offloading processes the step's results, and so before it passes stored chunks to the
-        tier.
+        """Processes the ranks' new reports, before vLLM's offloading processes the step's results
+        and passes stored chunks to the tier.
 
-        finished_loads: ids of the requests whose load has ended.
+        finished_loads: request ids.
         """
         now_s = time.monotonic()
         for rank, one in report.parts:
@@ -648,13 +530,12 @@ class DoorScheduler:
         if self.wants_formats:
             self.connect(list(self._formats.values()))
         if self._space is None and self._agreed is None:
-            # While the weights' files are being read, a rank repeats its notice of a write.
+            # Meanwhile a rank repeats its notice of a write.
             return
         for rank, one in report.parts:
             if one.weights is not None:
                 if not one.weights.question:
-                    # A report without the id of a check (`question`) comes from a rank that has
-                    # noticed a write to its weights by itself.
+                    # The rank has noticed a write by itself.
                     self._become_unclean()
                 self._weights.reported({rank: one.weights}, now_s)
         self._tier.is_held |= self._weights.under_way
@@ -667,16 +548,14 @@ class DoorScheduler:
     def _loads_ended(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             state = self._states.get(request_id)
-            # Skips loads that needed nothing from the server, and loads of another connector.
+            # Not loads that needed nothing from the server, or of another connector.
             if state is not None and state.is_loading and self._reports is not None:
                 state.hit.phase = Phase.IDLE
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that the engine's caches (the device, and the primary tier in CPU memory) may
-        have blocks of other weights. Until both are emptied, hotkv's tier must not store or look up
-        chunks. Logs this once until the next reset. Does nothing if a reset has emptied both and no
-        step has computed blocks since."""
+        """The caches may have blocks of other weights: nothing is shared until both are emptied.
+        Nothing if a reset has emptied them and no step has computed since."""
         if self._is_empty and self._weights.under_way:
             return
         self._is_clean = False
@@ -690,15 +569,10 @@ class DoorScheduler:
 
     @callback(lambda _, theirs, *__: theirs, of="door")
     def take_events(self, theirs: list[Any], kv_cache_manager: Any, manager: Any) -> list[Any]:
-        """Returns the events of vLLM's offloading (`theirs`), and the events about blocks in the
-        server, which vLLM publishes as events of this engine (`SharedEvents`).
+        """vLLM's own events (`theirs`) with those of the server's blocks (`SharedEvents`).
 
-        For routers, vLLM's primary tier (its CPU memory) and the server's host memory are the same
-        medium ("CPU"). If a block is removed from one of the two while the other has it, the event
-        of the removal is left out; otherwise routers would forget the block.
-
-        kv_cache_manager: vLLM's `KVCacheManager`, or None.
-        manager: vLLM's `TieringOffloadingManager`.
+        Routers see the primary tier and the server's host memory as one medium ("CPU"): the
+        removal from one is left out while the other has the block.
         """
         if self._events is None:
             return theirs
@@ -727,9 +601,8 @@ class DoorScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def _reset_broke(self, *_: Any, **__: Any) -> bool:
-        """Stops all lookups and stores of the tier until a later reset succeeds. Called if `reset`
-        raises. Returns False, so that vLLM reports that the reset has failed. Returns True if the
-        engine pauses or sleeps, because with False vLLM's pause would fail."""
+        """Stops the tier until a later reset succeeds. False: the reset has failed. True if the
+        engine pauses or sleeps, which False would make fail."""
         self._share_nothing()
         if self._reset is not None:
             self._reset.hold()
@@ -737,26 +610,23 @@ class DoorScheduler:
 
     @callback(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
-        """Makes the server delete the blocks of this key space (a flush), unless the engine only
-        pauses. Returns False if a connected server did not do so. Blocks for at most
-        `reset_timeout_s`.
+        """Flushes the key space unless the engine only pauses. False if a connected server did not.
+        Blocks for at most `reset_timeout_s`.
 
-        Must be called after vLLM's offloading was reset: then the primary tier is empty, and no job
-        (load or store of the tier) is in progress. If there is no session yet, returns True: the
-        flush follows once the session is opened, before the tier looks up or stores chunks.
+        After the reset of vLLM's offloading: the primary tier is empty, no job is in progress. True
+        without a session: the flush follows it, before the tier works.
 
-        is_device_empty: True if the device has no blocks from before the reset.
+        is_device_empty: of blocks from before the reset.
         """
         is_pausing = checks.is_pausing()
         self._weights.suspect(is_pausing)
         self._tier.is_held = self._space is not None
         self._is_empty = is_device_empty
-        # `spoilt` has keys of stores in progress that must fail. The reset of vLLM's offloading has
-        # removed all stores.
+        # The reset has removed all stores.
         self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
-        # If the device is not empty, its blocks are from before the reset, and must not be stored.
+        # The device's old blocks must not be stored.
         self._tier.may_repeat = is_device_empty
         if not is_device_empty:
             self._tier.exclude(self._states)
@@ -771,12 +641,9 @@ class DoorScheduler:
 
     @callback(lambda _: False, of="door")
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps even if the engine is idle. There are two reasons:
-        - A reset is not finished (`CacheReset.wants_steps`).
-        - A reset was requested before the ranks' page formats had arrived. Its flush (deleting the
-          key space's blocks in the server) can only be sent after they have arrived, and they
-          arrive with a step. Without such a step the flush would be sent with the engine's first
-          request, and would delete blocks that other engines have stored since the reset."""
+        """Whether an idle engine must take steps for a reset, or for page formats that a reset
+        waits for: a flush with its first request would delete what other engines have stored
+        since."""
         if self._reset is not None:
             return self._reset.wants_steps()
         is_near = self.wants_formats or (bool(self._unread_formats) and self._reading.done())

@@ -1,26 +1,17 @@
-"""Implements a secondary tier of vLLM's KV offloading, which keeps its chunks in hotkv-server. A
-*chunk* is one or several consecutive blocks that vLLM offloads as one unit. vLLM's *primary tier*
-is its CPU memory for offloading; each chunk there has a *row*. vLLM asks this tier to copy chunks
-from rows to the server (store) and from the server to rows (load, also called promotion).
+"""A secondary tier of vLLM's KV offloading that keeps its chunks in hotkv-server.
 
-The tier runs in the scheduler's process, in one thread of vLLM. Only its methods `drain_jobs`,
-`shutdown` and `open` block.
+It runs in the scheduler's process, in one thread of vLLM. Only `drain_jobs`, `shutdown` and `open`
+block.
 
-Always true:
-- In three cases lookups do not hit and chunks are not stored: without a server, while the weights
-  may have changed, and while a reset of the caches is in progress. The answer to a lookup is then
-  "miss", or, for a short time, "ask again".
-- Every job (load or store) that vLLM submits is reported as ended exactly once, within a bounded
-  time. vLLM reuses no row to which the server still has access (`PrimaryRows`).
-- A lookup answers "ask again" for a bounded time.
-- No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
-  gets a safe answer such as a miss.
+- Without a server, while the weights may have changed and during a reset, nothing is stored, and a
+  lookup misses or, for a bounded time, asks again.
+- Every job is reported as ended exactly once, in bounded time. vLLM reuses no row that the server
+  may still access (`PrimaryRows`).
+- No exception of hotkv reaches vLLM: it is logged once, and vLLM gets a safe answer.
 
-`HotKVOffloadingConnector` creates the tier, and passes it information that vLLM does not give to
-tiers: the key space, the requests, and whether the weights may have changed. A user can also name
-the tier in vLLM's setting `secondary_tiers`, without the connector. Then the setting
-`hotkv.weights_identity` must stand for the model and all settings that decide KV bytes, and the
-tier can't distinguish requests with LoRA adapters from others.
+`HotKVOffloadingConnector` creates the tier and tells it what vLLM does not tell tiers. A user
+can also name it in vLLM's `secondary_tiers`, without the connector: `hotkv.weights_identity`
+must then stand for all that decides KV bytes, and LoRA requests look like others.
 """
 
 import logging
@@ -75,58 +66,39 @@ from hotkv_vllm.stats import CallbackClock, HotKVStats
 
 CLIENT_NAME = "hotkv-offloading"
 BY_CONNECTOR = "opened_by_connector"
-"""Name of a setting that `HotKVOffloadingConnector` adds to the tier's settings. It tells the tier
-not to open a session by itself, because the connector does that (`HotKVTier.open`)."""
+"""Setting by which `HotKVOffloadingConnector` opens the tier's session itself."""
 HANDLE = "primary"
 CALLBACK_ERRORS = "vllm:hotkv_offloading_callback_errors"
-"""Name of the metric that counts exceptions in hotkv's callbacks (methods that vLLM calls). It
-differs from the metric of `HotKVConnector`, because both connectors may be in one MultiConnector,
-and vLLM registers a name only once."""
+"""Not the metric of `HotKVConnector`: both may be in one MultiConnector, and vLLM registers a
+name once."""
 PROBE_AGAIN_S = 0.25
-"""Time after which the server's table of ready blocks is read again for a request's chunks,
-seconds. The result may be outdated without harm: a load copies only chunks that its lease has
-pinned."""
+"""When the block table is read again for a request's chunks. An old result is harmless: a load
+copies only what its lease has pinned."""
 ROOM_PATIENCE_S = 2.0
-"""Longest time that a request waits for rows of the primary tier (vLLM's CPU memory), seconds. It
-waits while promotions (copies from the server into rows) of other requests use too many rows."""
+"""How long a request waits while others' promotions use too many rows."""
 HELD_STEPS = 3
-"""Number of steps after a reset in which no promotion (copy from the server into rows of vLLM's CPU
-memory) begins. In these steps the workers may still copy into rows that the reset has freed. vLLM
-0.33 delays promotions for the same reason."""
+"""Steps after a reset without promotions: workers may still copy into freed rows. vLLM 0.33
+delays promotions for the same reason."""
 OWED_S = 600.0
-"""Time after a failed store in which vLLM is asked to offer all chunks of each new request to the
-tiers again (so that they store them), seconds. Normally vLLM offers a chunk (unit of blocks) to its
-tiers only once, so the server would never get the chunks that were computed while it was away."""
+"""How long after a failed store vLLM is asked to offer all chunks of new requests. It offers a
+chunk once, so those that were computed without a server would never be stored."""
 
 
 @dataclass(slots=True)
 class RequestInTier:
-    """The tier's record of one request of vLLM, from the request's arrival to its end.
+    """A *probe* reads the block table; a *lookup* is a call, which also finds chunks in lower
+    tiers.
 
-    A *chunk* is one or several blocks that vLLM offloads as one unit; `OffloadKey` is its key. A
-    *probe* reads the server's table of ready blocks in shared memory. A *lookup* is a call to the
-    server, which also finds chunks in tiers below host memory. A *promotion* copies chunks from the
-    server into vLLM's primary tier (the CPU memory of its offloading).
-
-    promotions: counts and limits the request's promotions.
-    request: vLLM's `Request`; None if the connector has not passed it to the tier.
-    is_excluded: True if the request must not use hotkv, because its hashes do not cover everything
-        that decides its KV.
-    retention: how the server should retain the request's blocks, according to its hints.
-    ready: by chunk, True if the server has it; set by the last probe and by lookups after it.
-    probed_s: time of the last probe (`time.monotonic`).
-    probed_wave: number of promotions that vLLM had submitted for the request by the last probe.
-        With more promotions, the chunks are probed again.
-    probed_step: number of the engine step of the last probe.
-    answer: future of the lookup of all chunks of the request; None if no lookup was sent.
-    asked_keys: by group, the chunks in this lookup; empty once its answer was processed.
-    answer_until_s: time until which the request waits for this answer; 0 if it does not wait. It
-        waits only for the answer to its first lookup.
-    waited_step: the last engine step in which vLLM was answered "ask again" because it was not yet
-        known whether the server had a chunk of the request.
-    room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
-        has to wait.
-    miss: reason of the last miss that vLLM was answered; NOT_ASKED before the first.
+    request: vLLM's; None if the connector has not passed it.
+    is_excluded: its hashes don't cover all that decides its KV.
+    ready: by chunk, from the last probe and lookups since.
+    probed_wave: number of promotions at the last probe; with more, it is probed again.
+    answer: of the lookup of all its chunks.
+    asked_keys: by group, the chunks in it; empty once it was processed.
+    answer_until_s: until when it is waited for; 0: not. Only the first lookup is.
+    waited_step: the last step in which vLLM was answered "ask again".
+    room_until_s: until when it waits for free rows; 0 before.
+    miss: why the last miss; NOT_ASKED before the first.
     """
 
     promotions: Promotions = field(default_factory=Promotions)
@@ -146,23 +118,15 @@ class RequestInTier:
 
 
 class HotKVTier(SecondaryTierManager):
-    """Implements the tier interface that vLLM's `TieringOffloadingManager` calls. vLLM calls the
-    constructor, which raises ConfigError if a setting is wrong, or can't be used with vLLM's
-    offloading.
+    """What `TieringOffloadingManager` calls. The constructor raises ConfigError.
 
-    settings: hotkv's settings (`config.ConnectorConfig`).
-    row_bytes: bytes of a row of the primary tier (vLLM's CPU memory; a row holds one chunk).
-    may_load: True if the engine's role allows loads.
-    may_store: True if the engine's role allows stores.
-    may_repeat: True if the tier may repeat stores that have failed: for OWED_S seconds after a
-        failed store, it asks vLLM to offer all chunks of each new request to the tier again. A
-        reset that has left blocks on the device sets this to False, because these blocks must not
-        be stored. The next reset that leaves no blocks on the device sets it to True.
-    model_names: names by which requests address the model.
-    is_held: True while the tier must neither look up nor store chunks, for example during a reset
-        of the caches. The connector sets it.
-    makes_wait: a function that returns True while vLLM must be answered "ask again" to every
-        lookup, because the ranks are about to report whether their weights have changed.
+    row_bytes: of the primary tier.
+    may_load, may_store: by the engine's role.
+    may_repeat: for OWED_S after a failed store, vLLM is asked to offer chunks again. False from a
+        reset that has left blocks on the device, which must not be stored, until one that has not.
+    is_held: the connector lets the tier neither look up nor store.
+    makes_wait: every lookup is answered "ask again", because the ranks are about to report their
+        weights.
     """
 
     medium = Medium.CPU
@@ -213,17 +177,15 @@ class HotKVTier(SecondaryTierManager):
 
     @property
     def session(self) -> Session | None:
-        """Returns the session with the server; None while hotkv is off."""
+        """None while hotkv is off."""
         return self._session
 
     @property
     def transfers(self) -> TierTransfers | None:
-        """Returns the object that executes loads and stores; None while hotkv is off."""
         return self._transfers
 
     def _open_stated(self) -> None:
-        """Opens the session of a tier that a user has named in vLLM's setting `secondary_tiers`,
-        without `HotKVOffloadingConnector`."""
+        """For a tier named in `secondary_tiers`, without `HotKVOffloadingConnector`."""
         why = versions.why_off(versions.OFFLOADING, self.settings.allow_untested_vllm)
         if not why and not self.settings.weights_identity:
             why = (
@@ -241,15 +203,9 @@ class HotKVTier(SecondaryTierManager):
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
 
     def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> Session | None:
-        """Opens a session with the server for a key space, and waits for the server
-        (`link.await_server`). Closes the present session; no load or store may be in progress.
-        Returns None if hotkv is off; the log says why. Raises OSError or RuntimeError, and keeps
-        the present session, if the operating system refuses a thread or a file.
-
-        wait_s: how long to wait for a server to answer; 0: do not wait.
-        opening_s: how much longer to wait if a server has answered but has not opened the session
-            yet.
-        """
+        """Replaces the session, waiting as `link.await_server`; no job may be in progress. None
+        if hotkv is off; the log says why. Raises OSError or RuntimeError, and keeps the session,
+        if the system refuses a thread or a file."""
         try:
             if not self.settings.target.startswith("unix:"):
                 raise NoRegion("hotkv.target must be a unix: socket, which passes descriptors")
@@ -284,8 +240,7 @@ class HotKVTier(SecondaryTierManager):
         self._leave()
         self._session, self._transfers = session, TierTransfers(session, self.settings, self._rows)
         if link.await_server(session, wait_s, opening_s):
-            # Reads the server's block table once, so that Linux maps its memory now, and the first
-            # request need not wait for that.
+            # Takes the table's page faults before the first request.
             for group in range(len(space.groups)):
                 session.probe(group, [bytes(space.hash_bytes)])
         else:
@@ -301,14 +256,12 @@ class HotKVTier(SecondaryTierManager):
         return session
 
     def _say_on(self) -> None:
-        """Logs that hotkv is on, once for each session, when the session is connected."""
         if not self._said_on and self._session is not None and self._session.connected:
             self._said_on = True
             link.say_on(self._session, self.settings.target)
 
     def _leave(self) -> None:
-        """Closes the session in another thread. All jobs (loads and stores) of the session must
-        have ended before."""
+        """All jobs of the session must have ended."""
         session, self._session = self._session, None
         transfers, self._transfers = self._transfers, None
         if transfers is not None:
@@ -318,7 +271,6 @@ class HotKVTier(SecondaryTierManager):
 
     @property
     def is_usable(self) -> bool:
-        """Returns True if the tier may look up and store chunks (units of blocks) now."""
         return (
             self._session is not None
             and self._session.connected
@@ -331,40 +283,29 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------- what a connector says
 
     def tell(self, request: Any, retention: Retention, *, is_excluded: bool) -> None:
-        """Passes a new request (vLLM's `Request`) to the tier. Must be called before vLLM calls
-        `on_new_request` for it.
-
-        is_excluded: True if the request must not use hotkv, because its hashes do not cover
-            everything that decides its KV.
-        """
+        """Before vLLM's `on_new_request`. `is_excluded` as in `RequestInTier`."""
         self._told[request.request_id] = RequestInTier(
             request=request, retention=retention, is_excluded=is_excluded
         )
 
     def exclude(self, request_ids: Iterable[str]) -> None:
-        """Excludes requests from hotkv: from then on the tier neither looks up nor stores their
-        blocks."""
         for request_id in request_ids:
             if request_id in self._told:
                 self._told[request_id].is_excluded = True
 
     @property
     def has_offers(self) -> bool:
-        """Returns True if vLLM was answered "hit" to a lookup in this step, so that vLLM is about
-        to promote chunks (copy them from the server into its CPU memory)."""
+        """vLLM was answered "hit" in this step, so it is about to promote."""
         return self._room.has_offers
 
     def miss_of(self, request_id: str) -> Miss:
-        """Returns the reason of the request's last miss; NOT_ASKED if it had none."""
         known = self._told.get(request_id)
         return Miss.NOT_ASKED if known is None else known.miss
 
     def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
-        """Returns where the part of the prompt begins that was loaded from the server: the
-        beginning of the first chunk (unit of blocks) that was loaded for the request, in tokens.
-        Returns None if no chunk was loaded.
+        """Beginning in the prompt, in tokens, of the first chunk that was loaded; None if none was.
 
-        groups: hotkv's indices of the KV cache groups; chunks of other groups are ignored.
+        groups: hotkv's indices of those that count.
         """
         known = self._told.get(request_id)
         promotions = Promotions() if known is None else known.promotions
@@ -415,10 +356,9 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns True if the server has the chunk (unit of blocks) with this key, and False if
-        not. Both may be outdated. Returns None while the server's answer to a lookup is awaited.
-        vLLM asks for one chunk at a time; this method looks up all chunks of the request at the
-        first question, because single lookups would take ten times as long."""
+        """Whether the server has the chunk, maybe outdated; None while a lookup is awaited. vLLM
+        asks for one chunk at a time; the first question looks up all of the request's, ten times
+        as fast."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
@@ -436,14 +376,12 @@ class HotKVTier(SecondaryTierManager):
     def _is_late_ready(
         self, session: Session, key: OffloadKey, known: RequestInTier
     ) -> bool | None:
-        """Returns the same as `_is_ready`, for a chunk that vLLM adds to the request's chunks after
-        they were all looked up in this step. With vLLM's setting `prefix_match_unit` there are many
-        such late chunks, because a hit may end at many places within a block.
+        """`_is_ready` for a chunk that vLLM adds after the others were looked up in this step, as
+        its `prefix_match_unit` does.
 
-        Reads the server's table of ready blocks for this chunk only. If that does not decide (the
-        table lacks the chunk, but the server has tiers below host memory; or there is no table),
-        returns None, so that vLLM asks again in a later step. That step looks up all late chunks at
-        once. The request's other late chunks in this step then get None too."""
+        If the block table does not decide, None: a later step looks up all such chunks at once,
+        and those of this step get None too.
+        """
         group = self._group_of[get_offload_group_idx(key)]
         waits = known.waited_step == self._step
         mask = None if waits else session.probe(group, [get_offload_block_hash(key)])
@@ -454,40 +392,27 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _waits_for_answer(self, known: RequestInTier, now_s: float) -> bool:
-        """Returns True if the request waits for the server's answer to its lookup.
-
-        vLLM asks for the request's chunks one after the other. If the request waits at one of these
-        questions, it also waits at the others of the same step, even if the server's answer arrives
-        meanwhile. Otherwise the request's first promotion (copy from the server into vLLM's CPU
-        memory) might lack the chunks of the earlier questions. And later promotions may reach no
-        further in the prompt than the first (`Promotions`)."""
+        """A request that waits at one of a step's questions waits at the others too, even if the
+        answer comes: its first promotion, which limits the others, might lack the earlier
+        chunks."""
         answer = known.answer
         if answer is not None and not answer.done():
             if now_s <= known.answer_until_s:
                 known.waited_step = self._step
             elif known.answer_until_s and self._transfers is not None:
-                # Until the answer, lookups miss at once.
                 self._transfers.hangs_until(answer)
         return known.waited_step == self._step
 
     def _probe(
         self, session: Session, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Finds out which chunks (units of blocks) the server has, and records them in
-        `known.ready`: for `key` and for all chunks of the request that may be promoted (copied from
-        the server into vLLM's primary tier).
+        """Records in `known.ready` which chunks the server has, of `key` and all that may be
+        promoted.
 
-        Reads the server's table of ready blocks, if there is one. Also sends the server a lookup
-        call for these chunks, without waiting for the answer, in two cases:
-        - There is no block table.
-        - The block table lacks some of the chunks, the server has tiers below host memory, and the
-          request has no promotion yet.
-
-        The request waits only for the answer to its first lookup call. Later calls of this method
-        send another one only if there is no block table and the request has no promotion yet.
-
-        After a lookup call, a chunk that was found stays in `known.ready` even if the block table
-        lacks it: it may be in a tier below host memory, which the table does not show.
+        Also sends a lookup, without waiting, if there is no block table, or it lacks some, lower
+        tiers may have them and the request has no promotion. Only the first one's answer is
+        waited for; another is sent only without a table and without a promotion. What a lookup
+        found stays ready, because it may be in a lower tier, which the table does not show.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
@@ -512,9 +437,7 @@ class HotKVTier(SecondaryTierManager):
         known.answer = session.lookup(self._named(by_group))
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier) -> bool:
-        """Returns True if the server has the chunk (unit of blocks), according to its answer to the
-        request's lookup call. Returns False if the answer is late or an error, or if no call was
-        sent."""
+        """False if the answer is late, an error or never asked for."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
@@ -532,11 +455,9 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Returns what vLLM is answered for a chunk (unit of blocks) that the server has but that
-        can't be promoted (copied from the server into vLLM's CPU memory) now, because promotions
-        already use all rows there that they may use. A request without any promotion waits for up
-        to ROOM_PATIENCE_S: the answer is "ask again", because vLLM would not ask again after a
-        miss. In all other cases the answer is a miss."""
+        """For a ready chunk that finds no row. A request without promotions waits
+        ROOM_PATIENCE_S: after a miss, vLLM would not ask again.
+        """
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -595,11 +516,10 @@ class HotKVTier(SecondaryTierManager):
         context: ReqContext,
         known: RequestInTier,
     ) -> list[BlockRun]:
-        """Returns the chunks (units of blocks) to store: those of `rows` that the server's table of
-        ready blocks lacks (all, if there is no table), as runs of consecutive chunks.
+        """Those of `rows` that the block table lacks (all without a table), as runs of consecutive
+        chunks.
 
-        rows: by key, the chunk's row in vLLM's CPU memory. vLLM passes the keys in any order; this
-            method orders them by their positions in the prompt.
+        rows: by key, in any order.
         """
         ends = _ends_of(context)
         at = {(get_offload_group_idx(key), end): key for key, end in ends.items()}
@@ -629,15 +549,9 @@ class HotKVTier(SecondaryTierManager):
         at: Mapping[tuple[int, int], OffloadKey],
         known: RequestInTier,
     ) -> BlockRun:
-        """Returns the argument of a store call for consecutive chunks (units of blocks) of one KV
-        cache group.
-
-        group: hotkv's index of the group.
-        chain: the keys of the chunks, in the order of the prompt.
-        rows: by key, the chunk's row in vLLM's CPU memory.
-        ends: by key, the end of the chunk in the prompt, in tokens.
-        at: the inverse of `ends` for all chunks of the request: by vLLM's number of the group and
-            the end of the chunk, its key. Used to find the chunk before the first of `chain`.
+        """chain: keys in the order of the prompt.
+        ends: by key, the chunk's end in tokens.
+        at: the inverse, by (vLLM group, end), for all chunks of the request; finds the parent.
         """
         size = self._chunk_tokens[group]
         start_tokens = max(0, ends.get(chain[0], 0) - size)
@@ -650,8 +564,8 @@ class HotKVTier(SecondaryTierManager):
             get_offload_block_hash(parent) if parent is not None else b"",
             first,
         )
-        # If the first chunk does not begin at a multiple of the chunk size (which can happen with
-        # recurrent states), the chunks are stored without token ids.
+        # With recurrent states the first chunk may begin between multiples of the size: no token
+        # ids.
         if not session.wants_token_ids or known.request is None or start_tokens % size:
             return run
         stop = first + len(chain)
@@ -662,8 +576,6 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Returns the results of the jobs (loads and stores) that have ended since the last
-        call."""
         self._collect_rows()
         ended, self._left = self._left, []
         if self._transfers is not None:
@@ -698,9 +610,7 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Ends all loads and stores (`TierTransfers.drain`). Also prevents promotions in the next
-        HELD_STEPS steps, because the workers may still copy into rows that are now freed. vLLM
-        calls this method in a reset of its caches."""
+        """In a reset of vLLM's caches."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()
@@ -709,7 +619,7 @@ class HotKVTier(SecondaryTierManager):
 
     @callback(nothing, of="tier")
     def serve_external_requests(self, parent: ParentManager) -> None:
-        """Binds `PrimaryRows`: vLLM gives a tier its manager nowhere else."""
+        """vLLM gives a tier its manager nowhere else."""
         if not self._rows.is_bound:
             self._rows.bind(parent)
 
@@ -721,14 +631,11 @@ class HotKVTier(SecondaryTierManager):
 
     @callback(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forgets a request that has ended, and reports to the server which chunks the request has
-        used without loading them from the server, because it hit them on the device or in vLLM's
-        CPU memory. Without this report the server would think that nobody uses these chunks, and
-        evict them too early. Reports nothing if `HotKVOffloadingConnector` reports the request."""
+        """Reports the chunks that the request has hit on the device or in the primary tier,
+        which the server would evict as unused."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
-            # If `HotKVOffloadingConnector` has passed the request to the tier (`tell`), it reports
-            # the request itself.
+            # `HotKVOffloadingConnector` reports the requests that it has passed.
             return
         if self._session is None or not self._session.connected:
             return
@@ -738,8 +645,7 @@ class HotKVTier(SecondaryTierManager):
 
     @callback(nothing, of="tier")
     def shutdown(self) -> None:
-        """Closes the session and the file of the primary tier (vLLM's CPU memory). The server ends
-        the session's transfers."""
+        """The server ends the session's transfers."""
         session, self._session, self._transfers = self._session, None, None
         try:
             if session is not None:
@@ -751,13 +657,11 @@ class HotKVTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
-        """Returns the definition of the counter that `get_stats` counts."""
         return {CALLBACK_ERRORS: OffloadingCounterMetadata(COUNTERS["callback_errors"])}
 
     @callback(nothing, of="tier")
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Returns how many exceptions in hotkv's callbacks (methods that vLLM calls) were counted
-        since the last call; None if there were none."""
+        """Since the last call; None if there were none."""
         count = self.stats.data.pop("callback_errors", 0)
         if not count:
             return None
@@ -768,8 +672,6 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------- names
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
-        """Returns the keys of chunks by hotkv's index of their KV cache group, each list in the
-        order of `keys`."""
         found: dict[int, list[OffloadKey]] = {}
         for key in keys:
             found.setdefault(self._group_of[get_offload_group_idx(key)], []).append(key)
@@ -783,8 +685,7 @@ class HotKVTier(SecondaryTierManager):
 
 
 def settings_of(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Returns the settings `hotkv.…` in `extra` (`kv_connector_extra_config`). Raises ConfigError
-    for a setting that is wrong, or that can't be used with vLLM's offloading."""
+    """Raises ConfigError for a setting that is wrong, or can't be used with vLLM's offloading."""
     config = ConnectorConfig.from_extra_config(extra)
     if config.sparse is not None:
         raise ConfigError(
@@ -806,5 +707,5 @@ def _missed(known: RequestInTier | None, why: Miss) -> LookupResult:
 
 
 def _ends_of(req_context: ReqContext) -> Mapping[OffloadKey, int]:
-    """Returns, by key, the end of each of the request's chunks in its prompt, in tokens."""
+    """By key, the chunk's end in tokens."""
     return req_context._offload_key_positions

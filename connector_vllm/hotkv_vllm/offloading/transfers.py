@@ -1,21 +1,14 @@
-"""Executes loads and stores between vLLM's primary tier (the CPU memory of its offloading) and the
-server. Each load or store is a *job* that vLLM's tiering has submitted. A load first acquires a
-lease on its chunks (one or several blocks each), and then loads them under the lease.
+"""Executes vLLM's jobs between the primary tier and the server.
 
-Always true:
-- Each job is reported as ended exactly once, and within a bounded time.
-- A load that the server does not end in time is cancelled, and ends as failed CANCEL_GRACE_S after
-  that. The server may still write into its rows, so `PrimaryRows` holds them until the server has
-  answered, or its process has ended.
-- If the server does not answer the call that acquires the lease in time, the load ends as failed,
-  before anything was copied.
-- If the server does not answer a store in time, the store is revoked (`Session.cancel`): the engine
-  sets a word in shared memory, and the server discards copies of a store whose word is set. This
-  works even if the server hangs.
+- Each job is reported as ended exactly once, in bounded time.
+- A load that the server does not end in time is cancelled, and fails CANCEL_GRACE_S later. Its rows
+  are held by `PrimaryRows` until the server has answered or its process has ended. Without a lease
+  in time it fails before anything was copied.
+- A store that is not answered in time is revoked (`Session.cancel`): the server, even a hung one,
+  discards copies of a store whose word in shared memory is set.
 
-The scheduler's thread begins jobs and collects ended jobs. The server's answers arrive in the
-client's threads, which do only two things: send the load when its lease is granted, and record that
-a job has ended or that a hold of rows is over.
+The scheduler's thread begins and collects jobs. Answers come in the client's threads, which only
+send a load whose lease is granted, and record the end of a job or of a hold of rows.
 """
 
 import itertools
@@ -48,24 +41,18 @@ from hotkv_vllm.offloading.promotions import Key
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 
 LEASE_PATIENCE_S = 1.0
-"""A load waits for its lease for at most this time, seconds, or for `hotkv.lookup_timeout_s` if
-that is longer. If the server has tiers below host memory, the limit is `hotkv.load_timeout_s`
-instead, because the server may have to read the chunks from a disk."""
+"""How long a load waits for its lease, or `lookup_timeout_s` if longer. With lower tiers, which
+the server may have to read, it is `load_timeout_s`."""
 WARN_AFTER_S = 30.0
 SETTLED = (BlockResult.STORED, BlockResult.PRESENT, BlockResult.IN_FLIGHT)
-"""A block with one of these results of a store need not be stored again: the server has it, or
-another engine is storing it."""
+"""Need not be stored again: the server has the block, or another engine is storing it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """The chunks (one or several blocks each) of one KV cache group that a load copies, and their
-    rows in the primary tier (vLLM's CPU memory).
+    """The chunks of one group that a load copies, in any order.
 
-    group_index: hotkv's index of the group.
-    keys: vLLM's key of each chunk, in any order.
-    hashes: the hash of each chunk in the server.
-    rows: the row of each chunk, int32 [chunks].
+    rows: int32 [chunks].
     """
 
     group_index: int
@@ -76,12 +63,9 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job (load or store) that has ended.
-
-    job: vLLM's `TransferJob`.
-    loaded: keys of the chunks (units of blocks) that were loaded into vLLM's CPU memory; empty for
-        a store.
-    is_complete: True if every chunk was copied, or needed no copy.
+    """job: vLLM's `TransferJob`.
+    loaded: keys; empty for a store.
+    is_complete: every chunk was copied or needed no copy.
     """
 
     job: Any
@@ -91,8 +75,8 @@ class EndedJob:
 
 @dataclass(slots=True)
 class _Deadline:
-    """What happens to a job if the server does not answer until `at_s`. In a reset it happens
-    within `in_reset_s`."""
+    """`missed` is called if the server has not answered until `at_s`; in a reset, within
+    `in_reset_s`."""
 
     at_s: float
     in_reset_s: float
@@ -100,12 +84,9 @@ class _Deadline:
 
 
 class TierTransfers:
-    """Executes loads and stores (jobs of vLLM's tiering) in one session with the server.
-
-    rows: holds the rows of loads that are given up.
-    is_hung: True after the server has not answered a call in time, until it answers again.
-    is_held: True while no load or store may begin, because a reset of the caches is in progress.
-        `CacheReset` sets it, and the tier obeys it.
+    """rows: holds the rows of loads that are given up.
+    is_hung: the server has not answered a call in time, nor any since.
+    is_held: no job may begin; set by `CacheReset` and obeyed by the tier.
     """
 
     def __init__(self, session: Session, settings: ConnectorConfig, rows: PrimaryRows) -> None:
@@ -113,8 +94,7 @@ class TierTransfers:
         self._settings = settings
         self._rows = rows
         self._prefix = uuid.uuid4().hex[:12]
-        # Several threads number transfers with this counter. `next` is atomic for
-        # `itertools.count`, but not for a generator.
+        # Used by several threads: `next` is atomic for `itertools.count`, not for a generator.
         self._numbers = itertools.count()
         self._settled = threading.Condition()
         self._ended: list[EndedJob] = []
@@ -131,32 +111,27 @@ class TierTransfers:
 
     @property
     def in_flight(self) -> int:
-        """Returns the number of stores in progress. A reset of the server's cache waits for 0."""
+        """Stores only: a reset of the server's cache waits for 0."""
         return self._num_stores
 
     @property
     def is_idle(self) -> bool:
-        """Returns True if no job (load or store) is in progress."""
         return not self._num_loads and not self._num_stores
 
     def _new_name(self) -> str:
-        """Returns a new id for a lease or a transfer. Any thread may call it."""
+        """Any thread."""
         return f"{self._prefix}-{next(self._numbers)}"
 
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
-        """Begins a load: acquires a lease on the job's chunks (units of blocks), and then loads
-        those chunks that the lease has pinned, into their rows of vLLM's CPU memory (the primary
-        tier). Does not wait; `take_ended` returns the result. If the lease lacks some chunks,
-        `EndedJob.is_complete` is False.
+        """Does not wait; `take_ended` returns the result, incomplete if the lease lacks chunks.
 
         job: vLLM's `TransferJob`.
-        groups: the chunks of the job, by group.
         """
         name, session, settings = self._new_name(), self._session, self._settings
-        # Each lock is acquired once and never released, so that only one caller gets it. `begun`:
-        # either the copy begins, or the load is given up before. `over`: the load ends.
+        # Each lock is acquired once and never released, so that one caller wins. `begun`: the
+        # copy begins, or the load is given up before. `over`: the load ends.
         begun, over = threading.Lock(), threading.Lock()
         rows = [row for group in groups for row in group.rows.tolist()]
 
@@ -239,7 +214,7 @@ class TierTransfers:
 
         hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
         answer = session.acquire(name, hashes, settings.lease_ttl_s)
-        # Counted after the call of `acquire`: if that raises, no load has begun.
+        # If `acquire` raises, no load has begun.
         with self._settled:
             self._num_loads += 1
         patience_s = (
@@ -253,18 +228,10 @@ class TierTransfers:
     # --------------------------------------------------------------------------------------- stores
 
     def store(self, job: Any, runs: Sequence[BlockRun], options: StoreOptions = NO_OPTIONS) -> None:
-        """Begins a store: the server copies chunks (units of blocks) from their rows of vLLM's CPU
-        memory (the primary tier). Does not wait; `take_ended` returns the result.
-
-        job: vLLM's `TransferJob`.
-        runs: the chunks to store, as runs of consecutive chunks.
-        options: how long the server should retain the chunks, and other options of the store.
-        """
         name, session, settings = self._new_name(), self._session, self._settings
 
         def stored(end: TransferResult) -> None:
-            # The result CANCELLED does not come from the server: the future of a cancelled store
-            # resolves at once, even if the server hangs.
+            # CANCELLED is not the server's: a cancelled store's future resolves at once.
             self._answered(name, is_alive=end.status is not TransferStatus.CANCELLED)
             settled = sum(int(np.isin(codes, SETTLED).sum()) for codes in end.results)
             is_done = end.status is TransferStatus.DONE
@@ -277,32 +244,30 @@ class TierTransfers:
 
         def give_up() -> None:
             session.cancel(name)
-            # Sends a lookup, because the cancelled store gets no answer from the server. The
-            # lookup's answer shows when the server works again.
+            # The lookup's answer shows when the server works again; the store gets none.
             first = [GroupHashes(run.group_index, run.hashes[:1]) for run in runs[:1]]
             self.hangs_until(session.lookup(first))
 
         answer = session.store(name, self._new_name(), runs, settings.store_timeout_s, options)
         with self._settled:
             self._num_stores += 1
-        # Waits longer than `store_timeout_s`, after which the server itself gives up the store.
+        # The server itself gives up after `store_timeout_s`.
         self._wait(name, 2 * settings.store_timeout_s, give_up, in_reset_s=settings.reset_timeout_s)
         _then(answer, stored, failed)
 
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[EndedJob]:
-        """Returns the jobs (loads and stores) that have ended since the last call. Overdue jobs end
-        too, as incomplete: loads and stores that the server has not answered in time."""
+        """Jobs ended since the last call; overdue ones end too, as incomplete."""
         self._check_patience()
         with self._settled:
             ended, self._ended = self._ended, []
         return ended
 
     def drain(self) -> None:
-        """Ends all jobs (loads and stores). Blocks at most CANCEL_GRACE_S for loads, which it
-        cancels, and `hotkv.reset_timeout_s` for stores. Only before `PrimaryRows` is bound it waits
-        longer for a load, and logs a warning every WARN_AFTER_S."""
+        """Ends all jobs. Blocks at most CANCEL_GRACE_S for loads, which it cancels, and
+        `reset_timeout_s` for stores; longer only for loads before `PrimaryRows` is bound, with a
+        warning every WARN_AFTER_S."""
         self._hurry()
         try:
             warn_at_s = time.monotonic() + WARN_AFTER_S
@@ -323,9 +288,8 @@ class TierTransfers:
             self._is_draining = False
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Waits until a load or store has ended, for at most `timeout_s`. Does not wait if no load
-        is in progress, even if stores are in progress. Returns True if `take_ended` would now
-        return a load or store."""
+        """Waits for the end of a job, but only if a load is in progress. True if `take_ended`
+        has some."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)
@@ -353,7 +317,6 @@ class TierTransfers:
             self._waiting[name] = _Deadline(time.monotonic() + wait_s, in_reset_s, missed)
 
     def _hurry(self) -> None:
-        """Brings all deadlines forward, for a reset."""
         now_s = time.monotonic()
         with self._settled:
             self._is_draining = True
@@ -361,7 +324,7 @@ class TierTransfers:
                 one.at_s = min(one.at_s, now_s + one.in_reset_s)
 
     def hangs_until(self, answer: "Future[Any]") -> None:
-        """Sets `is_hung` until `answer` has come. For calls that are no jobs."""
+        """For calls that are no jobs."""
         self.is_hung = True
         answer.add_done_callback(lambda _: self._answered(""))
 
@@ -381,8 +344,7 @@ class TierTransfers:
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
-    """Once the future is resolved, calls `done` with its result. If the future holds an exception,
-    or if `done` raises, calls `failed`."""
+    """Calls `done` with the future's result; `failed` if it has none or `done` raises."""
 
     def ended(future: "Future[Any]") -> None:
         try:

@@ -1,7 +1,6 @@
-"""The worker side of `HotKVOffloadingConnector`. It reports to the scheduler side what the key
-space depends on and only a rank knows: how the rank packs K and V inside pages, and whether its
-weights have changed. vLLM's own worker copies the blocks, so this side never touches KV.
-"""
+"""The worker side of `HotKVOffloadingConnector`: reports how the rank packs K and V inside
+pages, and whether its weights have changed. vLLM's own worker copies blocks; this side never
+touches KV."""
 
 from typing import Any
 
@@ -20,14 +19,9 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class DoorWorker:
-    """Reports to the scheduler side how a rank packs K and V inside pages (`PageFormat`), and
-    whether its weights have changed.
-
-    offloading_config: vLLM's `OffloadingConfig`.
-    edge: measures the callbacks (methods that vLLM calls), logs their exceptions and counts these
-        in `stats`.
-    is_child: True if the connector is in a MultiConnector.
-    report_ids: generates the ids of the rank's reports.
+    """offloading_config: vLLM's `OffloadingConfig`.
+    edge: also counts exceptions in `stats`.
+    is_child: in a MultiConnector.
     """
 
     def __init__(
@@ -62,9 +56,8 @@ class DoorWorker:
 
     @callback(_register_broke, of="door")
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Computes the rank's page format (how it packs K and V inside pages), and begins to watch
-        the rank's weights. Must be called while vLLM's worker registers its KV caches, because it
-        finds the models on the call stack."""
+        """Also begins to watch the weights. Call while vLLM's worker registers its KV caches:
+        the models are found on the call stack."""
         device_type = next(iter(kv_caches.values())).device.type
         try:
             check_reuse(self._vllm_config, self._kv_cache_config)
@@ -89,24 +82,18 @@ class DoorWorker:
         )
 
     def handshake(self) -> PageFormat | None:
-        """Returns the rank's page format (how it packs K and V inside pages), which vLLM forwards
-        to the scheduler side. Returns None in a MultiConnector; the scheduler side then asks for
-        the format (`DoorMetadata`)."""
+        """None in a MultiConnector: the scheduler side asks (`DoorMetadata`)."""
         return None if self._is_child else self._format
 
     @callback(nothing, of="door")
     def before_step(self, meta: DoorMetadata) -> None:
-        """Carries out the scheduler's order to check the rank's weights, if this step's message has
-        one, before the step computes anything."""
+        """Checks the weights, if ordered, before the step computes anything."""
         if self._weights is not None:
             self._weights.obey(meta.weights)
 
     @callback(lambda *_: DoorRankReport(), of="door")
     def report(self, meta: DoorMetadata | None) -> DoorRankReport:
-        """Returns the rank's report about a step, without the report of vLLM's own offloading.
-
-        meta: the step's message from the scheduler.
-        """
+        """Without the report of vLLM's own offloading."""
         said = None if self._weights is None else self._weights.take_report()
         report = DoorRankReport(weights=said)
         if meta is not None:

@@ -1,16 +1,12 @@
-"""Follows each request of the engine from its arrival to its end. Answers vLLM's question how much
-of the request can be loaded (its hit), begins the load, and ends load and lease with the request.
+"""Follows each request from its arrival to its end.
 
-Always true:
-- `Admission.states` has one `RequestState` for each unfinished request that hotkv follows. hotkv
-  does not follow a request that arrived while hotkv was off. A request that arrived before the
-  ranks' handshakes is followed once the handshakes have arrived.
-- A request in `Admission.short` can use nothing of hotkv. It is only reported to the server.
-- When a request ends, for whatever reason, its lease is released and its load is cancelled.
-- When vLLM allocates a block to a request, `Admission.written` records the block before any worker
-  gets the step that writes it.
+- `Admission.states` has each unfinished request that hotkv follows: not those that arrived while
+  hotkv was off. Those that came before the handshakes are followed after them.
+- A request in `Admission.short` can use nothing of hotkv. It is only reported.
+- However a request ends, its lease is released and its load cancelled.
+- `Admission.written` records an allocated block before any worker gets the step that writes it.
 
-Scheduler thread only. A call may wait a few milliseconds for the server (`hits.Patience`).
+A call may wait a few ms for the server (`hits.Patience`).
 """
 
 import time
@@ -40,22 +36,14 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
 class Admission:
-    """Follows the requests of the engine.
-
-    edge: records the time and the exceptions of the callbacks (methods that vLLM calls).
-    states: the unfinished requests that hotkv follows, by request id.
-    short: the unfinished requests that fill no block, even with their longest answer: by request
-        id, the time of the arrival; None once vLLM has admitted the request.
-    loads: the orders about loads that the next step carries to the workers.
-    written: the device blocks that the next step is about to write.
-    others: tracks loads of other connectors, whose blocks may have to be excluded from storing.
-    room: limits how many requests hold device blocks for a load at once.
-    common: the loads in progress, for which requests with the same prefix may wait.
-    has_sequences: True with sparse decode or residency.
-    rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
-        decode.
-    lost_track: True after a callback has raised: it is then not known which blocks the next step
-        reallocates, so that step revokes all stores in flight.
+    """short: requests that fill no block even with their longest answer: when they arrived; None
+        once vLLM has admitted them.
+    written: device blocks that the next step is about to write.
+    others: other connectors' loads, whose blocks may not be stored.
+    has_sequences: sparse decode or residency is on.
+    rows: decides which requests of a step attend sparsely; None without sparse decode.
+    lost_track: a callback has raised, so which blocks the next step reallocates is unknown; it
+        revokes all stores.
     """
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: CallbackEdge) -> None:
@@ -81,9 +69,8 @@ class Admission:
         self.lost_track = False
         self.room = LoadRoom(vllm_config)
         self.common = CommonLoads()
-        # Only if a loaded block gets into vLLM's own prefix cache can other requests use it. This
-        # is not so with residency, or if that cache is off; then no request waits for another's
-        # load.
+        # Others can use a loaded block only if it gets into vLLM's own prefix cache: not with
+        # residency, nor if that cache is off. Then no request waits for another's load.
         caches = vllm_config.cache_config.enable_prefix_caching
         self._shares_loads = caches and engine.pool.spec is None
         self.failed_loads = engine.failed_loads
@@ -105,11 +92,7 @@ class Admission:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
 
     def cancel_loads(self, *, of_refused: bool = False) -> None:
-        """Orders the workers, with the next step, to cancel the loads in progress.
-
-        of_refused: True cancels only the loads of requests whose LoRA adapter may no longer use the
-            cache, for example because the adapter's bytes have changed. False cancels all loads.
-        """
+        """of_refused: only of requests whose LoRA adapter may no longer use the cache."""
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
                 self.loads.cancel(request_id)
@@ -120,11 +103,8 @@ class Admission:
         return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
-        """Registers a new request: creates its state, begins to look for its hit, and passes the
-        request to the parts of hotkv that serve sparse decode. Creates no state for a short
-        request, nor while the engine does not share KV. If the engine still awaits the ranks'
-        handshakes, `Sharing.joining` remembers the request, and this method is called again
-        later."""
+        """While the engine awaits handshakes, `Sharing.joining` remembers the request and calls
+        again."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests[request.request_id] = request
         cache, now_s = self._sharing.cache, time.monotonic()
@@ -139,8 +119,8 @@ class Admission:
             self._begin_sequences(request)
 
     def _is_short(self, cache: Assembly, request: Any) -> bool:
-        """Returns True if a request can neither hit nor fill a block, and has no hint. Returns
-        False with sparse decode, traces, or other connectors, which follow every request."""
+        """True if a request can neither hit nor fill a block, and has no hint. Sparse decode,
+        traces and other connectors follow every request."""
         # The KV of an answer's last token is never computed.
         most_tokens = request.num_prompt_tokens + max(1, request.max_tokens) - 1
         return (
@@ -155,7 +135,6 @@ class Admission:
         )
 
     def _take_up(self, cache: Assembly, request: Any, now_s: float) -> None:
-        """Creates the request's `RequestState` and begins to look for its hit."""
         state = RequestState(request, cache.planner.new_state(), arrived_s=now_s)
         state.trace = self._traces and self._traces.begin(request)
         state.ask(self._hints.asked(request, now_s))
@@ -177,7 +156,7 @@ class Admission:
             memory.arrived(request)
 
     def _refusal(self, request: Any) -> Miss | None:
-        """Returns why the request may not load from hotkv now; None if it may."""
+        """Why the request may not load now; None if it may."""
         sharing = self._sharing
         if (
             not self._may_load
@@ -192,12 +171,7 @@ class Admission:
         return None if sharing.may_offer else Miss.NOT_ASKED
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers vLLM's callback `get_num_new_matched_tokens`: returns how many tokens of the
-        request can be loaded from hotkv, or ASK_AGAIN if the request must wait (for example because
-        the hit is not known yet).
-
-        num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
-        """
+        """Answers `get_num_new_matched_tokens`."""
         if request.request_id in self.short:
             return NO_HIT
         self.written.matched(request.request_id, num_computed_tokens)
@@ -206,8 +180,8 @@ class Admission:
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
             return ASK_AGAIN
-        # Called for every request, even if hotkv does not follow it: vLLM must be answered 'ask
-        # again' once after each failed load, so that the request does not block vLLM's queue.
+        # Also for requests that hotkv does not follow: without one 'ask again' after each failed
+        # load, the request blocks vLLM's queue.
         if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
@@ -263,8 +237,8 @@ class Admission:
     def _waits_for_load(
         self, cache: Assembly, state: RequestState, computed: int, hit_tokens: int, now_s: float
     ) -> bool:
-        """Returns True while the request should wait for another request's load, because that load
-        copies the same blocks to the device that this request would load (`CommonLoads`)."""
+        """Whether another request is loading the blocks that this one would load
+        (`CommonLoads`)."""
         if not self._shares_loads:
             return False
         groups = cache.finder.groups
@@ -276,16 +250,14 @@ class Admission:
         if not other or state.hit.waits_for not in ("", other):
             return False
         state.hit.waits_for = other
-        # The time of this wait must not count as time in which a granted hit waits for admission
-        # (`FailedLoads.outwait` drops hits that wait too long for admission).
+        # `FailedLoads.outwait` must not count this wait as one for admission.
         state.hit.granted_s = now_s
         return True
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if vLLM has admitted none of the present requests. The engine then has
-        nothing to compute, so its scheduler may pause for a moment. Always False with data-parallel
-        replicas: a replica without work must still take steps while another replica has work."""
+        """True if vLLM has admitted no request, so that its scheduler may pause. Never with
+        data-parallel replicas, which take steps while another replica has work."""
         return not (
             self._has_replicas
             or None in self.short.values()
@@ -293,13 +265,12 @@ class Admission:
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Returns True if the request may begin now. Called only with residency. A request that can
-        become too long for all its blocks to stay on the device may begin once the server has
-        reserved room for its blocks. Makes vLLM end the request with an error if it can never
+        """With residency: whether the request may begin. If not all its blocks may fit on the
+        device, the server must have reserved room. Makes vLLM fail a request that can never
         begin."""
         if request.resumable:
-            # Streamed input is refused. The server reserves room for the greatest length of the
-            # request, and input that arrives later would make the request longer.
+            # The server reserves room for the request's greatest length, which streamed input
+            # would exceed.
             self._pool.fail(request.request_id, "residency does not work with streamed input")
             return False
         if self._pool.was_preempted(request.request_id):
@@ -323,17 +294,13 @@ class Admission:
         return ResidentOnly(self._is_resident, self._pool.has_away, replays)
 
     def _is_resident(self, request_id: str) -> bool:
-        """Returns True if the request is resident: its older blocks may be only in the server's
-        memory, not on the device."""
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         return residencies is not None and residencies.is_resident(request_id)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Handles vLLM's allocation of blocks to a request: begins the load of its hit, or releases
-        its lease if vLLM loads nothing.
+        """Begins the load of a hit, or releases its lease if vLLM loads nothing.
 
-        blocks: vLLM's `KVCacheBlocks` of the request.
-        num_external_tokens: number of tokens to load; 0: no load.
+        blocks: vLLM's `KVCacheBlocks`.
         """
         if request.request_id in self.short:
             arrived_s, self.short[request.request_id] = self.short[request.request_id], None
@@ -347,8 +314,8 @@ class Admission:
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is not None and cache is not None:
             cache.reports.admitted(state, num_external_tokens)
-        # Checks again whether the request may load. vLLM 0.33 may postpone a load, and the engine's
-        # weights may have changed since the hit was found.
+        # vLLM 0.33 may postpone a load, and the weights may have changed since the hit was
+        # found.
         if state is None or cache is None or (num_external_tokens and self._refusal(request)):
             if num_external_tokens > 0:
                 self._abandon(request.request_id)
@@ -372,14 +339,10 @@ class Admission:
         self._stats.add("loads")
 
     def _load_begins(self, cache: Assembly, state: RequestState, until_s: float) -> None:
-        """Records a load, so that other requests with the same prefix wait for it instead of
-        loading the same blocks (`CommonLoads`).
+        """Lets other requests with the same prefix wait for this load, until `until_s`.
 
-        In a model with sliding windows or recurrent states, vLLM's prefix cache keeps only the
-        blocks that a hit at the end of a prompt needs. For such a model only loads of the longest
-        possible hit, which ends with the prompt, are recorded.
-
-        until_s: other requests wait no longer than until this time.
+        With sliding windows or recurrent states, vLLM's prefix cache keeps only the blocks that
+        a hit at the end of a prompt needs: only loads of the longest possible hit are recorded.
         """
         groups, end_tokens = cache.finder.groups, state.hit.hit_tokens
         is_closed = all(spec.kind in PREFIX_CLOSED for spec in groups.specs)
@@ -390,17 +353,15 @@ class Admission:
         self.common.begin(state.request.request_id, end_tokens, name, until_s)
 
     def load_was_late(self, request_id: str) -> None:
-        """Handles a load that has reached its time limit, so that the server is slow or hangs: the
-        requests that wait for this load compute the tokens of their hits instead of loading them.
-        """
+        """A load has reached its time limit, so the server is slow: requests that wait for it
+        compute."""
         for state in self.states.values():
             if state.hit.waits_for == request_id and state.hit.phase is Phase.GRANTED:
                 self.choice.leave(state)
 
     def _abandon(self, request_id: str) -> None:
-        """Gives up a load that can't begin. vLLM awaits the load's end, so with the next step the
-        workers report the load to vLLM as failed. The load counts as a failed load of the request.
-        After more than `max_load_retries` failed loads the request is offered no further hits."""
+        """The next step reports the load to vLLM, which awaits its end, as failed. It counts
+        towards `max_load_retries`."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:
@@ -409,10 +370,9 @@ class Admission:
             self._sharing.cache.finder.give_back(state)
 
     def finished(self, request: Any, block_ids: Any) -> None:
-        """Ends a request that has finished or was aborted: cancels its load, releases its lease,
-        and plans the store of its last blocks.
+        """Plans the store of the request's last blocks.
 
-        block_ids: the request's block ids, per vLLM group.
+        block_ids: per vLLM group.
         """
         if request.request_id in self.short:
             del self.short[request.request_id]
@@ -436,8 +396,8 @@ class Admission:
             self._adapters.ended(request.request_id)
 
     def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
-        # Looks the state up, but removes it only at the end: if a callback (method that vLLM calls)
-        # raises before, its fallback finds the state, and releases the request's lease and load.
+        # Removed only at the end: if this raises, the fallback releases the request's lease and
+        # load.
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is None or cache is None:
             self.states.pop(request.request_id, None)
@@ -445,9 +405,8 @@ class Admission:
         if state.is_loading:
             self.loads.cancel(request.request_id)
         finder = cache.finder
-        # vLLM counts the tokens of a hit as computed although their load has not ended (LOADING),
-        # or has not even begun because vLLM 0.33 has postponed it (GRANTED). In both phases the
-        # blocks must not be stored.
+        # vLLM counts a hit as computed while it is loaded (LOADING), and even before, if vLLM
+        # 0.33 has postponed the load (GRANTED).
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
             and request.request_id not in self.failed_loads
@@ -465,8 +424,8 @@ class Admission:
             and self._sharing.links.are_complete
             and self._pool.holds_whole(request)
         ):
-            # Leaves out the last sampled token: its place in the block may hold the KV of another
-            # token. So a block that ends with this token is not stored.
+            # The last sampled token's place may hold another token's KV: no block that ends with
+            # it is stored.
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
             cache.planner.finish(state, block_ids, min(known, steps.written_tokens(request)))
 
@@ -479,13 +438,10 @@ class Admission:
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             self._sharing.cache.memory.ended(request_id, time.monotonic())
 
-    # -------------------------------------------------------------------- fallbacks of broken
-    # callbacks
+    # ------------------------------------------------------------------ fallbacks of callbacks
 
     def request_broke(self, request_id: str) -> None:
-        """Forgets a request for which a callback has raised: releases its lease and cancels its
-        load. In an engine with residency (contexts beyond device memory), also makes vLLM end the
-        request with an error."""
+        """Forgets a request for which a callback raised. With residency, makes vLLM fail it."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request_id, None)
         if self._pool.spec is not None:
@@ -503,8 +459,7 @@ class Admission:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """Forgets an ended request for which `finished` raised, so that no other request waits
-        because of this request."""
+        """Also lets no other request wait because of this one."""
         self.request_broke(request_id)
         self.common.loads.pop(request_id, None)
         self.others.ended(request_id)
@@ -512,11 +467,8 @@ class Admission:
         self.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
-        """Handles an allocation for which `allocated` raised. It is not known which blocks vLLM has
-        reallocated, so the next step revokes all stores. The request's load is reported as failed.
-
-        num_external_tokens: number of tokens to load; 0: there is no load.
-        """
+        """Which blocks vLLM has reallocated is unknown: the next step revokes all stores, and
+        the load is reported as failed."""
         self.lost_track = True
         try:
             if num_external_tokens > 0:

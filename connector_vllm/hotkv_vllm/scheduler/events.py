@@ -1,22 +1,18 @@
-"""Publishes the blocks of the shared cache as KV events of this engine, for routers that subscribe
-to engines only.
+"""Publishes the shared cache's blocks as KV events of this engine, for routers that subscribe to
+engines only.
 
-Every READ_S, `SharedEvents` reads from the server which blocks of the key space were stored or
-removed (`Session.read_events`). vLLM calls `take` once a step. It publishes the returned events
-together with the engine's own events, at the engine's endpoint and with the engine's sequence
-numbers. So an idle engine, which plans no steps, publishes no events.
+Every READ_S it reads the server's events. vLLM calls `take` once a step and publishes the result
+with its own events; an idle engine publishes none.
 
-Always true:
-- A block is published as stored once for each medium (host memory, disk, shared store).
-- It is published as removed when the server removes it, when the key space changes, or when for
-  ABSENCE_PATIENCE_S no server has sent events.
-- A shared store evicts blocks without an event. So at most MOST_IN_STORE of its blocks stay
-  published: the oldest are published as removed before more are stored.
-- hotkv never publishes vLLM's event "all blocks cleared", because routers would then also forget
-  the blocks on the engine's device. vLLM itself publishes this event if it empties its cache on the
-  device. Routers then forget the shared cache's blocks too, so hotkv publishes all of these again.
+- A block is stored once per medium (host memory, disk, shared store).
+- It is removed when the server removes it, the key space changes, or no server has sent events for
+  ABSENCE_PATIENCE_S.
+- A shared store evicts without events, so at most MOST_IN_STORE of its blocks stay published; the
+  oldest are removed first.
+- hotkv never publishes "all blocks cleared": routers would forget the device's blocks too. If vLLM
+  does, the shared cache's blocks are published again.
 
-Scheduler thread only; never waits for the server.
+Never waits for the server.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,27 +29,20 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import logger
 
 ABSENCE_PATIENCE_S = 5.0
-"""Seconds for which blocks stay published while no server sends events. A restart of the server
-takes less time and keeps the server's blocks."""
+"""Longer than a restart of the server, which keeps its blocks."""
 READ_S = 0.05
-"""Seconds between two reads of the server's events. A read costs the server more than the events in
-it, so a read waits until several events may have collected."""
+"""A read costs the server more than the events in it, so it waits for several."""
 MOST_IN_STORE = 1 << 20
-"""Most blocks of a group in a shared store that stay published as stored."""
+"""Per group; beyond it, REMOVED_AT_ONCE are removed."""
 REMOVED_AT_ONCE = 1 << 12
-"""Number of blocks that are published as removed together if there are more than MOST_IN_STORE."""
 
 Place = tuple[int, str, str]
-"""The location that an event gives for a block: index of its group, medium, name of the tier."""
+"""Group index, medium, name of the tier."""
 
 
 class SharedEvents:
-    """Turns the server's events about blocks into vLLM's events, and tracks which blocks this
-    engine has published as stored.
-
-    kept: some of the removal events that the last call of `take` returned: the caller must not
-        publish these, because this engine itself still has their blocks in host memory.
-    """
+    """kept: removal events of the last `take` that the caller must not publish: this engine
+    still has their blocks in host memory."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -61,14 +50,12 @@ class SharedEvents:
         self._session: Session | None = None
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
-        # By location: the hashes of the blocks that are published as stored, oldest first. The
-        # dict is an ordered set, so its values are None.
+        # Published hashes, oldest first; the dict is an ordered set.
         self._reported: dict[Place, dict[bytes, None]] = {}
-        # While the server lists all its blocks: the published blocks that the list has not
-        # contained so far. At the end of the list they are published as removed.
+        # While the server lists all its blocks: published ones that it has not named. At the end
+        # of the list they are published as removed.
         self._unseen: dict[Place, set[bytes]] = {}
-        # True after `device_was_cleared`: the next call must ask the server to list all its blocks
-        # from the beginning, so that they are published again.
+        # The next call asks the server to list all its blocks from the beginning.
         self._wants_state = False
         self._next_s = 0.0
         self._absent_since_s: float | None = None
@@ -78,12 +65,10 @@ class SharedEvents:
         return f"SharedEvents({sum(map(len, self._reported.values()))} blocks)"
 
     def device_was_cleared(self) -> None:
-        """Makes the next calls of `take` publish all blocks of the shared cache again, because vLLM
-        has published that all blocks of this engine were removed."""
+        """Publishes the shared cache's blocks again."""
         self._reported.clear()
         self._unseen.clear()
-        # Ignores the answer to a call in progress: the list of all blocks, which is asked for next,
-        # contains its blocks too.
+        # The list of all blocks will contain those of a call in progress.
         self._asked, self._wants_state = None, True
 
     def take(
@@ -93,11 +78,10 @@ class SharedEvents:
         now_s: float,
         is_kept: Callable[[CacheGroup, bytes], bool] = lambda *_: False,
     ) -> list[Any]:
-        """Returns the events since the last call, as vLLM's event objects.
+        """vLLM's events since the last call.
 
-        session: the session of the present key space; None while hotkv is off.
-        groups: the KV cache groups of that key space, by their index.
-        is_kept: returns True if this engine itself has the block with this hash in host memory.
+        session: None while hotkv is off.
+        is_kept: whether this engine has the block in host memory.
         """
         taken: list[Any] = []
         self.kept, self._is_kept = [], is_kept
@@ -107,8 +91,7 @@ class SharedEvents:
         if session is None:
             return taken
         if not (session.connected and session.has_events):
-            # Ignores the answer to a call in progress, because after a reconnect the server
-            # lists all its blocks first.
+            # After a reconnect the server lists all its blocks first.
             self._asked = None
             self._absent_since_s = self._absent_since_s or now_s
             if now_s >= self._absent_since_s + ABSENCE_PATIENCE_S:
@@ -159,8 +142,6 @@ class SharedEvents:
             yield from self._take_back({place: [*islice(told, REMOVED_AT_ONCE)]})
 
     def _take_back(self, blocks: Mapping[Place, Iterable[bytes]]) -> Iterator[Any]:
-        """Yields vLLM's removal events for the hashes in `blocks` that were published as stored,
-        and forgets that they were published."""
         for place, hashes in list(blocks.items()):
             told = self._reported.get(place, {})
             gone = [block_hash for block_hash in hashes if block_hash in told]
@@ -181,8 +162,7 @@ class SharedEvents:
 
 
 def _runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """Returns the ranges of consecutive True values in `mask`: for each range its first position,
-    and the position after its last."""
+    """Ranges (first, end) of consecutive True values."""
     edges = [
         at for at, (before, one) in enumerate(pairwise([False, *mask, False])) if one != before
     ]

@@ -1,11 +1,5 @@
-"""Two classes that depend on the KV cache groups (layers whose KV vLLM manages together) of a key
-space (a model in a configuration).
-
-`CachedGroups` computes the hashes that identify a request's blocks in the server. It also computes
-the length of the hit that given ready blocks make. `SketchPlanner` plans which
-sketches (compact forms of keys, for sparse decode) are stored and loaded together with
-blocks.
-"""
+"""Hashes and hits over a key space's groups, and which sketches are stored and loaded with
+blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,26 +19,16 @@ from hotkv_vllm.scheduler.request import Masks
 
 
 class CachedGroups:
-    """Computes the shared names of a request's blocks, and the length of a hit from the blocks that
-    are ready in the server. The shared name of a block is the hash by which all engines find the
-    block in the server.
+    """Hashes by which all engines find a request's blocks, and the hit that ready blocks give.
 
-    Always true:
-    - A hit ends at a multiple of `alignment_tokens` and does not cover the last token.
-    - A request has no shared names if its LoRA adapter is not identified, or if vLLM's hashes don't
-      cover the content of its media, the weights that encoded the media, or the positions of its
-      prompt embeddings. Such a request gets no hit, and no other request finds its blocks.
+    A request has no hashes if its LoRA adapter is not identified, or vLLM's hashes don't cover its
+    media, the weights that encoded them, or the positions of its prompt embeddings.
 
-    specs: the groups of the key space.
-    hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
-        of a request, over all tokens up to the block's end.
-    alignment_tokens: every hit ends at a multiple of this.
-    draft_groups: indices of the groups of a drafter (speculative decoding). In these groups the
-        block after a hit's end must be ready too.
-    adapters: computes the keys (hashes) of requests with LoRA adapters. None: such requests
-        have vLLM's own hashes as keys.
-    leaves_media_out: True if requests with media have no shared names: vLLM's hashes identify media
-        by a counter, or old weights may have computed vLLM's encodings of media.
+    hash_block_tokens: vLLM computes one hash per so many tokens.
+    alignment_tokens: a hit ends at a multiple.
+    draft_groups: of a drafter: the block after a hit's end must be ready too.
+    adapters: None: vLLM's own hashes serve for LoRA requests.
+    leaves_media_out: vLLM identifies media by a counter, or old weights may have encoded them.
     """
 
     def __init__(
@@ -67,34 +51,24 @@ class CachedGroups:
         return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
 
     def may_share(self, request: Any) -> bool:
-        """Returns True if vLLM's hashes cover everything that determines the request's KV, except
-        for the bytes of its LoRA adapter."""
+        """Whether vLLM's hashes cover all that determines the KV, but the LoRA adapter's bytes."""
         leaves_out = self.leaves_media_out and request.mm_features
         return not leaves_out and steps.covers_embeddings(request)
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's
-        hashes. Empty for a request that must not share KV with other requests: its LoRA adapter is
-        not identified, or vLLM's hashes do not cover its media or embeddings."""
+        """Empty for a request that must not share KV."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
         return plain if self._adapters is None else self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns the shared names of the request's blocks in the group `index`: the hashes by
-        which all engines find the blocks in the server. Has one hash for each block whose tokens
-        are all known. Empty for a request that must not share KV with other requests: its LoRA
-        adapter is not identified, or vLLM's hashes do not cover its media or embeddings."""
+        """One per block whose tokens are all known; empty for a request that must not share KV."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns vLLM's own hashes of the request's blocks in the group `index`, also for a
-        request that may not share KV with other requests (for which `hashes` is empty).
-
-        The caller must salt these hashes before it uses them as names of blocks in the server: two
-        requests with equal hashes may differ in inputs that vLLM's hash does not cover.
-        """
+        """vLLM's own, also of a request that must not share KV. The caller must salt them: they
+        may not cover all inputs."""
         return self._of_group(request.block_hashes, index)
 
     def _of_group(self, keys: Sequence[bytes], index: int) -> Sequence[bytes]:
@@ -106,11 +80,7 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """Returns, per group, the shared names (hashes) of some of the request's blocks.
-
-        blocks: per group, the indices of the wanted blocks among the request's blocks.
-        left_out: indices of blocks in the first group that are omitted from the result.
-        """
+        """blocks, left_out: indices among the request's blocks; `left_out` in the first group."""
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
             for index, part in enumerate(blocks)
@@ -124,19 +94,11 @@ class CachedGroups:
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
-        """Returns how many leading blocks of the group `index` must be looked up to find the
-        longest hit of at most `limit_tokens`. In a drafter's group this includes the block after
-        the hit's end."""
+        """To look up for a hit of at most `limit_tokens`; one more in a drafter's group."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
-        """Returns the length of the longest hit that given blocks allow, in tokens.
-
-        masks: which blocks of the request are ready in the server, per group.
-        computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
-            as ready.
-        limit_tokens: the hit may not be longer than this.
-        """
+        """computed_tokens: leading tokens that the engine holds, whose blocks count as ready."""
         known = []
         for spec, mask in zip(self.specs, masks, strict=True):
             mask = mask.copy()
@@ -147,14 +109,14 @@ class CachedGroups:
         )
 
     def most_tokens(self, limit_tokens: int) -> int:
-        """Returns the length of a request's hit if the server had all its full blocks.
+        """Length of the hit if the server had all full blocks.
 
-        limit_tokens: the longest hit allowed: the number of the request's tokens without the last.
+        limit_tokens: the request's tokens without the last.
         """
         most = limit_tokens // self.alignment_tokens * self.alignment_tokens
         if not most or not self.draft_groups:
             return most
-        # A draft group also needs the block after the hit's end, which may not be full.
+        # A draft group also needs the block after the hit, which may not be full.
         full = tuple(
             np.ones(
                 min(self.num_blocks(index, limit_tokens), (limit_tokens + 1) // spec.block_tokens),
@@ -165,20 +127,11 @@ class CachedGroups:
         return self.longest_hit(full, 0, limit_tokens)
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the hit can't become longer when more blocks become ready: the ready
-        blocks (`masks`) give the longest possible hit, or no hit can be longer than
-        `computed_tokens`.
-
-        masks: which blocks of the request are ready in the server, per group.
-        computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
-            as ready.
-        limit_tokens: the longest hit allowed: the number of the request's tokens without the last.
-        """
+        """Whether no further ready block can lengthen the hit. Parameters as for `longest_hit`."""
         longest = self.most_tokens(limit_tokens)
         if longest <= computed_tokens:
-            # No hit can be longer than the engine's own hit, so `masks` need not be compared. They
-            # may even be shorter than the engine's own hit, because `TableProbe.ready` does not
-            # look up blocks that can't help.
+            # `masks` may be shorter than the engine's own hit: `TableProbe.ready` skips blocks
+            # that can't help.
             return True
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
@@ -187,17 +140,10 @@ class CachedGroups:
 
 
 class SketchPlanner:
-    """Plans which sketches of a request's blocks to lease, to load, and to store. A
-    sketch is a compact form of a block's keys, for sparse attention.
+    """Which sketches to lease, load and store with blocks.
 
-    Sketches are stored and loaded together with their blocks. They are optional: a hit is as
-    long without them, and the worker builds missing sketches from the keys in the blocks. In
-    calls to the server, each kind of sketch has a group index, as if it were a further
-    group: `kinds[i]` has the group index `num_groups + i`. A group for which no kind is declared
-    has no sketches.
-
-    num_groups: number of groups of the key space.
-    kinds: the kinds that the session declares, at most one per group.
+    A hit is as long without them; the worker builds missing ones. In calls to the server
+    `kinds[i]`, at most one per group, is a further group with index `num_groups + i`.
     """
 
     def __init__(self, num_groups: int, kinds: Sequence[Sketch] = ()) -> None:
@@ -209,12 +155,7 @@ class SketchPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the hashes of the sketches (compact forms of keys) of the blocks in
-        `groups`. A call for a lease on these blocks must list them too, so that the lease pins the
-        sketches.
-
-        groups: the hashes of the blocks to lease, by group.
-        """
+        """Sketches of the blocks to lease, for the same call, so that the lease pins them."""
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -222,23 +163,13 @@ class SketchPlanner:
         ]
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
-        """Returns, by group, a mask of the leased blocks: True if the lease has also pinned the
-        block's sketch (compact form of keys).
-
-        pinned: for each `GroupHashes` that `asked` returned, in the same order: which of its
-            sketches the lease has pinned.
-        """
+        """By group, which leased blocks have their sketch pinned; `pinned` as asked."""
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """Returns the sketches (compact forms of keys) to load together with the blocks in
-        `runs`. Only sketches that the lease has pinned are loaded.
-
-        granted: by group, a mask of the leased blocks whose sketch is pinned.
-        runs: the blocks to load.
-        """
+        """Only pinned sketches."""
         found = []
         for run in runs:
             mask = granted.get(run.group_index)
@@ -253,10 +184,8 @@ class SketchPlanner:
         return tuple(found)
 
     def lacking(self, session: Session, group: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Returns a mask over `hashes`: True if the server lacks the sketch (compact form
-        of keys) of this block, according to the mapped block table. The answer is a hint, because
-        the server may evict at any time. All True if no block table is mapped. Returns None for a
-        group without sketches."""
+        """By the block table: a hint. All True without a table; None for a group without
+        sketches."""
         kind = self._of_group.get(group)
         if kind is None:
             return None
@@ -264,15 +193,10 @@ class SketchPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """Returns a copy of `run` (consecutive blocks to store), changed so that it stores the
-        blocks' sketches (compact forms of keys) instead of the blocks."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
-        """Splits the runs (consecutive blocks of a group) of a store, by their group index, into
-        two: the runs of blocks, and the runs of sketches (compact forms of the blocks'
-        keys)."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

@@ -1,27 +1,18 @@
-"""Finds the hit of a request in the server: the leading blocks of the request that the engine can
-load. First a hint, from the block table, says which blocks are ready. Then the engine asks the
-server for a lease, which pins these blocks. The server's grant says which blocks the lease has
-pinned. Scheduler thread only; waits for answers no longer than `Patience` allows.
+"""Finds the hit of a request: the leading blocks in the server that the engine can load.
 
-Phases of a request's hit (`request.Phase`):
+The block table hints which blocks are ready; a lease pins them; the grant says which it has pinned.
+Scheduler thread only; waits only as long as `Patience` allows.
 
     IDLE -> ASKED (lookup call, if no block table is mapped or a lower tier may have further blocks)
     -> LEASING -> GRANTED -> LOADING -> IDLE
 
-Always true:
-- A request has at most one lease. Every lease is released or expires.
-- If the server does not answer a call for a request within `lookup_timeout_s`, the request misses
-  and its lease is released. Until the late answer arrives, hotkv makes no calls for other requests:
-  a request that has neither a lease nor a call in flight misses at once.
-- A hit does not cover the request's last token, which the engine always computes.
-- Blocks of a failed load are not offered again until they are stored again, or until the server has
-  lost its cache (it then has a new *epoch*, a number). An engine that stores nothing offers them
-  again after a minute.
-- Sketches (compact forms of keys, for sparse attention) never change the length of a hit.
-
-`HitFinder`, at the end of the file, is the entry point. It uses the other parts of the file:
-`HiddenKeys` (blocks whose load failed), `TableProbe` (looks up in the block table), arithmetic over
-the blocks of a hit, and `Patience` (short waits for the server's answers).
+- A request has at most one lease, which is released or expires.
+- A call unanswered for `lookup_timeout_s` is a miss. Until its answer comes, a request with neither
+  a lease nor a call in flight misses at once.
+- A hit never covers the last token, which the engine always computes.
+- Blocks of a failed load are not offered until they are stored again or the server has lost its
+  cache (a new *epoch*).
+- Sketches never change the length of a hit.
 """
 
 import itertools
@@ -56,23 +47,13 @@ from hotkv_vllm.stats import HotKVStats
 # --------------------------------------------------------------------------- keys whose load failed
 
 MAX_HIDDEN_KEYS = 1 << 16
-"""Most keys that `HiddenKeys` remembers. Beyond this number the oldest keys are forgotten."""
 HIDDEN_FOR_S = 60.0
-"""For engines that store nothing (kv_role `kv_consumer`): hidden keys (of blocks whose load failed)
-are offered again after this time at the latest, seconds. Such an engine never learns that a block
-was stored again."""
+"""An engine that stores nothing (kv_role `kv_consumer`) never learns that a block was stored
+again, so it offers hidden keys after this time."""
 
 
 class HiddenKeys:
-    """Remembers the keys of blocks whose load has failed. A key is (group, block hash).
-
-    Such a *hidden* key counts as absent from the server: it is not offered as a hit, and its block
-    is stored again. A key stays hidden until a store of its block has succeeded, or until the
-    server has lost the contents of its cache (it then has a new epoch, a number). In an engine that
-    stores nothing, a key stays hidden for at most HIDDEN_FOR_S.
-
-    stores: False if the engine stores nothing.
-    """
+    """Keys (group, block hash) of blocks whose load failed: no hits, and stored again."""
 
     def __init__(self, *, stores: bool = True) -> None:
         self._keys: dict[tuple[int, bytes], None] = {}
@@ -86,42 +67,29 @@ class HiddenKeys:
         return f"HiddenKeys({len(self._keys)})"
 
     def set_epoch(self, epoch: int, now_s: float) -> None:
-        """Records the server's epoch, a number that changes when the server loses the cache's
-        contents. If the epoch has changed, removes all hidden keys (keys of blocks whose load
-        failed). In an engine that stores nothing, also removes all hidden keys every HIDDEN_FOR_S.
-        """
+        """Unhides all keys if the server's epoch has changed; without stores, also every
+        HIDDEN_FOR_S."""
         period = 0 if self._stores else int(now_s // HIDDEN_FOR_S)
         if (epoch, period) != (self._epoch, self._period):
             self._epoch, self._period = epoch, period
             self._keys.clear()
 
     def hide(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Adds the keys of blocks whose load failed, so that these blocks are not offered as
-        hits."""
         self._keys.update(((group, h), None) for h in hashes)
         excess = len(self._keys) - MAX_HIDDEN_KEYS
         for key in list(itertools.islice(self._keys, max(0, excess))):
             del self._keys[key]
 
     def clear(self, group: int, block_hash: bytes) -> None:
-        """Removes the key of a block, because the block was stored again and can be a hit."""
         self._keys.pop((group, block_hash), None)
 
     def clear_all(self) -> None:
-        """Removes the keys of all blocks whose load failed."""
         self._keys.clear()
 
     def has(self, group: int, hashes: Sequence[bytes]) -> bool:
-        """Returns True if one of these blocks of the group is hidden because its load failed."""
         return any((group, h) in self._keys for h in hashes)
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        """Returns the mask `ready`, set to False for the blocks whose keys are hidden because their
-        load failed. Does not change `ready` itself.
-
-        hashes: hashes of blocks of the group.
-        ready: for each of these blocks, True if the server has it ready.
-        """
         if not self._keys:
             return ready
         return ready & np.fromiter(
@@ -133,12 +101,9 @@ class HiddenKeys:
 
 
 class TableProbe:
-    """Looks up in the block table (in shared memory) which blocks of a request the server has
-    ready. The result is a hint, because the server may evict a block at any time; only the grant of
-    a lease is certain.
+    """Looks up in the block table which blocks are ready: a hint, since the server may evict them.
 
-    Looks up group by group, beginning with the groups of full attention: every hit ends before
-    their first missing block, so in the other groups fewer blocks need to be looked up.
+    Full attention comes first: every hit ends before its first missing block.
     """
 
     def __init__(self, session: Session, groups: CachedGroups, hidden: HiddenKeys) -> None:
@@ -154,12 +119,8 @@ class TableProbe:
         return f"TableProbe({len(self._order)} groups)"
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
-        """Returns which blocks of the request are ready, per group; None if no table is mapped. The
-        mask of a group may be shorter than the request: blocks that could not make the hit longer
-        than `computed_tokens` are not looked up.
-
-        computed_tokens: length of the request's hit in vLLM's own prefix cache.
-        """
+        """Mask per group, without blocks that can't make the hit longer than `computed_tokens`,
+        vLLM's own hit. None if no table is mapped."""
         limit = request.num_tokens - 1
         specs = self._groups.specs
         masks: list[BoolMask] = [np.zeros(0, np.bool_)] * len(specs)
@@ -174,35 +135,24 @@ class TableProbe:
                 return None
             masks[index] = self._hidden.mask(index, hashes, ready)
             if spec.kind in PREFIX_CLOSED:
-                # No hit reaches beyond the first missing block of this group, so in the other
-                # groups no later block is looked up.
+                # No hit reaches beyond this group's first missing block.
                 limit = min(limit, spec.reach_tokens(masks[index]))
                 if limit <= computed_tokens:
                     break
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the request may have a longer hit than the block table shows. The table
-        lists only blocks in host memory, so the server may have further blocks in lower tiers.
-
-        masks: the ready blocks according to the block table, as `ready` returns them.
-        computed_tokens: length of the request's hit in vLLM's own prefix cache.
-        """
+        """The table lists only host memory."""
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
     def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
-        """Returns a mask of the leading blocks of a full-attention group that are ready, up to the
-        first missing block. Looks up only some of the blocks, because blocks after a missing block
-        are rarely ready (`longest_prefix`). Returns None if no table is mapped.
+        """Mask of a full-attention group up to its first missing block; None without a table.
+        Probes few, because blocks after a missing one are rarely ready (`longest_prefix`).
 
-        index: index of the group.
-        hashes: the hashes of the request's blocks in the group.
-        first: number of leading blocks that are in vLLM's own prefix cache. They are not looked up,
-            and count as ready.
+        first: leading blocks in vLLM's own prefix cache, which count as ready.
         """
-        # Looks up the first block alone: for most requests that miss, already this block is
-        # missing.
+        # For most requests that miss, the first block is already missing.
         head = self._session.probe(index, hashes[first : first + 1])
         if head is None:
             return None
@@ -217,31 +167,24 @@ class TableProbe:
 
 # ------------------------------------------------------------------------------ the blocks of a hit
 
-# Arithmetic over the blocks of a hit: which blocks its lease has pinned, into which device blocks
-# to load them, and which blocks need not be stored afterwards. Pure.
-#
-# Always true: only blocks that the lease pins are loaded.
+# Pure arithmetic. Only blocks that the lease pins are loaded.
 
 
 def leased_positions(blocks: range, left_out: range) -> Int32s:
-    """Returns which of a group's blocks a lease covers: the indices in `blocks` that are not in
-    `left_out`, in ascending order, int32. Both ranges contain indices among the request's blocks.
-    """
+    """The indices in `blocks` but not in `left_out`, ascending."""
     found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
     return found[(found < left_out.start) | (found >= left_out.stop)]
 
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
-    """Returns, per group, how many leading blocks of the request need not be stored after the load
-    of its hit, because the server has these blocks and their sketches (compact forms of
-    keys)."""
+    """Per group, the leading blocks that need no store after the load: the server has them and
+    their sketches."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
         mask = hit.represented.get(index)
         if mask is not None and not mask.all():
-            # A block that was leased without its sketch is considered for storing once
-            # more, so that its sketch is stored.
+            # Leased without its sketch: considered once more, so that the sketch is stored.
             positions = leased_positions(hit.leased[index], hit.left_out)
             num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
         found.append(num_blocks)
@@ -249,19 +192,15 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
-    """Returns, per group, a mask of the hit's blocks that are pinned, from the request's first
-    block on.
+    """Per group, which of the hit's blocks are pinned. Blocks before the leased ones count as not
+    pinned; those in `hit.left_out` as pinned, by the request's residency.
 
-    A hit consists of leased blocks and of other blocks. Blocks before the leased blocks count as
-    not pinned. Blocks in `hit.left_out` count as pinned: they are not leased, but the request's
-    residency (reserved memory in the server) pins them.
-
-    pinned: per group, the server's answer: which of the leased blocks the lease has pinned.
+    pinned: per group, which leased blocks the lease has pinned.
     """
     masks = []
     for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
-        # In a drafter's group, the block after the hit must be ready, but it is not loaded. So it
-        # is not leased, and counts as pinned.
+        # In a drafter's group the block after the hit must be ready, but is neither loaded nor
+        # leased: it counts as pinned.
         mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
         mask[: blocks.stop] = False
         mask[leased_positions(blocks, hit.left_out)] = is_pinned
@@ -277,13 +216,10 @@ def load_runs(
     hit_tokens: int,
     null_block: int,
 ) -> list[LoadRun]:
-    """Returns the blocks to load for a hit, each with its device block, as a run per group. Returns
-    an empty list if the lease does not cover the hit.
+    """A run per group to load; empty if the lease does not cover the hit.
 
-    block_ids: per group, the ids of the request's device blocks, in order.
-    hit_tokens: length of the hit; may be shorter than the leased hit.
-    null_block: id of vLLM's null block. In `block_ids` it marks a block that the request does not
-        hold on the device (for example before a sliding window). Such a block is not loaded.
+    hit_tokens: may be shorter than the leased hit.
+    null_block: marks blocks that are not on the device, as before a sliding window; not loaded.
     """
     runs = []
     for index, (spec, blocks) in enumerate(
@@ -309,11 +245,8 @@ def load_runs(
 # ------------------------------------------------------------------------------ waiting for answers
 
 ANSWER_PATIENCE_S = 0.002
-"""Longest time that one step of the scheduler waits for the server's answers, seconds. With
-asynchronous scheduling the workers compute meanwhile."""
+"""With asynchronous scheduling the workers compute meanwhile."""
 MOST_PASSED_BY = 63
-"""If answers did not come in time in earlier waits, `Patience` skips waits. It skips at most this
-many in succession."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -321,21 +254,13 @@ def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
 
 
 class Patience:
-    """Waits a moment for the server's answers. The server usually answers within a step, but vLLM
-    asks the connector for an answer only once per step. Without the wait, each hit would delay its
-    request by a step.
+    """Waits a moment for the server, which usually answers within a step: vLLM asks once per step,
+    so each hit would cost one.
 
-    Always true: all waits of one step together last at most ANSWER_PATIENCE_S.
+    All waits of a step together last at most ANSWER_PATIENCE_S. After each wait in vain the next 1,
+    3, 7, ... MOST_PASSED_BY waits are skipped; an answer in time resets this.
 
-    If an answer does not come during a wait, `Patience` skips the next wait. If no answer comes
-    during the following wait either, `Patience` skips the next 3 waits, then the next 7, and so on,
-    up to MOST_PASSED_BY waits. After a wait in which the answer comes, no wait is skipped. While
-    the engine is idle, it may also sleep for a moment (`rest`). Scheduler thread only.
-
-    is_used: True if this step has waited.
-    clock: returns the time in seconds.
-    wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
-        returns True if the answer has come.
+    is_used: this step has waited.
     """
 
     def __init__(
@@ -353,20 +278,12 @@ class Patience:
         return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
 
     def begin_step(self) -> None:
-        """Allows waits of up to ANSWER_PATIENCE_S again. Called when the engine plans its next
-        step."""
         self._left_s = ANSWER_PATIENCE_S
         self._has_rested = self.is_used = False
 
     def rest(self, seconds: float, answer: "Future[Any] | None") -> None:
-        """Blocks for `seconds`, or until the answer comes. Returns at once if this method has
-        already blocked in this step.
-
-        Used while the engine is idle. Without the rest vLLM would ask the connector again at once,
-        in a busy loop. That takes processor time from the threads that load the blocks.
-
-        answer: the answer to wait for; None only sleeps.
-        """
+        """Blocks once per step, for `seconds` or until the answer comes. An idle vLLM would
+        otherwise ask in a busy loop, and take processor time from the threads that load."""
         if self._has_rested:
             return
         self._has_rested = self.is_used = True
@@ -376,9 +293,6 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Waits for the answer, and returns True if it has come. Does not wait if the time for
-        waits in this step is used up, or if this wait is skipped because answers did not come in
-        earlier waits."""
         if answer.done():
             return True
         if self._left_s <= 0:
@@ -398,21 +312,17 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""After a miss, the request is not looked up again for this time, seconds."""
+"""How long a miss is believed."""
 HINT_MEMORY_S = 0.02
-"""When a request arrives, it is looked up in the block table or by a call to the server. The result
-is used for at most this time after the arrival, seconds; later the request is looked up anew."""
+"""How long after the arrival the first lookup's result is used."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
-"""A load must begin within this share of its lease's lifetime. A load that begins later might not
-end before the lease expires."""
+"""A load begins within this share of its lease's lifetime, so that it ends before the lease."""
 NEVER_AGAIN = 1 << 30
-"""As a request's number of failed loads, this exceeds every limit: the request is never offered a
-hit again."""
+"""As a number of failed loads, exceeds every limit."""
 
 
 class HitFinder:
-    """Finds the hits of requests, and acquires and releases the leases on them. Owns the `HitState`
-    of each request (the state of its hit)."""
+    """Finds, leases and begins to load hits."""
 
     def __init__(
         self,
@@ -428,20 +338,10 @@ class HitFinder:
         stores: bool = True,
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Creates the finder for a session (a connection to the server for one key space, that is,
-        for a model in a configuration).
-
-        groups: computes the hashes of a request's blocks, and lengths of hits.
-        id_prefix: beginning of the ids of all leases and loads.
-        sketches: plans which sketches (compact forms of keys) are leased and loaded
-            with blocks; None without sketches.
-        left_out: takes the length of a hit in tokens, and returns the blocks of the first group
-            that a load of this hit omits, as indices among the request's blocks. In an engine with
-            residency (contexts beyond device memory) these blocks stay in the server only.
-        failed_loads: the engine's record of requests whose load failed. The engine keeps it when
-            the key space changes. None creates a new record.
-        stores: False if the engine stores nothing.
-        connection: returns the number of the session's present connection to the server.
+        """left_out: by the length of a hit, the blocks of the first group that its load omits,
+            because with residency they stay in the server.
+        failed_loads: the engine's, kept when the key space changes.
+        connection: number of the present connection.
         """
         self._left_out = left_out
         self._connection = connection
@@ -462,9 +362,8 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks a new request up in the block table, and keeps the result as a hint for the later
-        `match`. Also sends a lookup to the server if no table is mapped, or if a lower tier may
-        have further blocks."""
+        """As a hint for `match`. Asks the server only without a table, or if a lower tier may
+        have more."""
         if not self._session.connected or not self.can_hit(state.request, 0):
             return
         self.hidden.set_epoch(self._session.epoch, now_s)
@@ -474,24 +373,18 @@ class HitFinder:
             self._ask(state, now_s)
 
     def can_hit(self, request: Any, computed_tokens: int) -> bool:
-        """Returns True if a server that had all blocks of the request could give it a hit longer
-        than `computed_tokens`."""
+        """Whether a server with all blocks could give a hit longer than `computed_tokens`."""
         return self.groups.most_tokens(request.num_tokens - 1) > computed_tokens
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Returns the answer to vLLM's question how long the request's hit is. Waits a moment for
-        the server's answer if `Patience` allows it.
-
-        computed_tokens: length of the hit in vLLM's own prefix cache.
-        """
+        """Answers vLLM's question for the hit, after a wait if `Patience` allows it."""
         answer = self._match(state, computed_tokens, now_s)
         while answer == ASK_AGAIN and state.hit.answer and self.patience.awaits(state.hit.answer):
             answer = self._match(state, computed_tokens, now_s)
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Advances the request's hit by one phase (`Phase`), without waiting for the server, and
-        returns the answer to vLLM's question for the hit."""
+        """Advances the hit without waiting."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
@@ -507,12 +400,10 @@ class HitFinder:
         until_s, hit.hint_until_s = hit.hint_until_s, 0.0
         is_old = until_s and now_s >= until_s
         if is_old and hit.answer is not None and hit.answer.done():
-            # The answer to the lookup may be outdated, because the request has waited in vLLM's
-            # queue. The server may have further blocks by now, so the request is looked up again.
+            # The request has waited in vLLM's queue; the server may have further blocks by now.
             self.give_back(state)
         if hit.lease_id and hit.connection != self._connection():
-            # The server has ended the lease, because the connection on which it was acquired has
-            # ended.
+            # The server has ended the lease together with its connection.
             self.give_back(state)
         if hit.phase in (Phase.ASKED, Phase.LEASING):
             return self._after_call(state, computed_tokens, now_s)
@@ -529,8 +420,7 @@ class HitFinder:
             return NO_HIT
         if now_s < hit.miss_until_s:
             return NO_HIT
-        # The hint is used only if vLLM's own prefix cache has no hit, because it was computed as if
-        # the device held no blocks of the request.
+        # The hint was computed as if the device held no blocks of the request.
         is_good = now_s < until_s and not computed_tokens
         masks = hit.hint if is_good else self.table.ready(state.request, computed_tokens)
         hit.hint = None
@@ -543,8 +433,7 @@ class HitFinder:
         return self._session.connected
 
     def lookup(self, state: RequestState) -> "Future[Masks]":
-        """Sends a lookup to the server: asks which of the blocks that a hit of the request could
-        use are ready. Does not lease the blocks."""
+        """Asks the server which of the blocks that a hit could use are ready; leases none."""
         return self._session.lookup(self._all_blocks(state.request))
 
     def begin_load(
@@ -555,14 +444,11 @@ class HitFinder:
         null_block: int,
         now_s: float,
     ) -> LoadJob | None:
-        """Begins the load of a granted hit and returns the order for the workers. Returns None if
-        no lease covers the load, if the lease has ended (vLLM 0.33 may postpone a load), or if
-        there is no block to load.
+        """None if no lease covers the load, the lease has ended (vLLM 0.33 may postpone a load), or
+        there is nothing to load.
 
-        block_ids: per group, the ids of the request's device blocks, in order.
-        num_external: number of tokens to load; may be less than the connector has offered to vLLM.
-        null_block: id of vLLM's null block. In `block_ids` it marks a block that the request does
-            not hold on the device; such a block is not loaded.
+        block_ids, null_block: as for `load_runs`.
+        num_external: tokens to load; may be fewer than offered.
         """
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
@@ -587,22 +473,18 @@ class HitFinder:
         )
 
     def load_failed(self, state: RequestState) -> None:
-        """Counts a failed load of the request, and adds the request to `failed_loads`. The failure
-        has been reported to vLLM, or will be."""
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 
     def end_load(
         self, state: RequestState, failed: bool, is_excused: bool = False
     ) -> tuple[int, ...]:
-        """Handles the end of a load and releases its lease. Returns, per group, how many leading
-        blocks of the request need not be stored because the server has them; empty for a failed
+        """Releases the lease. Per group, the leading blocks that need no store; empty for a failed
         load.
 
-        failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
-            unless the blocks are not the cause of the failure: this engine has cancelled the load,
-            the connection was lost, or `is_excused` is True.
-        is_excused: True if the load reached its time limit, or if a worker has lost its session.
+        failed: hides the blocks' keys, unless this engine cancelled the load, the connection was
+            lost, or `is_excused`.
+        is_excused: the load reached its time limit, or a worker lost its session.
         """
         hit = state.hit
         if hit.phase is not Phase.LOADING:
@@ -613,8 +495,7 @@ class HitFinder:
             has_server = self._session.connected and hit.connection == self._connection()
             is_fault = has_server and not is_excused and not hit.is_cancelled
             if is_fault:
-                # From now on the blocks of the failed load count as absent from the server. The
-                # blocks in `left_out` still count as present, because they were not loaded.
+                # `left_out` was not loaded, so it still counts as present.
                 for named in self.groups.named(state.request, hit.leased, hit.left_out):
                     self.hidden.hide(named.group_index, named.hashes)
         else:
@@ -623,27 +504,23 @@ class HitFinder:
                 hit.counted_hit = True
                 self._stats.add("hit_requests")
                 self._stats.add("hit_tokens", hit.hit_tokens - hit.computed_tokens)
-        # Set at the end: if this method raises before, the load still counts as a load whose end
-        # was not handled.
+        # Last: if this method raises before, the load's end counts as not handled.
         hit.unproved_loads = 0
         self.give_back(state)
         return stored
 
     def give_up(self, state: RequestState) -> None:
-        """Marks the request so that it is never offered a hit again, because it is not known how
-        its load has ended."""
+        """Never offers the request a hit again: how its load has ended is unknown."""
         self.load_failed(state)
         state.hit.failed_loads = NEVER_AGAIN
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
-        """Releases the request's lease, and ignores the answer to its call in flight. The request
-        has no hit afterwards."""
+        """Releases the lease and ignores the answer in flight. The request then has no hit."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
         if hit.miss is Miss.PARTIAL_BLOCK and hit.phase in (Phase.LEASING, Phase.GRANTED):
-            # PARTIAL_BLOCK says that the hit was as long as possible. That is no longer true,
-            # because the hit is given up.
+            # PARTIAL_BLOCK said that the hit was as long as possible.
             hit.miss = Miss.ABSENT
         hit.phase = Phase.IDLE
         hit.answer = None
@@ -656,20 +533,18 @@ class HitFinder:
             return
         self._session.release(lease_id)
         if answer is not None and not answer.done():
-            # The call for the lease is unanswered. If the server grants the lease after this
-            # release, the lease must be released again.
+            # The server may grant the lease after this release: it is then released again.
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def shorten(self, state: RequestState, most_tokens: int) -> None:
-        """Releases the request's lease. The request's next hit has at most `most_tokens` tokens."""
+        """Releases the lease; the next hit has at most `most_tokens`."""
         self.give_back(state)
         state.hit.most_tokens = most_tokens
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
-        """Discards everything that is known about a request's hit, so that the request is looked up
-        anew. Releases its lease, unless a load under the lease is in progress.
+        """Has the request looked up anew. Releases its lease unless it is loading.
 
-        failed_too: True also resets the request's number of failed loads to 0.
+        failed_too: also resets its number of failed loads.
         """
         state.hit.hint = None
         state.hit.miss_until_s = 0.0
@@ -679,8 +554,6 @@ class HitFinder:
             self.give_back(state)
 
     def _ask(self, state: RequestState, now_s: float) -> Answer:
-        """Sends a lookup to the server, because there is no block table to probe, or because the
-        table does not list the blocks of lower tiers."""
         groups = self._all_blocks(state.request)
         if not any(len(group.hashes) for group in groups):
             return NO_HIT
@@ -700,9 +573,7 @@ class HitFinder:
         )
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Continues a hit whose lookup or lease call is in flight. Returns ASK_AGAIN (vLLM asks
-        again in its next step) while the server's answer has not come. Returns NO_HIT if the answer
-        is late or an error."""
+        """NO_HIT if the answer is late or an error."""
         hit, answer = state.hit, state.hit.answer
         assert answer is not None, "a phase with a call in flight"
         if not answer.done():
@@ -765,8 +636,7 @@ class HitFinder:
         ttl_s = grant.ttl_s or self._config.lease_ttl_s
         hit.lease_ends_s = hit.lease_asked_s + ttl_s
         if now_s >= hit.lease_ends_s:
-            # The lease expired before vLLM asked for the answer, because a step has lasted longer
-            # than the lease. One more lease is tried.
+            # A step has outlasted the lease. One more lease is tried.
             if hit.has_expired:
                 hit.miss = Miss.LATE
                 return self._miss(state, now_s)
@@ -774,8 +644,8 @@ class HitFinder:
             self.give_back(state)
             return self._match(state, computed_tokens, now_s)
         if computed_tokens != hit.computed_tokens:
-            # vLLM's own hit has changed since the lease was asked for, for example because another
-            # request has computed a common prefix. So the request is looked up anew.
+            # vLLM's own hit has changed meanwhile, as when another request has computed a common
+            # prefix.
             self.give_back(state)
             return self._match(state, computed_tokens, now_s)
         hit.ready = pinned_masks(self.groups, hit, grant.pinned[:num_groups])
@@ -797,8 +667,6 @@ class HitFinder:
         return hit_tokens - computed_tokens, True
 
     def _why(self, request: Any, hit_tokens: int) -> Miss:
-        """Returns why the hit of a request ends at `hit_tokens`: FAILED_LOAD if the next block is
-        hidden because its load has failed; otherwise ABSENT."""
         for index, spec in enumerate(self.groups.specs if self.hidden else ()):
             at = hit_tokens // spec.block_tokens
             if self.hidden.has(index, self.groups.hashes(request, index)[at : at + 1]):

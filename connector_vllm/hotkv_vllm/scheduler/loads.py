@@ -1,14 +1,4 @@
-"""Tracks loads on the scheduler side: which loads are in progress, and how they end. Scheduler
-thread only.
-
-Five classes:
-- `LoadOrders` collects the orders about loads (begin, cancel, report as failed) for the workers.
-- `Quarantine` withholds blocks from vLLM's pool while a hung server may still write to the blocks.
-- `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
-- `CommonLoads` lets a request wait while another request loads the same blocks.
-- `OtherLoads` tracks loads of other connectors in a MultiConnector. Such a load may fail to fill a
-  block, and then the block must not be stored.
-"""
+"""Which loads are in progress, and how they end."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,22 +11,14 @@ from hotkv_vllm.metadata import LoadJob
 
 
 class LoadOrders:
-    """Collects the orders about loads that the next step carries to the workers, and tracks the
-    loads whose end vLLM awaits. Scheduler thread only.
+    """Orders for the next step, and the loads whose end vLLM awaits.
 
-    Always true: for each load whose end vLLM awaits, the workers get an order to begin it or to
-    report it as failed. The end of each load is handled once. Ends of other connectors' loads are
-    ignored.
+    The workers get an order to begin each of these or to report it as failed; its end is handled
+    once. Fallbacks use the attributes directly, because a method of this class may be what raised.
 
-    If a callback (a method that vLLM calls) raises, its fallback uses the attributes below
-    directly. It calls no method of this class, because the callback may have raised in such a
-    method.
-
-    jobs: loads to begin, by request id.
-    cancelled: ids of the requests whose load the workers are to cancel.
-    abandoned: ids of the requests whose load was never begun. The workers are to report it as
-        failed.
-    awaited: ids of the requests that wait in vLLM for the end of their load.
+    jobs: to begin, by request id.
+    abandoned: requests whose load was never begun, to report as failed.
+    awaited: requests that wait in vLLM for their load's end.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -53,30 +35,21 @@ class LoadOrders:
         )
 
     def begin(self, job: LoadJob, blocks: Any) -> None:
-        """Orders the workers to begin a load, with the next step.
-
-        blocks: vLLM's `KVCacheBlocks` of the request.
-        """
         self.quarantine.begun(job, blocks)
         self.jobs[job.request_id] = job
         self.awaited.add(job.request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Orders the workers to cancel the request's load, with the next step."""
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Gives up the request's load before the workers begin it. With the next step the workers
-        report the load to vLLM as failed."""
+        """Before the workers begin the load."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
         self.awaited.add(request_id)
 
     def ended(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Handles the ends of loads that the workers report. Yields each request that is in
-        `awaited`, and removes it from there. Ignores all other requests, whose loads belong to
-        other connectors."""
         for request_id in request_ids:
             if request_id in self.awaited:
                 self.awaited.discard(request_id)
@@ -84,9 +57,7 @@ class LoadOrders:
                 yield request_id
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
-        """Returns the orders for the next step, and forgets them. The result has three parts: the
-        loads to begin; the ids of the requests whose load is to be cancelled; and the ids of the
-        requests whose load is to be reported as failed."""
+        """The loads to begin, and the request ids to cancel and to report as failed."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
         self.jobs = {}
         self.cancelled = []
@@ -99,34 +70,24 @@ class LoadOrders:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load in flight, with vLLM's objects for the device blocks that it writes."""
-
     transfer_id: str
     blocks: tuple[Any, ...]
 
 
 class Quarantine:
-    """Keeps the device blocks of hung loads out of vLLM's pool until the server can't write to them
-    any more. A load is hung if the server has not ended it although it was cancelled. Scheduler
-    thread only.
+    """Keeps the blocks of hung loads out of vLLM's pool; the load's own request goes on in others.
 
-    A hung server may write the blocks of a load at any later time, so no other request may get
-    them. The load's own request need not wait, however: it is computed in other blocks.
+    The scheduler takes a reference to the blocks before a worker may report the load as failed:
+    workers wait until a message lists it in `held`. The blocks return when all ranks report in one
+    step that the server can't write to them. Both are repeated in every step, so a lost message
+    costs one.
 
-    Always true: the scheduler takes its own reference to the load's blocks before a worker may
-    report the load as failed. (A worker waits until the step's message lists the load in `held`.)
-    So the blocks stay out of the pool when vLLM frees them for the request. They return to the pool
-    when all ranks report in one step that the server can't write to them any more.
+    Meanwhile the pool's `num_gpu_blocks` is smaller by them: vLLM resets its prefix cache, as a
+    pause or a sleep needs, only if no block is in use.
 
-    Meanwhile `num_gpu_blocks` of the pool is reduced by the number of these blocks. Otherwise a
-    pause or a sleep would fail: vLLM resets its prefix cache only if no block is in use. The
-    scheduler repeats `held`, and the workers repeat their answer, in every step. So a lost message
-    delays the blocks' return by a step only.
-
-    pool: vLLM's pool of device blocks. While it is None, no block is held, and a request whose load
-        hangs waits for the server.
-    loading: by request, the loads whose end has not been reported to vLLM.
-    kept: by transfer id, vLLM's objects for the blocks that are kept out of the pool.
+    pool: None: no block is held, and a request whose load hangs waits for the server.
+    loading: by request, the loads whose end vLLM does not know.
+    kept: vLLM's objects for the withheld blocks, by transfer id.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -143,7 +104,6 @@ class Quarantine:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Returns the ids of the transfers whose blocks are kept out of vLLM's pool."""
         return tuple(self.kept)
 
     @property
@@ -151,10 +111,7 @@ class Quarantine:
         return sum(len(blocks) for blocks in self.kept.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
-        """Records a load that begins, and the device blocks that it writes.
-
-        blocks: vLLM's `KVCacheBlocks` of the request.
-        """
+        """blocks: vLLM's `KVCacheBlocks`."""
         written = {block for run in job.runs for block in run.block_ids.tolist()}
         mine = {
             block.block_id: block
@@ -165,11 +122,7 @@ class Quarantine:
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
-        """Begins to keep the blocks of hung loads out of vLLM's pool. Returns the number of loads
-        whose blocks were not kept out before. Does nothing and returns 0 while `pool` is None.
-
-        transfer_ids: ids of the hung loads' transfers, as the workers report them.
-        """
+        """Withholds the blocks of hung loads. Number of loads not withheld before."""
         if self.pool is None:
             return 0
         wanted = set(transfer_ids) - self.kept.keys()
@@ -190,11 +143,7 @@ class Quarantine:
         return num_new
 
     def settled(self, ranks_of: Mapping[str, Collection[int]]) -> None:
-        """Returns the blocks of a hung load to vLLM's pool once the load is over in all ranks.
-
-        ranks_of: by transfer id, the ranks that report that this transfer can't write to their
-            memory any more; each rank once.
-        """
+        """ranks_of: by transfer id, the ranks to whose memory it can't write any more."""
         for transfer_id, ranks in ranks_of.items():
             if len(ranks) >= self._num_ranks and transfer_id in self.kept:
                 blocks = self.kept.pop(transfer_id)
@@ -205,31 +154,20 @@ class Quarantine:
 # ----------------------------------------------------------------------- requests whose load failed
 
 ADMISSION_PATIENCE_S = 0.25
-"""While requests whose load failed wait to be scheduled, a request with a granted hit waits at most
-this long for admission, seconds. Then its hit is dropped."""
+"""While failed requests wait to be scheduled, a granted hit waits no longer for admission."""
 
 
 class FailedLoads:
-    """Prevents stalls of vLLM's scheduler after failed loads. Holds the requests whose load failed
-    and that vLLM has not scheduled since. Scheduler thread only.
+    """Requests whose load failed and that vLLM has not scheduled since.
 
-    Source: the scheduler of vLLM 0.32 with `kv_load_failure_policy` `recompute`. The reservations
-    described below came with vllm-project/vllm#44560; #53868 and #57841 describe similar stalls.
+    With vLLM 0.32's `kv_load_failure_policy` `recompute`, they could stall a full engine for ever
+    in two ways (vllm-project/vllm#44560; similar: #53868, #57841):
 
-    Without this class, a failed load could stall a full engine for ever in two ways:
-
-    - vLLM keeps blocks reserved for a request whose load failed until it schedules the request.
-      vLLM admits an asynchronous load only if its blocks fit beside all such reservations. So a
-      request that is to load its hit could wait for ever. A request that is to be computed is
-      admitted regardless of the reservations. Therefore `outwait` drops the hit after
-      ADMISSION_PATIENCE_S, and the request is computed.
-    - vLLM has a queue of waiting requests that hold blocks. It leaves a request whose load failed
-      at the head of this queue, although the request holds no blocks any more. If the device has no
-      room for this request, the requests behind it never run, and never free their blocks.
-      Therefore `steps_aside` makes the connector answer 'ask again' once, and vLLM moves the
-      request to its ordinary queue.
-
-    waiting: ids of the requests that vLLM has not scheduled since their load failed.
+    - vLLM keeps blocks reserved for a failed request until it schedules it, and admits loads, but
+      not computations, only beside all reservations. So `outwait` drops hits.
+    - vLLM leaves a failed request at the head of its queue of requests that hold blocks. Without
+      room for it, those behind never run. So `steps_aside` answers 'ask again' once, and vLLM
+      moves it to its ordinary queue.
     """
 
     def __init__(self) -> None:
@@ -246,34 +184,25 @@ class FailedLoads:
         return f"FailedLoads({len(self.waiting)} wait, {len(self._in_the_way)} in the way)"
 
     def add(self, request_id: str) -> None:
-        """Adds a request whose load failed. The failure has been reported to vLLM, or will be."""
         self.waiting.add(request_id)
         self._in_the_way.add(request_id)
 
     def steps_aside(self, request_id: str) -> bool:
-        """Returns True if vLLM must now be answered 'ask again' for the request, so that vLLM moves
-        it to its ordinary queue. Returns True once per failed load."""
+        """True once per failed load: vLLM must be answered 'ask again'."""
         if request_id not in self._in_the_way:
             return False
         self._in_the_way.discard(request_id)
         return True
 
     def outwait(self, granted_s: float, now_s: float) -> bool:
-        """Returns True if a granted hit must be dropped: its request has waited for admission
-        longer than ADMISSION_PATIENCE_S, while a request with a failed load waits to be scheduled.
-
-        granted_s: time at which the hit's lease was granted.
-        """
         return bool(self.waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Removes the requests that a step runs, because vLLM holds no blocks reserved for these
-        requests any more."""
+        """vLLM drops the reservations of requests that run."""
         if self.waiting:
             self.waiting.difference_update(request_ids)
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
         self.waiting.discard(request_id)
         self._in_the_way.discard(request_id)
 
@@ -282,17 +211,13 @@ class FailedLoads:
 
 
 REPORTED_S = 5.0
-"""The workers report the end of a load within this time after its time limit, seconds, even if the
-server hangs."""
+"""Workers report a load's end within this time after its limit, even if the server hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Brings:
-    """A load in progress, described by the end of the hit that it loads to the device.
-
-    end_tokens: length of the hit that is being loaded.
-    name: hash of the hit's last block in the first group. The hash covers all tokens of the hit.
-    until_s: no request waits for the load after this time.
+    """end_tokens: length of the hit that is loaded.
+    name: hash of its last block in the first group, over all its tokens.
     """
 
     end_tokens: int
@@ -301,18 +226,11 @@ class _Brings:
 
 
 class CommonLoads:
-    """Lets a request wait while another request loads the same blocks: finds the load in progress
-    for which the request should wait. Scheduler thread only.
+    """Finds the load for which a request should wait: the loaded hit is a part of its own, and at
+    least half of what it would load.
 
-    vLLM puts loaded blocks into its prefix cache when their load has ended. Without waiting,
-    requests that arrive together with a common prefix would each load a copy of its blocks, and the
-    device would hold all copies until the requests end. A request that has waited hits the blocks
-    on the device.
-
-    A request should wait for a load if two conditions hold: the whole hit that is being loaded is a
-    part of the request's own hit; and it is at least half of what the request would load.
-
-    loads: the loads in progress, by request id.
+    vLLM puts loaded blocks into its prefix cache only at the load's end, so requests that arrive
+    together would each load and hold a copy.
     """
 
     def __init__(self) -> None:
@@ -322,16 +240,9 @@ class CommonLoads:
         return f"CommonLoads({len(self.loads)})"
 
     def begin(self, request_id: str, end_tokens: int, name: bytes, until_s: float) -> None:
-        """Records a load that begins.
-
-        end_tokens: length of the hit that is loaded.
-        name: hash of the hit's last block in the first group.
-        until_s: no request waits for the load after this time.
-        """
         self.loads[request_id] = _Brings(end_tokens, name, until_s)
 
     def ended(self, request_id: str) -> None:
-        """Forgets the request's load, because it has ended or is cancelled."""
         self.loads.pop(request_id, None)
 
     def awaited(
@@ -341,13 +252,11 @@ class CommonLoads:
         name_at: Callable[[int], bytes],
         now_s: float,
     ) -> str:
-        """Returns the id of the request for whose load the *asking* request should wait; empty if
-        it should not wait. The parameters describe the asking request.
+        """Empty if the asking request should not wait.
 
-        computed_tokens: length of its hit in vLLM's own prefix cache.
-        hit_tokens: length of its whole hit.
-        name_at: takes a number of tokens, and returns the hash of its block in the first group that
-            ends there.
+        computed_tokens: its hit in vLLM's own prefix cache.
+        hit_tokens: its whole hit.
+        name_at: hash of its block in the first group that ends at a number of tokens.
         """
         least = (computed_tokens + hit_tokens) / 2
         return next(
@@ -366,19 +275,14 @@ class CommonLoads:
 
 
 class OtherLoads:
-    """Decides which requests' blocks must not be stored because of loads by other connectors beside
-    hotkv (MultiConnector). Scheduler thread only.
+    """hotkv stores no KV that another connector of a MultiConnector may have failed to load.
 
-    Always true: hotkv stores no KV that another connector may have failed to load.
+    - Asynchronous: vLLM counts the tokens as computed at once, so the request is not stored until a
+      step runs it.
+    - Synchronous: requests admitted for the step, or for later ones before its output, are not
+      stored until that output; if the load failed, never.
 
-    - Asynchronous load: vLLM counts the loaded tokens as computed as soon as the load begins. So
-      blocks of a request are not stored from its admission until a step runs the request.
-    - Synchronous load: it runs within the step that uses the loaded blocks. Whether it failed is
-      known only when the output of that step arrives. Requests that are admitted for that step, or
-      for a later step before this output arrives, may use the loaded blocks. So their blocks are
-      not stored before the output has arrived. If the load failed, their blocks are never stored.
-
-    held: ids of requests that run, but whose blocks must not be stored now.
+    held: requests that run, but must not be stored now.
     """
 
     def __init__(self) -> None:
@@ -395,27 +299,20 @@ class OtherLoads:
         )
 
     def admitted(self, request_id: str) -> None:
-        """Records that vLLM has allocated blocks to the request. Another connector's load may be
-        filling them."""
         self._admitted.add(request_id)
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
         for requests in (self._admitted, self._distrusted, self.held, *self._unsettled.values()):
             requests.discard(request_id)
 
     def may_store(self, request_id: str) -> bool:
-        """Returns True if the request's blocks surely hold the KV of all tokens that vLLM counts as
-        computed."""
+        """Whether the blocks surely hold all tokens that vLLM counts as computed."""
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Records a planned step. Returns a number for the step. The workers must report this
-        number when the step has ended, and the report is passed to `settled`. Returns 0 if the
-        step's end need not be reported.
+        """Number for workers to report at the step's end; 0: no report needed.
 
-        running: the requests that the step runs.
-        has_sync_loads: True if the step includes synchronous loads of another connector.
+        has_sync_loads: of another connector.
         """
         ran = {request_id for request_id in self._admitted if request_id in running}
         self._admitted -= ran
@@ -427,22 +324,15 @@ class OtherLoads:
         return self._last_step
 
     def lost(self) -> None:
-        """Excludes from storing all requests that were admitted and are not known to have run.
-        Called if the planning of a step raised, because it is not known which requests that step
-        runs."""
+        """The planning of a step raised, so which requests it runs is unknown."""
         self._distrusted |= self._admitted
         self.held |= self._admitted
 
     def settled(self, step: int, went_well: bool) -> None:
-        """Handles the workers' report that a step has ended. A step is *open* from its planning
-        until this report. Reports arrive in the order of the steps. So if an earlier step is still
-        open, its report was lost. It is then not known whether the loads in that step failed, so
-        the blocks of the requests that were admitted for it are never stored.
+        """Reports come in order: an earlier open step has lost its report, and its admitted
+        requests are never stored.
 
-        step: the number that `step` returned for the reported step.
-        went_well: False if a synchronous load failed in the step. Then the blocks of requests that
-            were admitted for this step, or for a later step that is already planned, are never
-            stored.
+        went_well: False if a synchronous load failed.
         """
         for number in sorted(self._unsettled):
             if number > step and went_well:

@@ -1,15 +1,11 @@
-"""Lets a request wait for blocks that another engine is computing for it.
+"""Lets a request wait for blocks that another engine computes for it: its prompt's last blocks may
+not have reached the server yet.
 
-Used if one engine computes prompts and another decodes: a request may reach the decoding engine
-before the last blocks of its prompt have reached the server.
+- It waits no longer than this engine would take to compute the missing tokens; not at all until
+  that speed is measured.
+- It waits at most once, before its hit is leased, and is then looked up anew.
 
-Always true:
-- A request waits no longer than this engine would take to compute the missing tokens, according to
-  its measured prefill speed. Until the speed is measured, no request waits.
-- A request waits at most once, before its hit is leased. After the wait it is looked up anew, so
-  its hit includes all blocks that have arrived meanwhile.
-
-Scheduler thread only; never blocks.
+Never blocks.
 """
 
 from concurrent.futures import Future
@@ -28,12 +24,11 @@ from hotkv_vllm.scheduler.request import (
 from hotkv_vllm.stats import HotKVStats
 
 ASK_S = 0.005
-"""Shortest pause between two lookups for a waiting request, seconds. If the server answers slowly,
-the pause is as long as the last lookup took."""
+"""Shortest pause between two lookups; as long as the last lookup, if that took longer."""
 
 
 class Table(Protocol):
-    """The part of `TableProbe` that `PrefillWait` uses."""
+    """Part of `TableProbe`."""
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None: ...
 
@@ -41,13 +36,13 @@ class Table(Protocol):
 
 
 class Groups(Protocol):
-    """The part of `CachedGroups` that `PrefillWait` uses."""
+    """Part of `CachedGroups`."""
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool: ...
 
 
 class Finder(Protocol):
-    """The part of `HitFinder` that `PrefillWait` uses."""
+    """Part of `HitFinder`."""
 
     @property
     def table(self) -> Table: ...
@@ -64,15 +59,9 @@ class Finder(Protocol):
 
 
 class PrefillWait:
-    """Decides whether a request waits for blocks that another engine computes, and for how long.
-
-    The field `do_remote_prefill` of a request's `kv_transfer_params` says whether another engine
-    computes its prompt. In an engine with `kv_role="kv_consumer"` every request waits unless this
-    field is false. In other engines a request waits only if this field is true. A request whose
-    blocks another connector fetches never waits.
-
-    decodes_only: True for an engine with `kv_role="kv_consumer"`.
-    """
+    """With `kv_role="kv_consumer"` every request waits unless `do_remote_prefill` of its
+    `kv_transfer_params` is false; elsewhere only if it is true. A request whose blocks another
+    connector fetches never waits."""
 
     def __init__(self, prefill: PrefillSpeed, stats: HotKVStats, *, decodes_only: bool) -> None:
         self._prefill = prefill
@@ -85,11 +74,7 @@ class PrefillWait:
     def goes_on(
         self, finder: Finder, state: RequestState, computed_tokens: int, now_s: float
     ) -> bool:
-        """Returns True while the request must wait for blocks that another engine computes. Called
-        each time vLLM asks for the request's hit.
-
-        computed_tokens: length of the request's hit in vLLM's own prefix cache.
-        """
+        """Called each time vLLM asks for the hit."""
         if state.wait is None:
             state.wait = self._begin(finder, state, computed_tokens, now_s)
         wait = state.wait
@@ -102,8 +87,7 @@ class PrefillWait:
         wait.is_over = True
         if wait.has_waited:
             self._stats.add("awaited_requests" if is_whole else "awaited_in_vain")
-            # Makes the finder look the request up anew. Otherwise it would answer with the hit that
-            # it found before the wait.
+            # Otherwise the finder would answer with the hit from before the wait.
             finder.forget(state)
         return False
 
@@ -120,8 +104,6 @@ class PrefillWait:
         return wait
 
     def is_meant(self, request: Any) -> bool:
-        """Returns True if another engine computes the request's prompt, according to the request
-        and the engine's role."""
         params = transfer_params(request)
         if names_an_engine(params):
             return False
@@ -136,13 +118,11 @@ class PrefillWait:
         computed_tokens: int,
         now_s: float,
     ) -> bool:
-        """Returns True if the server has all blocks that the request's longest possible hit needs.
-        They must be in host memory, according to the block table; if no block table is mapped, they
-        may be in any tier, according to a lookup.
+        """Whether the server has all blocks of the longest possible hit: in host memory by the
+        block table, or in any tier by a lookup without one.
 
-        Also sends a lookup if the pause since the last lookup is over, because a lookup makes the
-        server fetch blocks from lower tiers. Sends no lookup if a block table is mapped and the
-        server has no lower tiers.
+        Also sends a lookup after each pause if lower tiers may have blocks: it makes the server
+        fetch them.
         """
         masks = finder.table.ready(state.request, computed_tokens)
         asks = masks is None or finder.table.may_lie_below(state.request, masks, computed_tokens)

@@ -1,10 +1,8 @@
-"""Reports the engine's admitted requests to the server. So the server also learns of hits in vLLM's
-own prefix cache on the device. It counts these hits in the hotness of the blocks (how much they are
-used), by which it chooses the blocks to evict.
+"""Reports admitted requests to the server, so that the hotness of blocks includes hits in vLLM's
+own prefix cache.
 
-Each request is reported once, when vLLM first admits it. One message per step carries all reports
-that have collected since the last step. The message also says which requests and which of their
-loads have ended: how long each load took, and whether it failed.
+A request is reported once, when vLLM first admits it. One message per step carries all reports,
+and the ends of requests and loads.
 """
 
 import itertools
@@ -20,16 +18,11 @@ from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 
 _report_ids = itertools.count(1)
-"""Generates the ids of reports, for all sessions of the process, because a load may end after the
-session has changed."""
+"""For all sessions of the process: a load may end after the session has changed."""
 
 
 class UseReports:
-    """Collects reports about requests, until `send` sends them to the server. Owns the `UseState`
-    of each request (the figures to report about it).
-
-    is_waiting: True if reports wait to be sent.
-    """
+    """Collects reports until `send`."""
 
     def __init__(
         self,
@@ -41,15 +34,12 @@ class UseReports:
         *,
         tells_speed: bool = True,
     ) -> None:
-        """Creates an empty collection of reports.
-
-        hash_block_tokens: number of tokens for which vLLM computes a hash.
-        keys: takes vLLM's object of a request, and returns the hashes of its tokens, one for each
-            `hash_block_tokens` tokens. Empty for a request without shared names (`CachedGroups`);
-            such a request is reported too, so that its tokens count as missed.
-        prefill: predicts the prefill time that a hit saves; None: this time is reported as 0.
-        tells_speed: True sends the engine's prefill speed with the reports. The server then does
-            not fetch blocks from a slow tier if the engine computes them sooner.
+        """hash_block_tokens: tokens per hash of vLLM.
+        keys: a request's hashes. A request without is reported too, so that its tokens count as
+            missed.
+        prefill: predicts the time that a hit saves; None: 0 is reported.
+        tells_speed: sends the engine's prefill speed, so that the server leaves blocks in a slow
+            tier if the engine computes them sooner.
         """
         self._session = session
         self._hash_block_tokens = hash_block_tokens
@@ -64,15 +54,10 @@ class UseReports:
         self.is_waiting = False
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
-        """Records the length of the request's hit in vLLM's own prefix cache, for the report."""
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, refusal: Miss | None) -> None:
-        """Records how vLLM's question for the request's hit was answered.
-
-        waits: True if the answer was "ask again".
-        refusal: reason why the request may not load from hotkv; None if it may.
-        """
+        """refusal: why the request may not load; None if it may."""
         use = state.use
         use.refusal = refusal or (None if self._session.connected else Miss.NO_SERVER)
         if waits and not use.waits_since_s:
@@ -82,11 +67,7 @@ class UseReports:
             use.waits_since_s = 0.0
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
-        """Records that vLLM has allocated the request's blocks. The first call adds the request to
-        the next message.
-
-        external_tokens: number of tokens to load from hotkv.
-        """
+        """The first call adds the request to the next message."""
         if external_tokens:
             state.use.external_tokens = external_tokens
             state.use.load_began_s = time.monotonic()
@@ -97,7 +78,6 @@ class UseReports:
             self.is_waiting = True
 
     def admitted_short(self, request: Any, arrived_s: float) -> None:
-        """Adds a short request (`Admission.short`) to the next message."""
         age_s = max(0.0, time.monotonic() - arrived_s)
         self._short.append(
             RequestReport((), request.num_prompt_tokens, 0, 0, age_s, miss=Miss.PARTIAL_BLOCK)
@@ -105,11 +85,8 @@ class UseReports:
         self.is_waiting = True
 
     def ended(self, state: RequestState) -> None:
-        """Records that a request has ended, and ends its trace. The next message then reports two
-        ends:
-        - the end of the request, if it was admitted and its hints (about retention, sent by the
-          client) name a client session or contain actions (`RequestHints.lasts`);
-        - the end of its load, if a load of the request is in progress."""
+        """The next message reports the end of an admitted request with a client session or
+        actions (`RequestHints.lasts`), and of its load, if it is loading."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
             self.is_waiting = True
@@ -128,11 +105,9 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool, *, is_late: bool = False) -> None:
-        """Records that the request's load has ended, for the next message and the trace. If the
-        load failed, both show that the request has no hit, unless a later load of the request
-        succeeds.
+        """A failed load shows as no hit, unless a later one succeeds.
 
-        is_late: True if the engine has cancelled the load, because computing is faster.
+        is_late: the engine cancelled it, because computing is faster.
         """
         miss = Miss.FAILED_LOAD
         if is_late:
@@ -149,7 +124,7 @@ class UseReports:
             self.is_waiting = True
 
     def send(self, now_s: float) -> None:
-        """Sends all collected reports with one call. Drops them if the session has no server."""
+        """One call; drops the reports if the session has no server."""
         if not self.is_waiting:
             return
         self.is_waiting = False

@@ -1,18 +1,9 @@
-"""The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
+"""The connector's scheduler side: `HotKVScheduler` creates the parts that live as long as the
+engine.
 
-`HotKVScheduler` holds the parts that live as long as the engine:
-- `sharing` decides whether the engine uses the shared cache, and in which key space.
-- `requests` holds the state of each request.
-- `steps` plans the workers' part of each step.
-- `events` publishes the blocks of the shared cache as KV events of this engine.
-- `residents` manages requests that outgrow the device.
-
-Runs in the scheduler's thread. After the start only three calls may block:
-- a reset of the cache,
-- vLLM's question for a request's hit (as long as `hits.Patience` allows),
-- the planning of a step after the engine's weights have changed.
-
-While the engine does not share KV, all calls return at once.
+After the start only three calls may block: a reset, vLLM's question for a hit (as long as
+`hits.Patience` allows), and the planning of a step after the weights have changed. While the
+engine does not share KV, all calls return at once.
 """
 
 import time
@@ -39,14 +30,10 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class HotKVScheduler:
-    """The connector's scheduler side. The engine runs without hotkv until `connect` receives the
-    workers' handshakes. If a callback (a method that vLLM calls) raises, its fallback `*_broke`
-    runs.
+    """The engine runs without hotkv until `connect`. Fallbacks of callbacks are `*_broke`.
 
-    edge: records the time and the exceptions of the callbacks.
-    is_child: True if the connector is in a MultiConnector.
-    stats: the counters' growth since vLLM last collected it.
-    totals: the sum of all growth that vLLM has collected.
+    stats: growth since vLLM last collected it.
+    totals: what vLLM has collected.
     """
 
     def __init__(
@@ -95,23 +82,17 @@ class HotKVScheduler:
 
     @property
     def cache(self) -> Assembly | None:
-        """Returns the objects for the present key space (a model in a configuration); None
-        while the engine runs without hotkv."""
         return self.sharing.cache
 
     def count(self, name: str) -> None:
-        """Increments a counter of `counter_help.COUNTERS`."""
         self.stats.add(name)
 
     def take_stats(self) -> HotKVStats:
-        """Returns the growth of the counters since the last call, for vLLM's metrics."""
         taken, self.stats.data = HotKVStats(data=self.stats.data), {}
         self.totals.aggregate(taken)
         return taken
 
     def take_events(self) -> list[object]:
-        """Returns events about blocks of the shared cache, which vLLM publishes as events of this
-        engine (`SharedEvents`)."""
         cache, now_s = self.sharing.cache, time.monotonic()
         if self._device_clears.since_last(self.steps.manager):
             self.events.device_was_cleared()
@@ -120,26 +101,17 @@ class HotKVScheduler:
         return self.events.take(cache.session, cache.cache_groups, now_s)
 
     def connect(self, found: Iterable[Any]) -> None:
-        """Receives the ranks' handshakes and opens the session of their key space (a model in a
-        configuration). If the handshakes differ from earlier handshakes, running requests continue
-        without hotkv.
-
-        found: handshakes from vLLM; handshakes of other connectors are ignored.
-        """
+        """If handshakes differ from earlier ones, running requests go on without hotkv."""
         handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
             self._leave()
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
-        """Closes the session. From then on the engine runs without hotkv, until `connect` opens
-        another session."""
         self._leave()
         self.sharing.turn_off()
 
     def _leave(self) -> None:
-        """Cancels the loads of all current requests, and forgets these requests: they continue
-        without hotkv."""
         self.requests.cancel_loads()
         for state in self.requests.states.values():
             state.leave()
@@ -147,7 +119,6 @@ class HotKVScheduler:
         self.requests.short.clear()
 
     def bind_manager(self, manager: Any) -> None:
-        """Passes vLLM's block manager to the parts that use it or its block pool."""
         self.requests.loads.quarantine.pool = manager.block_pool
         self.steps.manager = manager
         self.residents.bind(manager)
@@ -155,11 +126,7 @@ class HotKVScheduler:
             self.requests.room.bind(manager)
 
     def update(self, output: Any) -> None:
-        """Processes the results of a step: the ranks' reports that were not processed before, and
-        the ends of loads.
-
-        output: vLLM's `KVConnectorOutput`.
-        """
+        """output: vLLM's `KVConnectorOutput`."""
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
         said, cache = output.kv_connector_worker_meta, sharing.cache
         is_resident = cache is not None and cache.residencies is not None
@@ -176,13 +143,11 @@ class HotKVScheduler:
             self.stats.add(name, value)
         sharing.links.update(report.links, now_s, sharing.stream)
         if sharing.weights.reported(report.weights, now_s):
-            # The weights may have changed. The loads in progress load KV of the old weights, so
-            # they are useless.
+            # The loads in progress bring KV of the old weights.
             self.requests.cancel_loads()
         if output.invalid_block_ids:
             self.residents.lost(output.invalid_block_ids)
-        # `overdue` keeps the blocks of hung loads out of vLLM's pool, so it must run before vLLM
-        # frees the blocks of the requests whose load this step reports as failed.
+        # Before vLLM frees the blocks of the loads that this step reports as failed.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
             self.stats.add("hung_loads", num_hung)
@@ -216,9 +181,7 @@ class HotKVScheduler:
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
-                # The bytes of LoRA adapters have changed in the workers. So drop all tails (last
-                # blocks of ended requests, which wait to be stored) and cancel the loads for
-                # requests with these adapters: both may belong to the old bytes.
+                # Tails and loads may belong to the adapters' old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:
@@ -227,19 +190,15 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space (a model in a configuration), for all
-        engines. Also discards everything that the scheduler side knows about the cache's contents.
+        """Empties the shared cache of this key space, for all engines. Blocks for at most
+        `reset_timeout_s`.
 
-        Returns False only if a connected server did not flush. Blocks for at most
-        `hotkv.reset_timeout_s`. Returns True at once if the ranks' handshakes have not arrived yet.
-        The flush is then sent after the handshakes, before anything is loaded or stored.
-
-        vLLM also calls this method when the engine pauses or sleeps. Then this method does not
-        empty the shared cache. But vLLM may discard the KV memory, so blocks that were computed
-        before the pause and are not being stored yet are never stored.
+        False only if a connected server did not flush. True at once without handshakes: the
+        flush follows them, before anything is loaded or stored. vLLM also calls this when the
+        engine pauses or sleeps: the cache then stays, but vLLM may discard the KV memory, so
+        blocks whose store has not begun are never stored.
         """
-        # `suspect` makes the ranks check their weights. Until they have answered, steps store
-        # nothing, and drop the tails (last blocks) of ended requests.
+        # Until the ranks have checked their weights, steps store nothing and drop tails.
         has_paused = checks.is_pausing()
         self.sharing.weights.suspect(has_paused)
         cache = self.sharing.cache
@@ -254,23 +213,17 @@ class HotKVScheduler:
         if has_paused:
             return True
         if not checks.is_device_empty(self.steps.manager):
-            # The device still has blocks from before the reset, and requests may hit them. So all
-            # its KV counts as inexact and is not stored.
+            # Requests may hit blocks from before the reset that the device still has.
             self._exactness.distrust_all()
         self.stats.add("resets")
         cache.finder.hidden.clear_all()
         return cache.reset.begin(self._config.reset_timeout_s)
 
-    # -------------------------------------------------------------------- fallbacks of broken
-    # callbacks
+    # ------------------------------------------------------------------ fallbacks of callbacks
 
     def update_broke(self, output: Any) -> None:
-        """Handles the results of a step if `update` raised. Loads whose end `update` has not
-        handled count as failed. Stores that the workers' report lists count as ended. Shares as
-        little code as possible with `update`, because the same fault could raise again.
-
-        output: vLLM's `KVConnectorOutput`.
-        """
+        """Loads whose end `update` has not handled count as failed, reported stores as ended.
+        Shares little code with `update`, which the same fault could break."""
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         said, cache = output.kv_connector_worker_meta, self.sharing.cache
@@ -287,12 +240,10 @@ class HotKVScheduler:
                 cache.finder.give_up(state)
 
     def reset_broke(self) -> bool:
-        """Handles a reset if `reset_cache` raised. Stops all loads and stores until the server has
-        confirmed a flush. The blocks of present requests, and all blocks that are on the device
-        now, are never stored. Present requests get no hits any more.
+        """Stops loads and stores until a flush is confirmed. Present requests get no hits; neither
+        their blocks nor any on the device are stored.
 
-        Returns False, so that vLLM reports that the reset has failed. Returns True if the engine
-        pauses or sleeps, because with False vLLM's pause would fail.
+        True if the engine pauses or sleeps, which False would make fail.
         """
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()
@@ -300,8 +251,7 @@ class HotKVScheduler:
             if state.is_loading:
                 self.requests.loads.cancelled.append(request_id)
                 state.hit.is_cancelled = True
-            # A lease from before the reset may still pin old blocks. Marks the lease as expired, so
-            # that its load never begins.
+            # The lease may pin old blocks: expired, its load never begins.
             state.hit.failed_loads = NEVER_AGAIN
             state.hit.lease_ends_s = 0.0
             state.store.may_store = False

@@ -1,14 +1,11 @@
-"""Plans the workers' part of a step: which loads to begin or cancel, which blocks to store, and
-which stores must end before the step writes the blocks that they read. The result is the message
-`HotKVMetadata`.
+"""Plans the workers' part of a step, `HotKVMetadata`.
 
-Always true:
 - An order about a load is sent in one step only.
-- The message of each step lists the stores whose blocks the step is about to write. If it is not
-  known which blocks the step writes, all stores are revoked.
+- Each message lists the stores whose blocks the step is about to write. If these are unknown, all
+  stores are revoked.
 - A quiet step (`HotKVMetadata.is_quiet`) costs one check.
 
-Scheduler thread only. Never blocks, except for a moment after the engine's weights have changed.
+Never blocks, except for a moment after the weights have changed.
 """
 
 import time
@@ -24,13 +21,6 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
-    """Assembles the message of each step for the workers.
-
-    edge: records the time and the exceptions of the callbacks (methods that vLLM calls).
-    prefill: measures the engine's prefill speed from the steps.
-    manager: vLLM's block manager; None until vLLM has bound it.
-    """
-
     def __init__(
         self, engine: Engine, sharing: Sharing, requests: Admission, edge: CallbackEdge
     ) -> None:
@@ -49,20 +39,14 @@ class StepPlanner:
         groups = engine.kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._num_drafts = int(engine.vllm_config.num_speculative_tokens)
-        # Sparse decode has rows to name in each step, and loads of other connectors in a
-        # MultiConnector end with a step.
+        # Sparse decode names rows in each step; loads of other connectors end with a step.
         self._always_plans = engine.is_child or engine.config.sparse is not None
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns this step's message for the workers. It contains the loads, the stores, and the
-        rows (requests of the batch) that attend sparsely. With residency (contexts beyond device
-        memory) it also contains the arena slots of blocks that are not on the device.
-
-        scheduler_output: vLLM's `SchedulerOutput` of the step.
-        """
+        """scheduler_output: vLLM's `SchedulerOutput`."""
         cache = self._sharing.cache
         if cache is not None and cache.reports.is_waiting:
             cache.reports.send(time.monotonic())
@@ -82,8 +66,7 @@ class StepPlanner:
         cache = self._sharing.cache
         if rows is not None and cache is not None and cache.residencies is not None:
             meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
-        # Takes the orders that are sent only once at the end: if the code above raises,
-        # `plan_broke` still finds these orders.
+        # Last: if the code above raises, `plan_broke` still finds these orders.
         requests = self._requests
         meta.adapters = self._adapters.take_work(time.monotonic())
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
@@ -91,8 +74,8 @@ class StepPlanner:
         return meta
 
     def _is_quiet(self, scheduler_output: Any) -> bool:
-        """Returns True if planning the step would change nothing, and its message would be empty.
-        Reads attributes, because calls would cost more than all else in such a step."""
+        """Whether planning would change nothing. Reads attributes, because calls would cost more
+        than all else in such a step."""
         requests, sharing, cache = self._requests, self._sharing, self._sharing.cache
         loads, scheduled = requests.loads, scheduler_output.num_scheduled_tokens
         if (
@@ -139,9 +122,6 @@ class StepPlanner:
         )
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns the step's message without three parts, which `plan` adds: the rows that attend
-        sparsely; the message about resident requests (requests whose old blocks may be only in the
-        server's memory); and the orders that are sent in one step only (loads, adapters)."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -175,20 +155,17 @@ class StepPlanner:
         meta.flush_stores = flush
         meta.settles_step = settles_step
         meta.wants_handshake = wants_handshake
-        # `begin_step` times only steps of at least LEAST_STEP_TOKENS, so it is not called for
-        # smaller steps.
+        # Smaller steps are not timed.
         if scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS:
             rows = steps.scheduled_rows(scheduler_output)
             meta.timed_step = self.prefill.begin_step(rows, time.monotonic())
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """Advances the tasks that span several steps: a check of the weights, a reset. Runs before
-        the step's stores are planned."""
+        """Before the step's stores are planned."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
-        # If a reset still has to flush the old key space, the engine changes to the new key space
-        # only after this flush.
+        # A reset first flushes the old key space.
         is_owed = cache.reset.under_way and identity is not None and sharing.is_other(identity)
         if identity is not None and not cache.planner.in_flight and not is_owed:
             self._adopt(cache, identity)
@@ -199,30 +176,23 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Changes to the key space (a model in a configuration) of the weights that the ranks have
-        reported (`Sharing.adopt`). If these weights differ from the weights of the present key
-        space, or if a rank noticed a write to its weights, first marks all KV on the device as
-        inexact (not to be stored) and makes all requests be looked up anew.
-
-        cache: the parts of the scheduler side that use the session.
-        identity: identifies the weights by their content.
-        """
+        """Changes to the key space of the reported weights. If they are others, or were written
+        to, all KV on the device counts as inexact, and all requests are looked up anew."""
         is_other = self._sharing.is_other(identity)
         if is_other or self._sharing.weights.were_written:
             self._exactness.distrust_all()
             if cache.residencies is not None and not is_other:
                 cache.residencies.distrust()
             for state in self._requests.states.values():
-                # Resets the number of failed loads too: these loads were made to fail because the
-                # weights had changed.
+                # Loads were made to fail because the weights had changed.
                 cache.finder.forget(state, failed_too=True)
         self._sharing.adopt(identity)
 
     def _plan_stores(
         self, cache: Assembly, scheduler_output: Any
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns the stores to start for the blocks that this step fills, and the ids of earlier
-        stores that must end first, because the step overwrites blocks that they still read."""
+        """The stores of the blocks that this step fills, and the ids of stores that must end
+        first."""
         block_state = scheduler_output.kv_connector_block_state
         handoffs = block_state.boundary_state_offloads
         if handoffs:
@@ -254,9 +224,7 @@ class StepPlanner:
         return stores, flush
 
     def _state(self) -> HotKVMetadata:
-        """Returns a new message to the workers with the parts that every step's message repeats,
-        such as the loads that hang and the question about the weights. With sparse decode, also
-        lists the blocks that the step is about to write."""
+        """What every step's message repeats."""
         requests = self._requests
         written = requests.written.take()
         meta = HotKVMetadata(
@@ -271,21 +239,14 @@ class StepPlanner:
 
     @callback(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Reports the contexts of the step's sparse rows (requests that attend sparsely) to the
-        server (`SparseSequences`). Also sets `meta.last_reports_of`: the ended requests whose last
-        selections (chosen blocks) the workers must still report."""
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             meta.last_reports_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()
             )
 
     def plan_broke(self) -> HotKVMetadata:
-        """Returns the workers' message for a step if `plan` raised.
-
-        The blocks that the step reallocates are not known. So all stores are revoked, including
-        stores that were not sent to the workers yet. Loads that were to begin are reported as
-        failed, and the blocks that the step computes are not stored.
-        """
+        """Which blocks the step reallocates is unknown: all stores are revoked, loads to begin
+        are reported as failed, and what the step computes is not stored."""
         if self._exactness.is_watching:
             self._exactness.distrust_all()
         self._sharing.weights.is_fresh = False
@@ -302,7 +263,7 @@ class StepPlanner:
             lost_track=True,
             weights=self._sharing.weights.order(),
         )
-        # Clears the orders at the end, so that they are not lost if this method raises too.
+        # Last, so that the orders are not lost if this raises too.
         loads.jobs = {}
         loads.abandoned = []
         loads.cancelled = []

@@ -1,16 +1,9 @@
-"""Plans which blocks to store after a step, and which stores must end before the step writes
-the blocks that they read. Scheduler thread only; never blocks.
+"""Plans which blocks to store after a step, and which stores must end before it writes the blocks
+that they read. Never blocks.
 
-Always true:
 - Before a step writes a block that a store reads, the store has ended or is revoked
-  (`stores_in_flight.StoreFence`). For this, the message of each step lists the stores whose blocks
-  the step is about to write.
-- A request's block table (its block ids in vLLM) is read from vLLM at each step and never retained.
-- A block has at most one store in flight (`stores_in_flight`).
-
-`StorePlanner` plans the stores of a step. It uses the other classes of this module:
-`StorableBlocks` (which blocks a hit can use), `MissingBlocks` (which of a request's blocks the
-server lacks) and `Tails` (last blocks of ended requests).
+  (`stores_in_flight.StoreFence`).
+- A request's block ids are read from vLLM at each step and never kept.
 """
 
 import math
@@ -40,24 +33,16 @@ from hotkv_vllm.tracing.request_traces import RequestTrace
 
 
 class StorableBlocks:
-    """Determines the blocks of a group that a hit could ever use. Only these blocks are stored.
+    """The blocks of a group that a hit could use; only these are stored.
 
-    A hit ends at a multiple of `alignment_tokens`. It needs consecutive blocks of the group up to
-    its end: with full attention all blocks, with a sliding window only the last blocks. The first
-    block that a hit needs is never earlier than the first block that a shorter hit needs. So to
-    find out whether any hit needs a block, it is enough to examine the shortest hit that ends at or
-    after the block. The pattern of needed blocks repeats along the prompt, so it is computed for
-    one period only. The interval of stored recurrent states (`state_interval_tokens`) is not a part
-    of this pattern, because it may have any length.
+    A hit needs consecutive blocks up to its end, and its first is never earlier than a shorter
+    hit's. So the shortest hit that ends at or after a block decides. The pattern repeats along the
+    prompt, but for `state_interval_tokens`, which may have any length.
 
-    alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
-        size.
-    state_interval_tokens: for groups of recurrent states only. This number is rounded up to a
-        multiple of `alignment_tokens`, and the states at multiples of the result are stored. 0: all
-        states are stored.
-    is_draft: True for a group of a drafter (model that proposes tokens), in which a hit also needs
-        the block after its end (`hotkv_proto.groups.longest_hit`).
-    is_everything: True if hits could use every block of the group.
+    state_interval_tokens: recurrent states are stored at multiples of it, rounded up to
+        `alignment_tokens`; 0: all.
+    is_draft: a hit needs the block after its end too (`hotkv_proto.groups.longest_hit`).
+    is_everything: hits could use every block.
     """
 
     def __init__(
@@ -70,7 +55,7 @@ class StorableBlocks:
         self._spec = spec
         self._is_draft = is_draft
         self._alignment = alignment_tokens
-        # The interval of stored states, in multiples of `alignment_tokens`; 0: no interval.
+        # In multiples of `alignment_tokens`; 0: none.
         self._interval = (
             -(-state_interval_tokens // alignment_tokens) if spec.kind is GroupKind.MAMBA else 0
         )
@@ -97,11 +82,9 @@ class StorableBlocks:
         return self._spec.first_needed_block(boundary) <= block
 
     def mask(self, first: int, stop: int, kept_boundaries: tuple[int, ...] = ()) -> BoolMask:
-        """Returns a mask of the request's blocks `first` to `stop` (exclusive, counted from its
-        beginning): True if a hit could use the block.
+        """For the request's blocks `first` to `stop`.
 
-        kept_boundaries: positions, in tokens, at which a recurrent state is stored even if the
-            position is not a multiple of the interval of stored states (`state_interval_tokens`).
+        kept_boundaries: positions in tokens at which a state is stored whatever the interval.
         """
         blocks = np.arange(first, stop)
         mask = np.take(self._pattern, blocks % len(self._pattern))
@@ -118,12 +101,10 @@ class StorableBlocks:
 def prompt_boundaries(
     prompt_tokens: int, alignment_tokens: int, drops_last_block: bool
 ) -> tuple[int, ...]:
-    """Returns the positions, in tokens, at which the hit of a later request ends, if the later
-    request repeats or extends a prompt of `prompt_tokens`.
+    """Positions in tokens at which the hit of a request that repeats or extends the prompt ends.
 
-    alignment_tokens: hits end at multiples of this.
-    drops_last_block: True if a drafter recomputes the last block of a hit. Then the result also
-        includes each position minus `alignment_tokens`.
+    drops_last_block: a drafter recomputes a hit's last block, so an alignment earlier counts
+        too.
     """
     ends = {(prompt_tokens - 1) // alignment_tokens, prompt_tokens // alignment_tokens}
     if drops_last_block:
@@ -134,32 +115,21 @@ def prompt_boundaries(
 # -------------------------------------------------------------------- which blocks the server lacks
 
 STORE_BLOCKS = 1 << 13
-"""Most blocks of one store. The server accepts up to 2^16 blocks in a call, but the blocks of a
-shorter store become visible to other engines sooner."""
+"""The server takes 2^16 in a call, but a shorter store is visible sooner."""
 STORE_RUNS = 256
-"""Most runs (consecutive blocks of a group) of one store. The server refuses more than 1024 runs in
-a call, and reserves slots for all runs of a call before it serves another call."""
+"""The server refuses more than 1024, and reserves slots for all runs before it serves another
+call."""
 Handoff = tuple[int, int, int]
-"""A recurrent state that vLLM offers for storing in this step (Mamba "align" mode): number of its
-vLLM group, id of its block, and the number of tokens that the state covers."""
+"""A recurrent state that vLLM offers in this step (Mamba "align" mode): its vLLM group, block
+id, and the tokens that it covers."""
 Tables = Callable[[str], "tuple[Sequence[int], ...] | None"]
-"""A function that returns the block ids of a request (given by its id) per vLLM group, as of this
-step; None if vLLM does not know the request."""
+"""A request's block ids per vLLM group, as of this step; None if vLLM does not know it."""
 Handoffs = Mapping[str, Sequence[Handoff]]
-"""By request id: the recurrent states that vLLM offers for storing in this step."""
 
 
 class MissingBlocks:
-    """Finds which of a request's full blocks the server lacks, as runs (consecutive blocks of a
-    group). Also finds the blocks whose sketch (a compact form of the keys, for sparse
-    attention) the server lacks.
-
-    state_interval_tokens: the setting `hotkv.state_interval_tokens` (`StorableBlocks`).
-    in_flight: the stores on which ranks are working.
-
-    Always true: a hit can use each block in the result (`StorableBlocks`), and no store in flight
-    reads the block. The same is true if only the block's sketch is to be stored.
-    """
+    """Which of a request's full blocks and their sketches the server lacks, as runs: only those
+    that a hit can use and that no store in flight reads."""
 
     def __init__(
         self,
@@ -199,18 +169,12 @@ class MissingBlocks:
         ids: Int32s,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the blocks among `ids` that are to be stored, as runs (consecutive blocks). Also
-        returns runs of the sketches (compact forms of keys) that the server lacks, for those
-        blocks that a hit could use. The server may lack the sketch of a block although it
-        has the block.
+        """Runs of blocks and of sketches to store; the server may have a block without its sketch.
 
-        state: the request that holds the blocks.
-        index: index of the group.
-        hashes: the hashes of all the request's blocks in the group.
-        begin: index, among the request's blocks, of the first block of `ids`.
-        ids: ids of consecutive device blocks of the request, int32.
-        planned: ids of blocks that this step already stores; the method adds the blocks of the
-            returned runs.
+        hashes: of all the request's blocks in the group.
+        begin: index of the first of `ids` among the request's blocks.
+        ids: consecutive device blocks, int32.
+        planned: device blocks that this step already stores; those of the result are added.
         """
         end, wanted = begin + len(ids), ids != NULL_BLOCK
         if not self._storable[index].is_everything:
@@ -247,13 +211,9 @@ class MissingBlocks:
         exact_tokens: int,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the recurrent states among `entries` to store, each as a run of one block.
+        """Each state to store as a run of one block.
 
-        entries: the request's recurrent states that vLLM offers for storing in this step.
-        exact_tokens: number of the request's leading tokens whose KV is exact. A state that covers
-            more tokens is skipped.
-        planned: ids of blocks that this step already stores; the method adds the blocks of the
-            returned runs.
+        exact_tokens: leading tokens whose KV is exact; a state that covers more is skipped.
         """
         found: list[BlockRun] = []
         groups = self._cache_groups
@@ -269,8 +229,6 @@ class MissingBlocks:
         return found
 
     def _storable_mask(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
-        """Returns a mask of the blocks in the group `index` at positions `begin` to `end`
-        (exclusive): True if a hit could use the block."""
         ends = prompt_boundaries(
             state.request.num_prompt_tokens,
             self._groups.alignment_tokens,
@@ -288,14 +246,7 @@ class MissingBlocks:
         ids: Int32s,
         wanted: BoolMask,
     ) -> list[BlockRun]:
-        """Returns the blocks in `ids` for which the mask `wanted` is True, as runs of consecutive
-        blocks. A run has at most STORE_BLOCKS blocks.
-
-        index: index of the group.
-        hashes: the hashes of all the request's blocks in the group.
-        begin: index, among the request's blocks, of the first block of `ids`.
-        ids: ids of consecutive device blocks of the request, int32.
-        """
+        """The wanted blocks, as runs of at most STORE_BLOCKS; the rest as for `runs`."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
         chains = [
@@ -310,18 +261,9 @@ class MissingBlocks:
     def _run(
         self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
     ) -> BlockRun:
-        """Returns the run (consecutive blocks, to be stored together) for the blocks `ids`, with
-        the hash of the block before them. If the server publishes events, the run also has the
-        blocks' tokens, the name of the request's adapter and further inputs of the hashes. All of
-        these are left out in two cases: a block has a private name, by which no other request finds
-        it; or the adapter's name is too long for the server. Otherwise routers would expect a
-        prompt to hit blocks that it can't hit.
-
-        index: index of the group.
-        hashes: the hashes of all the request's blocks in the group.
-        first: index, among the request's blocks, of the first block of `ids`.
-        ids: ids of consecutive device blocks of the request, int32.
-        """
+        """With what events need (tokens, adapter, extra keys) if the server publishes them. Not
+        for a block with a private name or an adapter's name that is too long: routers would
+        expect hits that can't be."""
         request, stop = state.request, first + len(ids)
         tokens = self._groups.specs[index].block_tokens
         parent = hashes[first - 1] if first else b""
@@ -337,9 +279,7 @@ class MissingBlocks:
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
-    """Distributes runs (consecutive blocks of a group), in their order, over stores. Each store
-    gets at most STORE_BLOCKS blocks and STORE_RUNS runs. A run must not have more than STORE_BLOCKS
-    blocks."""
+    """Stores of at most STORE_BLOCKS blocks and STORE_RUNS runs each, in order."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
@@ -357,17 +297,9 @@ Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
 
 
 class Tails:
-    """Holds the tails of ended requests until the next step stores them. A tail is the last blocks
-    of a request: their hashes became known only after the request's last step.
-
-    Always true: the step that is being planned writes no block of a tail. If it would write such a
-    block, `cut_before` removes the block and all later blocks from the tail, because no hit reaches
-    beyond a missing block. If the tail has several runs, `cut_before` drops the whole tail.
-    Scheduler thread only.
-
-    waiting: the tails that wait to be stored.
-    blocks: ids of the blocks that were added to `waiting`.
-    """
+    """Last blocks of ended requests, whose hashes became known only after the last step. The
+    next step stores them, up to the first that it writes, because no hit reaches beyond a
+    missing block; a tail of several runs is dropped whole."""
 
     def __init__(self) -> None:
         self.waiting: list[Tail] = []
@@ -379,34 +311,24 @@ class Tails:
     def add(
         self, retention: Retention, runs: Sequence[BlockRun], trace: RequestTrace | None = None
     ) -> None:
-        """Adds the last blocks (tail) of an ended request, to be stored with the next step.
-
-        retention: how the server should retain these blocks.
-        trace: the trace of the request; None if the request is not traced.
-        """
         if runs:
             self.waiting.append((retention, trace, tuple(runs)))
 
     def cut_before(self, written: Collection[int]) -> None:
-        """Cuts each tail (last blocks of an ended request) before its first block in `written`."""
         cut = ((by, trace, _before(tail, written)) for by, trace, tail in self.waiting)
         self.waiting = [one for one in cut if one[2]]
 
     def take(self) -> list[Tail]:
-        """Returns the tails (last blocks of ended requests) and forgets them."""
         taken, self.waiting, self.blocks = self.waiting, [], set()
         return taken
 
     def forget(self) -> None:
-        """Drops all tails (last blocks of ended requests)."""
         self.waiting = []
         self.blocks = set()
 
 
 def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[BlockRun, ...]:
-    """Returns the part of a tail (last blocks of an ended request) before its first block that is
-    in `written`: the whole tail if it has no such block. A tail of several runs can't be cut, so if
-    it has such a block, the result is empty."""
+    """The tail before its first written block; empty if that cuts a tail of several runs."""
     kept = [
         next((n for n, block in enumerate(run.block_ids.tolist()) if block in written), None)
         for run in tail
@@ -431,38 +353,24 @@ def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[Block
 # ----------------------------------------------------------------------------- the stores of a step
 
 ANSWER_BLOCKS = 8
-"""A decoding request stores this many blocks of its answer at a time, and the remaining blocks at
-its end, because few long stores cost the server less than many short stores. Blocks of the prompt
-are stored as soon as they are computed. In models with sliding windows or recurrent states, blocks
-of the answer are stored as soon as they are computed too."""
+"""Blocks of an answer are stored so many at a time: few long stores cost the server less. With
+sliding windows or recurrent states they are stored at once, like a prompt's."""
 
 UNSHARED = Retention(priority=-MAX_PRIORITY)
-"""The retention of blocks with private names (hashes by which no other request finds the blocks).
-Once their request has ended, they are useless. So the server evicts them first, and copies them to
-no tier (`StoreOptions.is_private`)."""
+"""For blocks with private names, by which no other request finds them: evicted first, and copied
+to no tier, because they are useless after their request."""
 Whose = tuple[Retention, bool, str, RequestTrace | None]
-"""Properties that all blocks of a store share: retention; True for private names (by which no other
-request finds the blocks); id of the request if it is resident (its old blocks may be only in the
-server's memory), otherwise empty; trace of the request, or None."""
+"""What all blocks of a store share: retention, whether names are private, id of a resident
+request or empty, trace."""
 
 
 class StorePlanner:
-    """Plans the stores of each step, and revokes stores whose blocks the step is about to write.
-    Owns the `StoreState` of each request.
+    """Plans each step's stores.
 
-    num_ranks: number of ranks that must report the end of each store.
-    id_prefix: beginning of the ids of write leases (a write lease is the right to write the slots
-        of a store).
-    fence: revokes stores by flags in memory shared with the ranks; None: only the workers revoke
-        stores.
-    exactness: knows which tokens have exact KV, so that only their blocks are stored; None: all
-        tokens count as exact.
-    residencies: the resident requests (requests whose old blocks may be only in the server's
-        memory), whose inexact blocks are stored too; None without residency.
-    unfinished_tokens: number of a request's last computed tokens that are not stored yet, because
-        the next step may change their KV.
-    in_flight: the stores on which ranks are working.
-    tails: the last blocks of ended requests, to be stored with the next step.
+    fence: None: only workers revoke stores.
+    exactness: None: all tokens count as exact.
+    residencies: inexact blocks of resident requests are stored too.
+    unfinished_tokens: last computed tokens whose KV the next step may change.
     """
 
     def __init__(
@@ -487,9 +395,8 @@ class StorePlanner:
         self._sketches = finder.sketches
         self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
-        # The blocks of an answer wait until there are ANSWER_BLOCKS of them. They can't wait if
-        # there is a group of sliding windows or recurrent states, because vLLM frees blocks of such
-        # a group while the request decodes.
+        # With sliding windows or recurrent states blocks can't wait: vLLM frees them while the
+        # request decodes.
         keeps_blocks = all(spec.kind in PREFIX_CLOSED for spec in self._groups.specs)
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
@@ -509,11 +416,9 @@ class StorePlanner:
         )
         self.tails = Tails()
         self.is_held = False
-        """True during a reset of the cache: each step then revokes the stores in flight and plans
-        no stores."""
+        """During a reset: each step revokes the stores in flight and plans none."""
         self.is_rekeying = False
-        """True while it is not known which key space belongs to the engine's weights: each step
-        then revokes the stores in flight and plans no stores."""
+        """As `is_held`, while the weights' key space is unknown."""
 
     def __repr__(self) -> str:
         return f"StorePlanner({self.in_flight}, {self.tails})"
@@ -521,37 +426,26 @@ class StorePlanner:
     # ------------------------------------------------------------------------------------- requests
 
     def new_state(self) -> StoreState:
-        """Returns the `StoreState` of a new request."""
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def comes(self, state: RequestState) -> None:
-        """Records that all blocks of a request must be considered for storing again. Called when
-        the request holds no blocks on the device: it is new, or it was preempted (so stores of its
-        blocks may have been revoked), or its load has failed. Does nothing for a resident request
-        (whose old blocks may be only in the server's memory)."""
+        """All blocks must be considered again: the request holds none on the device, as it is
+        new, was preempted (stores may have been revoked), or its load has failed."""
         if not self._is_resident(state):
             state.store = replace(self.new_state(), may_store=state.store.may_store)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
-        """Records a successful load, so that the loaded blocks are not stored again.
-
-        stored_blocks: per group, how many leading blocks of the request the server has.
-        """
+        """stored_blocks: leading ones per group that the server has."""
         for index, num_blocks in enumerate(stored_blocks):
             mine = state.store.stored_blocks
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
-        """Handles a reset of the cache for a request. If the engine has already computed tokens of
-        the request, its blocks are not stored any more, because they depend on KV from before the
-        reset. Otherwise all its blocks are stored, as for a new request. A request whose load is in
-        progress counts as not computed. Its load is cancelled; if the load succeeds nevertheless,
-        `Exactness` excludes the loaded KV from storing.
-
-        A resident request (whose old blocks are in the server only) with blocks on the device
-        continues to store blocks, but under hashes that no other request can have.
-        """
+        """A request with computed tokens, which depends on KV from before the reset, is no
+        longer stored; others are stored in full. A cancelled load does not count; if it
+        succeeds, `Exactness` excludes its KV. A resident request on the device goes on under
+        private names."""
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
         elif state.request.num_computed_tokens and not state.is_loading:
@@ -562,12 +456,9 @@ class StorePlanner:
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
     ) -> None:
-        """Queues the last blocks of a request that has ended. The hashes of these blocks became
-        known after the request's last step. They are stored with the engine's next step, up to the
-        first block that this step overwrites.
+        """Queues the last blocks of an ended request for the next step.
 
-        block_ids: the request's block ids, per vLLM group.
-        known_tokens: number of the request's leading tokens whose KV may be stored.
+        known_tokens: leading tokens whose KV may be stored.
         """
         if self._is_closed or not self._session.connected:
             return
@@ -585,14 +476,7 @@ class StorePlanner:
         held: Collection[str],
         handoffs: Handoffs,
     ) -> list[tuple[RequestState, int]]:
-        """Returns the requests with blocks to store after this step, each with its number of
-        computed tokens after the step.
-
-        requests: by id, the requests that hotkv follows.
-        num_scheduled_tokens: number of tokens that the step computes, by request id.
-        held: ids of requests whose blocks must not be stored now (`OtherLoads.held`).
-        handoffs: the recurrent states that vLLM offers for storing in this step.
-        """
+        """Requests with blocks to store after this step, and their computed tokens after it."""
         found = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             state = requests.get(request_id)
@@ -610,16 +494,9 @@ class StorePlanner:
         handoffs: Handoffs,
         written_blocks: Callable[[], Collection[int]],
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns this step's stores, and the ids of the stores in flight that must end before the
-        step writes blocks (because they read these blocks).
+        """This step's stores, and the ids of stores that must end before it writes blocks.
 
-        scheduled: the requests with blocks to store, as `due` returns them.
-        tables: takes a request id, and returns the request's block ids per vLLM group; None if vLLM
-            does not know the request.
-        handoffs: the recurrent states that vLLM offers for storing in this step.
-        written_blocks: returns the ids of the blocks that the step is about to write. Called only
-            if there are stores in flight or tails (last blocks of ended requests), because it costs
-            time.
+        written_blocks: called only if needed, because it costs time.
         """
         lost = self.in_flight.step()
         if lost:
@@ -649,20 +526,15 @@ class StorePlanner:
         return tuple(job for job in jobs if job is not None), flush
 
     def reported(self, report: StepReport) -> None:
-        """Removes the stores that all ranks have reported as ended, and counts their results."""
         for store in self.in_flight.account(report):
             settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
-        """Handles a step whose planning raised: drops the tails (last blocks of ended requests) and
-        the stores that were not sent to the workers, and revokes all other stores."""
         self.tails.forget()
         self.in_flight.plan_broke()
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores and drops the tails (last blocks of ended requests). Used if it is not
-        known which blocks a step reallocates, and while no store may begin. Returns the ids of the
-        revoked stores, which the step's message must list."""
+        """Revokes all stores and drops the tails. The ids, which the step's message must list."""
         taken_back = self.in_flight.take_all_back()
         self.tails.forget()
         return taken_back
@@ -672,13 +544,7 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes the stores that read one of the blocks in `written_blocks()`, because these
-        blocks are about to be written. Returns the ids of the revoked stores. Also shortens the
-        tails (last blocks of ended requests, which are not stored yet) so that they end before
-        these blocks.
-
-        written_blocks: returns the ids of the blocks that are about to be written.
-        """
+        """Revokes the stores of blocks about to be written, and cuts the tails."""
         if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()
@@ -693,15 +559,10 @@ class StorePlanner:
         planned: set[int],
         last: bool = False,
     ) -> list[BlockRun]:
-        """Returns the full blocks of a request that are to be stored now, as runs (consecutive
-        blocks of a group). Records in `state.store` which blocks were considered, and when to
-        consider the request's next blocks.
+        """`state.store` then says when to consider the next blocks.
 
-        computed_tokens: number of the request's tokens that are computed after this step.
-        tables_of: takes a request id, and returns the request's block ids per vLLM group.
-        planned: ids of blocks that this step already stores; the method adds the blocks of the
-            returned runs.
-        last: True if the request has ended, so that blocks left out now are never stored.
+        computed_tokens: after this step.
+        last: the request has ended; blocks left out now are never stored.
         """
         request, store = state.request, state.store
         is_resident = self._is_resident(state)
@@ -723,8 +584,7 @@ class StorePlanner:
             begin = min(store.stored_blocks[index], len(hashes))
             if end > begin and not group.states_by_handoff:
                 if self.in_flight.is_full(len(planned) * self._slot_bytes[index]):
-                    # Too many bytes of stores are in flight. The blocks are considered again in the
-                    # next step, when some stores may have ended.
+                    # Considered again in the next step, when some stores may have ended.
                     if last:
                         self._stats.add("dropped_blocks", end - begin)
                     return runs
@@ -739,39 +599,27 @@ class StorePlanner:
                         runs += self._missing.runs(state, index, hashes, part.start, ids, planned)
             store.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
-        # If a computed token is inexact, no later block of the request is ever stored.
+        # After an inexact token no later block is ever stored.
         is_exact = known == finished
-        # A resident request does not wait for several blocks: it needs each block in the server as
-        # soon as the block is full.
+        # A resident request needs each full block in the server at once.
         if next_tokens > request.num_prompt_tokens and not is_resident:
             next_tokens += self._answer_wait_tokens
         store.due_tokens = next_tokens + self._unfinished_tokens if is_exact else EVERYTHING
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:
-        """Returns True if the request is resident (its old blocks may be only in the server's
-        memory). The server must then hold all blocks of the request, even blocks with inexact
-        KV."""
         residencies = self._residencies
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
     def _private_from(self, state: RequestState) -> int:
-        """Returns the index of the request's first block with a private name (a hash made up for
-        this request only, by which no other request finds the block). All later blocks have private
-        names too. Returns EVERYTHING if no block has a private name."""
+        """Index of the first block with a private name; EVERYTHING if none has one."""
         if self._residencies is None or not self._is_resident(state):
             return EVERYTHING
         return self._residencies.private_from(state.request.request_id)
 
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
-        """Begins a store of these runs (consecutive blocks of a group) and returns the order for
-        the workers. Returns None, and counts the blocks as dropped, if the fence (memory with one
-        flag per store, by which the scheduler revokes stores) has no free flag: the store could
-        then not be revoked.
-
-        runs: the blocks and sketches (compact forms of keys) to store.
-        whose: the properties that all blocks of the store share (`Whose`).
-        """
+        """None, and the blocks count as dropped, if no word of the fence is free to revoke the
+        store."""
         (retention, is_private, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)

@@ -1,6 +1,4 @@
-"""Tracks the stores on which the engine's ranks are working (stores in flight). `StoreFence`
-revokes stores, `StoresInFlight` records which blocks each store reads, and `settle` counts the
-results of a store. Scheduler thread only."""
+"""The stores on which ranks are working."""
 
 import itertools
 import time
@@ -26,22 +24,17 @@ if TYPE_CHECKING:
 
 
 class StoreFence:
-    """Revokes stores whose blocks a step is about to write. A revoked store does not make its
-    blocks ready in the server.
+    """Before a block that a store reads is written, the store is revoked or has ended. A revoked
+    store does not make its blocks ready.
 
-    Always true: before a block that a store reads is written, that store is revoked or has ended.
-    There are two ways to revoke a store. The first is always used. The second is used in addition
-    if the first would be too late.
+    - By the workers, always: each message lists the stores whose blocks the step reallocates, and
+      each worker ends them before the step goes on (`worker.rank_stores`).
+    - By the scheduler too, if vLLM's runner writes before it notifies connectors
+      (`checks.writes_before_it_tells`): each rank shares a page with a 32-bit word per store. The
+      scheduler sets it before any worker gets the step; the server reads it after copying, and
+      commits only if it is not set.
 
-    - By the workers: the message of each step lists the stores whose blocks the step reallocates.
-      Each worker ends these stores before the step continues (`worker.rank_stores`).
-    - By the scheduler: used if vLLM's runner writes blocks before it notifies connectors
-      (`checks.writes_before_it_tells`). Each rank then shares a memory page (fence) with the
-      scheduler. Each store has a word (32-bit flag) on this page. The scheduler sets the word
-      before any worker gets the step. The server reads the word after it has copied the store's
-      bytes, and commits the store only if the word is not set.
-
-    revocations: the ranks' fences; None if only the workers revoke stores.
+    revocations: None if only workers revoke stores.
     """
 
     def __init__(self, revocations: Revocations | None = None) -> None:
@@ -51,32 +44,23 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """Allocates a word for a new store (a flag on the ranks' pages, by which the store is
-        revoked). Returns the word's index; 0 if stores need no word. Returns None if all words are
-        in use: the store could then not be revoked, so it must not be sent."""
+        """Index of a word for a new store; 0 if stores need none; None if all are in use: the
+        store must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Revokes a store: sets its word on the pages of all ranks, so that the server does not
-        commit the store any more. Does nothing if the engine has no such pages.
-
-        index: index of the store's word.
-        """
         if self.revocations is not None:
             self.revocations.revoke(index)
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight: sets their words on the pages of all ranks, so that the
-        server commits none of these stores."""
         if self.revocations is not None:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Frees the word with this index for another store. First revokes the store that had the
-        word: a rank may have stopped waiting for this store although the server is still working on
-        it."""
+        """Revokes the store first: a rank may have stopped waiting for one on which the server
+        still works."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -85,37 +69,23 @@ class StoreFence:
 
 
 _store_ids = itertools.count(1)
-"""Generates the ids of stores. All planners of this process share it, because workers may still
-report stores of an earlier planner."""
+"""For all planners of the process: workers may report an earlier planner's stores."""
 UNREPORTED_S = 60.0
-"""If a rank has not reported the end of a store after steps that took this many seconds in all, a
-message to or from the rank must have been lost. The store is then revoked and forgotten. A store
-may stay unreported for longer in an idle engine, because only steps carry reports."""
+"""After steps of so many seconds without a rank's report, a message is lost: the store is
+revoked and forgotten."""
 MOST_STEP_S = 1.0
-"""The time between the plans of two steps counts as this many seconds at most. So the clock of
-`StoresInFlight` almost stops while the engine is idle."""
+"""The time between two plans counts at most this much: idle time carries no reports."""
 
 
 @dataclass(slots=True)
 class StoreInFlight:
-    """A store that ranks are working on.
-
-    runs: the stored blocks, as runs (consecutive blocks of a group). Does not include the runs of
-        sketches (compact forms of keys).
-    read: ids of all device blocks that the store reads, including blocks of which only the
-        sketch is stored.
-    num_bytes: size of the store in all ranks together.
-    num_ranks: number of ranks that report the store's end.
-    results: by rank that has reported the store's end, a byte per block: the server's
-        `BlockResult`.
-    fence_index: index of the store's word (flag by which the scheduler revokes the store, on a page
-        shared with the ranks); 0 if the store has no word.
-    planned_s: time at which the store was planned, on the clock of `StoresInFlight`. This clock
-        counts at most MOST_STEP_S between two steps, so that it almost stops while the engine is
-        idle.
-    request_id: id of the resident request (its old blocks may be only in the server's memory) to
-        which the store belongs, or empty.
-    span: the store's trace span; None if the store is not traced.
+    """runs: of blocks, without sketches.
+    read: all device blocks, also those of which only the sketch is stored.
+    num_bytes: in all ranks together.
+    results: by rank, a byte per block: the server's `BlockResult`.
+    fence_index: 0 without a word.
+    planned_s: on the clock of `StoresInFlight`.
+    request_id: of a resident request, or empty.
     """
 
     store_id: int
@@ -135,16 +105,10 @@ class StoreInFlight:
 
 
 class StoresInFlight:
-    """Holds the stores on which ranks are working, and the blocks that these stores read.
+    """A block has at most one store in flight; `num_bytes` is the sum over `stores`. A store is
+    removed when all ranks have reported its end, or after UNREPORTED_S.
 
-    Always true:
-    - A block has at most one store in flight.
-    - `num_bytes` is the sum of the sizes of `stores`.
-    - A store is removed when all ranks have reported its end, or UNREPORTED_S after it was planned
-      (without the time in which the engine is idle).
-
-    stores: the stores in flight, by store id.
-    reading: by block id, the id of the store that reads the block. Revoked stores are left out.
+    reading: by block id, the store that reads it; without revoked stores.
     """
 
     def __init__(
@@ -155,11 +119,8 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """Begins without stores in flight.
-
-        max_bytes: limit of `num_bytes`, the size of all stores in flight together (`is_full`).
-        id_prefix: the ids of write leases begin with it.
-        on_end: called with each store that is removed, however the store has ended.
+        """max_bytes: of all stores together.
+        on_end: called with each store that is removed, however it ended.
         """
         self.fence = fence
         self._on_end = on_end
@@ -183,12 +144,10 @@ class StoresInFlight:
         )
 
     def step(self) -> dict[int, StoreInFlight]:
-        """Records that vLLM plans a new step. The stores of all earlier steps were sent to the
-        workers by now.
+        """The stores of earlier steps were sent by now.
 
-        Also removes and returns two kinds of lost stores: stores whose end was not reported within
-        UNREPORTED_S, and stores that all ranks have reported but that a fault has left in `stores`.
-        A worker may still be working on such a store, so the step's message must list it.
+        Removes and returns lost stores: overdue ones, and those that all ranks have reported but
+        a fault has left. A worker may still work on them, so the step's message must list them.
         """
         self._last_sent = self._last_planned
         now_s = time.monotonic()
@@ -205,8 +164,7 @@ class StoresInFlight:
         return lost
 
     def is_full(self, more_bytes: int) -> bool:
-        """Returns True if a store of `more_bytes` must wait until other stores have ended. Without
-        stores in flight a store may have any size."""
+        """Whether a store must wait for others to end; without others any size may begin."""
         return bool(self.stores) and self.num_bytes + more_bytes >= self._max_bytes
 
     def begin(
@@ -218,17 +176,9 @@ class StoresInFlight:
         request_id: str = "",
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
-        """Begins a store and returns its order for the workers. Returns None if the store could not
-        be revoked, because all words of the fence are in use (a word is a flag on the ranks' pages,
-        by which a store is revoked).
+        """None if no word of the fence is free.
 
-        blocks: the blocks to store, as runs (consecutive blocks of a group).
-        sketches: runs of the sketches (compact forms of keys) to store.
-        num_bytes: size of the store in all ranks together.
-        options: how long the server should retain the blocks, and other options of the store.
-        request_id: id of the resident request (its old blocks may be only in the server's memory)
-            to which the store belongs, or empty.
-        trace: the trace of the request that owns the blocks; None if the request is not traced.
+        num_bytes: in all ranks together.
         """
         fence_index = self.fence.take()
         if fence_index is None:
@@ -263,9 +213,7 @@ class StoresInFlight:
         )
 
     def account(self, report: StepReport) -> list[StoreInFlight]:
-        """Adds the results in the ranks' report to the stores in flight. Removes and returns the
-        stores that all ranks have ended. A second call with the same report has no effect, and
-        returns an empty list."""
+        """Removes and returns the stores that all ranks have ended. Idempotent."""
         new: list[StoreInFlight] = []
         for store_id, results in report.stores.items():
             store = self.stores.get(store_id)
@@ -278,7 +226,6 @@ class StoresInFlight:
         return ended
 
     def _drop(self, store_id: int) -> None:
-        """Removes a store: frees its word on the ranks' pages (`StoreFence`) and calls `on_end`."""
         self._stop_reading(store_id)
         store = self.stores.pop(store_id)
         self.num_bytes -= store.num_bytes
@@ -293,22 +240,20 @@ class StoresInFlight:
     # ------------------------------------------------------------------------------- taking back
 
     def take_back_readers(self, blocks: Iterable[int]) -> set[int]:
-        """Revokes the stores that read any of these blocks. Returns the ids of the revoked stores,
-        which the step's message must list."""
+        """Revokes the stores that read these blocks. Their ids, which the step's message must
+        list."""
         found = {self.reading[block] for block in blocks if block in self.reading}
         for store_id in found:
             self._take_back(store_id)
         return found
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores in flight. Returns their ids, which the step's message must list."""
+        """As `take_back_readers`."""
         for store_id in self.stores:
             self._take_back(store_id)
         return tuple(sorted(self.stores))
 
     def plan_broke(self) -> None:
-        """Handles a step whose planning raised: removes the stores that were not sent to the
-        workers, and revokes all other stores by their words on the ranks' pages (`StoreFence`)."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -332,8 +277,6 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts the results of an ended store in `stats`. Also removes the keys of its stored blocks
-    from `hidden` (the blocks that are not offered as hits because their load failed)."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (
@@ -351,9 +294,8 @@ def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Returns a mask of the store's blocks: True if the server has the shards (parts) of the block
-    of all ranks. Also returns how many of these blocks this store has added to the server; the
-    server had the others before."""
+    """Mask of the blocks of which the server has all shards, and how many of them this store
+    added."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
     for row, result in enumerate(store.results.values()):

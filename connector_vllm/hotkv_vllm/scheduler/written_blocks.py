@@ -1,7 +1,5 @@
-"""Collects the device blocks that vLLM has reallocated and that the next step, or a load, is about
-to write. Other parts need this list for two purposes: the store that still reads such a block must
-end before the block is written, and notes about the block's old contents (such as "inexact") must
-be deleted. Scheduler thread only."""
+"""Reallocated device blocks that the next step, or a load, is about to write. Stores that read
+them must end before, and notes about their old contents are deleted."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,22 +8,12 @@ from hotkv_vllm.compat import NULL_BLOCK, steps
 
 
 class WrittenBlocks:
-    """Collects reallocated blocks for the message of the next step.
-
-    `allocated` adds the blocks that vLLM allocates when it admits a request. Loads of this
-    connector, or of another connector in a MultiConnector, may write these blocks. `step` and
-    `of_step` add the reallocated blocks that a step's prefill and decode write.
-
-    collected: ids of the blocks that were collected since the last call of `take`.
-    """
+    """`allocated` adds what vLLM allocates at an admission, which loads of any connector may
+    write; `step` and `of_step` add what a step's prefill and decode write."""
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
-        """Begins without collected blocks.
-
-        tokens_per_block: number of tokens of a block, per vLLM group. 0: vLLM allocates new blocks
-            in the group for the tokens of a hit, so all blocks of a request in this group count as
-            written.
-        """
+        """tokens_per_block: per vLLM group. 0: vLLM allocates new blocks for the tokens of a
+        hit, so all of a request's blocks count as written."""
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
         self.collected: set[int] = set()
@@ -35,16 +23,12 @@ class WrittenBlocks:
         return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self.collected)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
-        """Records the length of the request's hit in vLLM's own prefix cache. The blocks of the hit
-        are not written."""
+        """The blocks of a hit in vLLM's own prefix cache are not written."""
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
-        """Adds the blocks that vLLM has newly allocated to the request: the blocks after its hit in
-        vLLM's own prefix cache or, once its load has ended, after the loaded tokens.
-
-        blocks: vLLM's `KVCacheBlocks` of the request.
-        """
+        """Adds the blocks after the request's hit in vLLM's own prefix cache or, once its load
+        has ended, after the loaded tokens."""
         valid_tokens = max(
             request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
         )
@@ -53,29 +37,23 @@ class WrittenBlocks:
         self.collected.discard(NULL_BLOCK)
 
     def add(self, blocks: Collection[int]) -> None:
-        """Adds blocks whose old content this step overwrites, such as hot slots (device blocks into
-        which selected blocks are copied)."""
         self.collected.update(blocks)
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """Records the schedule of a step (vLLM's `SchedulerOutput`). Which blocks the step writes
-        is determined only if `of_step` is called, because that takes time."""
+        """Which blocks the step writes is determined only by `of_step`, because that takes time."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:
-        """Returns the ids of all blocks that were collected since the last call of `take`. First
-        adds the reallocated blocks that the step last passed to `step` is about to write."""
+        """With those of the present step."""
         if self._scheduler_output is not None:
             self.collected |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None
         return self.collected
 
     def take(self) -> set[int]:
-        """Returns the ids of the collected blocks, for the step's message, and forgets them. If the
-        blocks that the present step writes must be included, call `of_step` before."""
+        """Those of the present step only after `of_step`."""
         taken, self.collected, self._scheduler_output = self.collected, set(), None
         return taken

@@ -1,2 +1,1 @@
-"""Replaces code that needs a GPU, so that tests and benchmarks run without a GPU. Not for
-production."""
+"""Runs tests and benchmarks without a GPU. Not for production."""

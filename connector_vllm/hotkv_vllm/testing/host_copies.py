@@ -1,9 +1,6 @@
-"""Makes vLLM's offloading run in CPU engines, for tests: replaces its copies between device and
-host memory.
+"""vLLM's offloading in CPU engines, for tests: hotkv's compiled memcpy in place of its copies.
 
-`HostTieringSpec` is vLLM's TieringOffloadingSpec with one change: hotkv's compiled memcpy copies
-between the engine's KV memory and the primary tier (the CPU memory of vLLM's offloading). To use
-this class, set `spec_name` to HostTieringSpec and `spec_module_path` to this module, both in
+Set `spec_name` to HostTieringSpec and `spec_module_path` to this module, both in
 `kv_connector_extra_config`.
 """
 
@@ -26,13 +23,10 @@ from hotkv_proto import native
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Fragments = list[tuple[int, int, int]]
-"""The parts in which a page is copied. Each part is a tuple in bytes: offset in the page in the
-engine's memory, offset in the page in the primary tier's row, size."""
+"""Parts of a page in bytes: offset in the engine's page, offset in the row's page, size."""
 
 
 class HostTieringSpec(TieringOffloadingSpec):
-    """vLLM's TieringOffloadingSpec with `HostCopies` as its worker."""
-
     _worker: OffloadingWorker | None
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -53,15 +47,10 @@ class HostTieringSpec(TieringOffloadingSpec):
 
 
 class HostCopies(OffloadingWorker):
-    """Copies blocks between the engine's KV memory and the primary tier, vLLM's CPU memory, which
-    consists of rows. A copy has ended when `submit_store` or `submit_load` returns. The pages of a
-    block are at the same places in a row as with vLLM's CPUOffloadingWorker.
+    """Copies between KV memory and rows of the primary tier; done when `submit_*` returns. Pages
+    are where vLLM's CPUOffloadingWorker puts them.
 
-    region: the memory of the primary tier.
-    blocks_per_chunk: number of blocks in a chunk, the unit that vLLM offloads; a row holds one
-        chunk.
-    is_canonical: True with vLLM's canonical layout, in which the bytes of a row do not depend on
-        the number of ranks.
+    is_canonical: rows' bytes do not depend on the number of ranks.
     """
 
     def __init__(
@@ -76,7 +65,7 @@ class HostCopies(OffloadingWorker):
         self._per_chunk = blocks_per_chunk
         self._refs = kv_caches.group_data_refs
         self._pages: list[torch.Tensor] = []
-        # For each tensor: int8 [rows, blocks of a chunk, bytes of a page in a row].
+        # Per tensor, int8 [rows, blocks of a chunk, bytes of a page in a row].
         self._rows: list[torch.Tensor] = []
         self._is_canonical = is_canonical
         for number, tensor in enumerate(kv_caches.tensors):
@@ -96,11 +85,9 @@ class HostCopies(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def _row_bytes(self, tensor: int) -> int:
-        """Returns how many bytes of a row of the primary tier one block's page of a tensor has,
-        with vLLM's canonical layout. There the page may be larger than in the engine's memory,
-        because it has the parts of all ranks.
+        """Of one block's page in the canonical layout, which has the parts of all ranks.
 
-        tensor: vLLM's index of the tensor (`tensor_idx`).
+        tensor: vLLM's `tensor_idx`.
         """
         return max(
             ref.mapping.canonical_page_size_bytes
@@ -149,7 +136,7 @@ class HostCopies(OffloadingWorker):
         page, row = self._pages[ref.tensor_idx], self._rows[ref.tensor_idx]
         mapping = ref.mapping
         if self._is_canonical and to_row and mapping is not None and mapping.num_writers > 1:
-            # If several ranks hold the same bytes, each of them copies a part of the pages.
+            # Each of the ranks with the same bytes copies a part of the pages.
             pages = rows * self._per_chunk + inside
             mine = pages % mapping.num_writers == mapping.writer_index
             ids, rows, inside = ids[mine], rows[mine], inside[mine]
@@ -183,7 +170,7 @@ class HostCopies(OffloadingWorker):
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Does nothing, because every copy has ended when its submission returns."""
+        """Nothing to wait for."""
 
     def shutdown(self) -> None:
         self._pages, self._rows = [], []

@@ -1,1 +1,1 @@
-"""Records trace spans (OpenTelemetry) for an engine's requests, if tracing is configured."""
+"""Trace spans (OpenTelemetry) of requests."""

@@ -1,12 +1,11 @@
-"""Records trace spans that show what hotkv does for each request, and how long it takes.
+"""Spans that show what hotkv does for a request, and how long it takes.
 
-The span `hotkv.request` covers a request. The client names its parent in the request's trace
-headers; vLLM's own span `llm_request` has the same parent. Calls, loads and stores are children of
-`hotkv.request`, and the server's spans are children of these.
+`hotkv.request` covers a request; its parent, named in the trace headers, is also that of vLLM's
+`llm_request`. Calls, loads and stores are its children, the server's spans theirs.
 
-Always true: without the setting `tracing` no object of this module is created, and OpenTelemetry is
-not imported. Methods that record spans do not wait, because a thread exports the spans. Scheduler
-thread only, except that the span of a call may be ended by any thread.
+Without the setting `tracing` no object of this module exists, and OpenTelemetry is not imported.
+Recording does not wait: a thread exports. Scheduler thread only; any thread may end a call's
+span.
 """
 
 import atexit
@@ -29,17 +28,11 @@ if TYPE_CHECKING:
 SERVICE = "hotkv-connector"
 TRACEPARENT = "traceparent"
 VLLM_PROTOCOL = "grpc"
-"""The protocol by which spans are exported, unless the environment names another protocol. It is
-also vLLM's default for its own spans."""
+"""Unless the environment names another; vLLM's own default."""
 
 
 @final
 class RequestTrace:
-    """Records the spans of one request.
-
-    root: the span `hotkv.request`.
-    """
-
     def __init__(self, root: "Span") -> None:
         self._root = root
         self._num_lookups = 0
@@ -49,12 +42,12 @@ class RequestTrace:
         return f"RequestTrace({self._root.traceparent})"
 
     def lookup(self, groups: Sequence[GroupHashes]) -> "Span":
-        """Begins the span of a lookup call to the server. The caller ends it with the answer."""
+        """The caller ends it with the answer."""
         self._num_lookups += 1
         return self._call("hotkv.lookup", groups)
 
     def lease(self, groups: Sequence[GroupHashes]) -> "Span":
-        """Begins the span of a call that acquires a lease. The caller ends it with the answer."""
+        """The caller ends it with the answer."""
         return self._call("hotkv.lease", groups)
 
     def _call(self, name: str, groups: Sequence[GroupHashes]) -> "Span":
@@ -63,24 +56,19 @@ class RequestTrace:
         return span
 
     def load(self, job: LoadJob, num_tokens: int) -> str:
-        """Begins the span of a load. Returns the span's traceparent, a text that the load's call
-        carries, so that the server's spans become children of this span.
-
-        num_tokens: number of tokens to load.
-        """
+        """The span's traceparent, which makes the server's spans its children."""
         span = self._loading = self._root.child("hotkv.load", is_call=True)
         span.attributes["hotkv.tokens"] = num_tokens
         span.attributes["hotkv.blocks"] = sum(len(run.block_ids) for run in job.runs)
         return span.traceparent
 
     def load_ended(self, failed: bool) -> None:
-        """Ends the span of the load, because the load has ended in all ranks."""
         if self._loading is not None:
             self._loading.end("FAILED" if failed else "")
             self._loading = None
 
     def store(self, num_blocks: int, num_bytes: int) -> "Span":
-        """Begins the span of a store. `end_store` ends it."""
+        """`end_store` ends it."""
         span = self._root.child("hotkv.store", is_call=True)
         span.attributes["hotkv.blocks"] = num_blocks
         span.attributes["hotkv.bytes"] = num_bytes
@@ -89,12 +77,10 @@ class RequestTrace:
     def ended(
         self, prompt_tokens: int, device_hit_tokens: int, hit_tokens: int, miss: Miss, wait_s: float
     ) -> None:
-        """Ends the request's span, with figures about its hit.
-
-        device_hit_tokens: length of the hit in vLLM's own prefix cache.
-        hit_tokens: number of tokens to load from hotkv.
+        """device_hit_tokens: in vLLM's own prefix cache.
+        hit_tokens: to load from hotkv.
         miss: why the hit was not longer.
-        wait_s: how long the request waited for answers about its hit.
+        wait_s: for answers about the hit.
         """
         if self._loading is not None:
             self._loading.end("CANCELLED")
@@ -109,7 +95,7 @@ class RequestTrace:
         self._root.end()
 
     def left(self) -> None:
-        """Ends the spans of a request that continues without hotkv."""
+        """The request goes on without hotkv."""
         if self._loading is not None:
             self._loading.end("CANCELLED")
         self._root.end("LEFT")
@@ -117,8 +103,6 @@ class RequestTrace:
 
 @final
 class RequestTraces:
-    """Decides which requests are traced, and begins their traces."""
-
     def __init__(self, traces: "Traces") -> None:
         self._traces = traces
 
@@ -126,30 +110,23 @@ class RequestTraces:
         return f"RequestTraces({self._traces})"
 
     def begin(self, request: Any) -> RequestTrace | None:
-        """Begins the trace of a request; returns None if the request is not traced. If the client
-        sends a trace context (header `traceparent`), this says whether to trace the request. Of the
-        other requests, a random share is traced (`tracing_sample_ratio`).
-
-        request: vLLM's `Request`.
-        """
+        """None if not traced: the client's trace context decides, else a random share of
+        `tracing_sample_ratio`."""
         headers: Mapping[str, str] = request.trace_headers or {}
         root = self._traces.begin("hotkv.request", headers.get(TRACEPARENT, ""))
         return None if root is None else RequestTrace(root)
 
     def flush(self) -> None:
-        """Exports the spans that wait for their export. Blocks for a bounded time."""
+        """Blocks for a bounded time."""
         self._traces.flush()
 
     def close(self) -> None:
-        """Exports the spans that wait for their export, and stops recording."""
         atexit.unregister(self.close)
         self._traces.close()
 
 
 def open_traces(config: ConnectorConfig) -> RequestTraces | None:
-    """Begins to export spans, and returns the object that begins traces. Returns None if the
-    setting `tracing` is empty. Raises ConfigError if spans can't be exported, for example because
-    OpenTelemetry is not installed."""
+    """None if the setting `tracing` is empty. Raises ConfigError if spans can't be exported."""
     if not config.tracing:
         return None
     try:
@@ -173,11 +150,7 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
 
 
 def end_store(span: "Span", results: Collection[bytes]) -> None:
-    """Ends the span of a store, and records in the span how many blocks had each `BlockResult`.
-
-    results: for each rank, a byte per block with the server's `BlockResult` (such as STORED or
-        NO_SPACE); empty for a rank whose transfer failed.
-    """
+    """results: by rank, a byte (`BlockResult`) per block; empty if its transfer failed."""
     for value, count in Counter(b"".join(results)).items():
         span.attributes[f"hotkv.{BlockResult(value).name.lower()}_blocks"] = count
     span.end("" if results and all(results) else "FAILED")
