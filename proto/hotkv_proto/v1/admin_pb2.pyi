@@ -34,9 +34,9 @@ class _BlockVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_VERDICT_EVICTED: _BlockVerdict.ValueType  # 3
     """It would not: it was evicted lately to make room."""
     BLOCK_VERDICT_NEVER_STORED: _BlockVerdict.ValueType  # 4
-    """It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
+    """It would not: it was never stored, or evicted so long ago that the server has forgotten it."""
     BLOCK_VERDICT_BELOW: _BlockVerdict.ValueType  # 5
-    """It would hit: it lies in a tier below host memory, and is promoted when a lease asks for it."""
+    """It would hit: it lies in a tier below host memory; a lease promotes it."""
     BLOCK_VERDICT_REMOVED: _BlockVerdict.ValueType  # 6
     """It would not: it was removed lately, but not to make room. BlockExplanation.detail says why."""
     BLOCK_VERDICT_NO_ROOM: _BlockVerdict.ValueType  # 7
@@ -54,9 +54,9 @@ BLOCK_VERDICT_RESERVED: BlockVerdict.ValueType  # 2
 BLOCK_VERDICT_EVICTED: BlockVerdict.ValueType  # 3
 """It would not: it was evicted lately to make room."""
 BLOCK_VERDICT_NEVER_STORED: BlockVerdict.ValueType  # 4
-"""It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
+"""It would not: it was never stored, or evicted so long ago that the server has forgotten it."""
 BLOCK_VERDICT_BELOW: BlockVerdict.ValueType  # 5
-"""It would hit: it lies in a tier below host memory, and is promoted when a lease asks for it."""
+"""It would hit: it lies in a tier below host memory; a lease promotes it."""
 BLOCK_VERDICT_REMOVED: BlockVerdict.ValueType  # 6
 """It would not: it was removed lately, but not to make room. BlockExplanation.detail says why."""
 BLOCK_VERDICT_NO_ROOM: BlockVerdict.ValueType  # 7
@@ -93,7 +93,7 @@ class TellRequest(google.protobuf.message.Message):
     """
     @property
     def filters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Filters by name, as text: the report covers only items that match all of them."""
+        """Filters by name: the report covers only items that match all of them."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class TellResponse(google.protobuf.message.Message):
 
     JSON_FIELD_NUMBER: builtins.int
     json: builtins.str
-    """A JSON object. docs/monitoring_api.md in the repository has the fields of each topic."""
+    """A JSON object; docs/monitoring_api.md has the fields of each topic."""
     def __init__(
         self,
         *,
@@ -399,7 +399,7 @@ Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
 
 @typing.final
 class ExplainRequest(google.protobuf.message.Message):
-    """Asks about a prompt: by its hashes, by its token ids, or as the latest prompt of a session."""
+    """Asks about a prompt: by its hashes, its token ids, or as the latest of a user's conversation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -415,9 +415,9 @@ class ExplainRequest(google.protobuf.message.Message):
     token_ids: builtins.bytes
     """Packed little-endian int32 token ids; used if `hashes` is empty."""
     session_id: builtins.str
-    """A session as a router has named it; used if `hashes` and `token_ids` are empty."""
+    """A conversation as a router has named it; used if `hashes` and `token_ids` are empty."""
     tenant: builtins.str
-    """For `session_id`: only this tenant's session; empty for all tenants."""
+    """For `session_id`: only of this tenant; empty for all."""
     def __init__(
         self,
         *,
@@ -446,7 +446,7 @@ class BlockExplanation(google.protobuf.message.Message):
     group_index: builtins.int
     """The group."""
     depth: builtins.int
-    """Position in the chain, in blocks."""
+    """Position in the prompt, in blocks."""
     block_hash: builtins.bytes
     """Its hash."""
     verdict: Global___BlockVerdict.ValueType
@@ -454,9 +454,7 @@ class BlockExplanation(google.protobuf.message.Message):
     detail: builtins.str
     """Details, for people."""
     tier: builtins.str
-    """The fastest place that has it: `host`, `disk` or the name of a tier that nodes share; empty if
-    no place has it.
-    """
+    """The fastest place that has it: `host`, `disk` or a shared store's name; empty for none."""
     def __init__(
         self,
         *,
@@ -473,7 +471,7 @@ Global___BlockExplanation: typing_extensions.TypeAlias = BlockExplanation
 
 @typing.final
 class TierLoad(google.protobuf.message.Message):
-    """The cost of promoting the blocks of a hit from one tier (such as a disk) to host memory."""
+    """The cost of promoting a hit's blocks from one tier to host memory."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -524,22 +522,22 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     token_count: builtins.int
     """Tokens asked about."""
     limiting_group_index: builtins.int
-    """The group whose missing blocks limit the length of the hit; -1 if no group does."""
+    """The group whose missing blocks limit the hit; -1 if no group does."""
     summary: builtins.str
     """One sentence."""
     tenant: builtins.str
-    """For a session's prompt: its tenant; empty for none."""
+    """For a conversation's prompt: its tenant; empty for none."""
     model_name: builtins.str
     """Name of the model, for people."""
     is_unused: builtins.bool
-    """True if no session uses the key space now, so that no connected engine can hit its blocks."""
+    """True if no session uses the key space now: no connected engine can hit its blocks."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExplanation]:
         """Per block and group."""
 
     @property
     def loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLoad]:
-        """The loads from tiers that the hit needs, in the order in which the tiers are asked."""
+        """The loads from tiers that the hit needs, in the order of lookups."""
 
     def __init__(
         self,

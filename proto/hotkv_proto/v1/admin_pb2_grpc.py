@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
-    the server.
+    """Calls for operators: reports, and calls that drop blocks or stop the server.
     """
 
     def __init__(self, channel):
@@ -74,12 +73,11 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
-    the server.
+    """Calls for operators: reports, and calls that drop blocks or stop the server.
     """
 
     def Tell(self, request, context):
-        """Returns the server's report on one topic; changes nothing.
+        """The server's report on one topic; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +91,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PreviewEvict(self, request, context):
-        """Returns what Evict would do now; changes nothing.
+        """What Evict would do now; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,17 +105,17 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushKeySpace(self, request, context):
-        """Drops a key space's blocks, pinned blocks too. After the answer, no lookup finds a block that
-        was cached, or was being stored, at the time of the call. Other calls are served during the
-        flush; blocks that they store in that time may be dropped, too.
+        """Flushes a key space, pinned blocks too. After the answer, no lookup finds a block that was
+        cached or being stored at the time of the call. Other calls are served meanwhile; blocks that
+        they store may be dropped, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRequests(self, request, context):
-        """Streams the requests that engines report from now on. A client that reads too slowly misses
-        requests; each answer says how many it has missed.
+        """Streams the requests that engines report from now on. A slow client misses requests; each
+        answer says how many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,8 +175,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
-    the server.
+    """Calls for operators: reports, and calls that drop blocks or stop the server.
     """
 
     @staticmethod

@@ -138,9 +138,7 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
 )
 
 class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServicePreviewEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
-    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
-    the server.
-    """
+    """Calls for operators: reports, and calls that drop blocks or stop the server."""
 
     @typing.overload
     def __init__(self: AdminServiceStub[
@@ -207,26 +205,26 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
     ], channel: grpc.aio.Channel) -> None: ...
 
     Tell: _AdminServiceTellType
-    """Returns the server's report on one topic; changes nothing."""
+    """The server's report on one topic; changes nothing."""
 
     Evict: _AdminServiceEvictType
     """Drops blocks that are not pinned."""
 
     PreviewEvict: _AdminServicePreviewEvictType
-    """Returns what Evict would do now; changes nothing."""
+    """What Evict would do now; changes nothing."""
 
     Drain: _AdminServiceDrainType
     """Refuses new work, and stops when all work has ended or the deadline passes."""
 
     FlushKeySpace: _AdminServiceFlushKeySpaceType
-    """Drops a key space's blocks, pinned blocks too. After the answer, no lookup finds a block that
-    was cached, or was being stored, at the time of the call. Other calls are served during the
-    flush; blocks that they store in that time may be dropped, too.
+    """Flushes a key space, pinned blocks too. After the answer, no lookup finds a block that was
+    cached or being stored at the time of the call. Other calls are served meanwhile; blocks that
+    they store may be dropped, too.
     """
 
     WatchRequests: _AdminServiceWatchRequestsType
-    """Streams the requests that engines report from now on. A client that reads too slowly misses
-    requests; each answer says how many it has missed.
+    """Streams the requests that engines report from now on. A slow client misses requests; each
+    answer says how many.
     """
 
     Explain: _AdminServiceExplainType
@@ -264,9 +262,7 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
 ]
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
-    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
-    the server.
-    """
+    """Calls for operators: reports, and calls that drop blocks or stop the server."""
 
     @abc.abstractmethod
     def Tell(
@@ -274,7 +270,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.TellRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.TellResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.TellResponse]]:
-        """Returns the server's report on one topic; changes nothing."""
+        """The server's report on one topic; changes nothing."""
 
     @abc.abstractmethod
     def Evict(
@@ -290,7 +286,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.PreviewEvictResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.PreviewEvictResponse]]:
-        """Returns what Evict would do now; changes nothing."""
+        """What Evict would do now; changes nothing."""
 
     @abc.abstractmethod
     def Drain(
@@ -306,9 +302,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.FlushKeySpaceRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.FlushKeySpaceResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.FlushKeySpaceResponse]]:
-        """Drops a key space's blocks, pinned blocks too. After the answer, no lookup finds a block that
-        was cached, or was being stored, at the time of the call. Other calls are served during the
-        flush; blocks that they store in that time may be dropped, too.
+        """Flushes a key space, pinned blocks too. After the answer, no lookup finds a block that was
+        cached or being stored at the time of the call. Other calls are served meanwhile; blocks that
+        they store may be dropped, too.
         """
 
     @abc.abstractmethod
@@ -317,8 +313,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.WatchRequestsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.admin_pb2.WatchRequestsResponse], collections.abc.AsyncIterator[hotkv_proto.v1.admin_pb2.WatchRequestsResponse]]:
-        """Streams the requests that engines report from now on. A client that reads too slowly misses
-        requests; each answer says how many it has missed.
+        """Streams the requests that engines report from now on. A slow client misses requests; each
+        answer says how many.
         """
 
     @abc.abstractmethod

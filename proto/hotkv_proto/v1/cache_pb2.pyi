@@ -29,11 +29,11 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_RESULT_UNSPECIFIED: _BlockResult.ValueType  # 0
     """Never sent."""
     BLOCK_RESULT_STORED: _BlockResult.ValueType  # 1
-    """Committed by all ranks: the next lookup finds it."""
+    """Committed by all ranks: lookups find it."""
     BLOCK_RESULT_PRESENT: _BlockResult.ValueType  # 2
     """The block was ready already; no bytes were copied."""
     BLOCK_RESULT_WRITTEN: _BlockResult.ValueType  # 3
-    """This rank's shard is written; shards of other ranks are outstanding."""
+    """This rank's shard is written; others are outstanding."""
     BLOCK_RESULT_RESERVED: _BlockResult.ValueType  # 4
     """A slot is reserved for the lease."""
     BLOCK_RESULT_NO_SPACE: _BlockResult.ValueType  # 5
@@ -49,11 +49,11 @@ class BlockResult(_BlockResult, metaclass=_BlockResultEnumTypeWrapper):
 BLOCK_RESULT_UNSPECIFIED: BlockResult.ValueType  # 0
 """Never sent."""
 BLOCK_RESULT_STORED: BlockResult.ValueType  # 1
-"""Committed by all ranks: the next lookup finds it."""
+"""Committed by all ranks: lookups find it."""
 BLOCK_RESULT_PRESENT: BlockResult.ValueType  # 2
 """The block was ready already; no bytes were copied."""
 BLOCK_RESULT_WRITTEN: BlockResult.ValueType  # 3
-"""This rank's shard is written; shards of other ranks are outstanding."""
+"""This rank's shard is written; others are outstanding."""
 BLOCK_RESULT_RESERVED: BlockResult.ValueType  # 4
 """A slot is reserved for the lease."""
 BLOCK_RESULT_NO_SPACE: BlockResult.ValueType  # 5
@@ -151,8 +151,8 @@ class LookupRequest(google.protobuf.message.Message):
     key_space_id: builtins.int
     """The key space; zero for the session's own."""
     traceparent: builtins.str
-    """The caller's span as a W3C traceparent, at most 128 characters; empty for none. A traceparent
-    that can't be read is ignored.
+    """The caller's span as a W3C traceparent of at most 128 characters; empty for none. Ignored if it
+    can't be read.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHashes]:
@@ -211,10 +211,9 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     ttl_ms: builtins.int
     """Lifetime in milliseconds; zero for the server's default."""
     wants_offsets: builtins.bool
-    """True: the answer also has the places of the pinned blocks in the arena. The call is refused,
-    and pins no blocks, if the session may not map the arena. If a block was stored before the
-    server restarted, the server first compares the block's bytes with the block's checksum; if
-    they differ, the block is not pinned.
+    """True: the answer also has the pinned blocks' places in the arena. The call is refused if the
+    session may not map the arena. Blocks stored before a restart of the server are compared with
+    their checksums first, and not pinned if they differ.
     """
     traceparent: builtins.str
     """As in LookupRequest."""
@@ -268,9 +267,7 @@ Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseRespons
 
 @typing.final
 class GroupOffsets(google.protobuf.message.Message):
-    """The places of the blocks of a GroupHashes, in order. They are valid as long as the lease, which
-    ends when it is released, when it expires, or when its session ends.
-    """
+    """The places of the blocks of a GroupHashes, in order; valid as long as the lease."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -280,7 +277,7 @@ class GroupOffsets(google.protobuf.message.Message):
     """The group."""
     offsets: builtins.bytes
     """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot; -1
-    if the block is not pinned.
+    if it is not pinned.
     """
     def __init__(
         self,
@@ -366,10 +363,9 @@ Global___BlockExtraKeys: typing_extensions.TypeAlias = BlockExtraKeys
 
 @typing.final
 class BlockRun(google.protobuf.message.Message):
-    """Consecutive blocks of a context in one group, or the sketches (compact forms of keys, for
-    sparse attention) of such blocks. A sketch is stored only if its block is ready, from an
-    earlier store or from the same store. The server drops a sketch together with its block.
-    A block has at most one sketch.
+    """Consecutive blocks of a context in one group, or their sketches. A sketch is stored only if its
+    block is ready, from an earlier store or the same one, and is dropped together with it. A block
+    has at most one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -387,16 +383,16 @@ class BlockRun(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes in chain order."""
     parent_hash: builtins.bytes
-    """Hash of the block before the first block; empty if the first block begins the context."""
+    """Hash of the first block's parent; empty if the first block begins the context."""
     depth: builtins.int
-    """Position of the first block in its chain, counted in blocks from 0."""
+    """Depth of the first block."""
     block_ids: builtins.bytes
     """Packed little-endian int32 block ids in engine memory, one per hash; empty if the call only
     reserves.
     """
     token_ids: builtins.bytes
-    """Packed little-endian int32 token ids of the run, with all tokens of each block. For events;
-    optional, see SessionOpened.wants_token_ids.
+    """Packed little-endian int32 token ids, with all tokens of each block. For events; optional, see
+    SessionOpened.wants_token_ids.
     """
     lora_name: builtins.str
     """Name of the adapter, for events; optional."""
@@ -444,9 +440,7 @@ Global___RunResults: typing_extensions.TypeAlias = RunResults
 
 @typing.final
 class Retention(google.protobuf.message.Message):
-    """How long a request wants the server to retain the blocks that it uses. The server may ignore this
-    wish.
-    """
+    """How long a request wants its blocks retained. The server may ignore this."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -456,9 +450,9 @@ class Retention(google.protobuf.message.Message):
     priority: builtins.int
     """The eviction policy counts a use of the blocks as 2^priority uses; -8 to 8."""
     ttl_ms: builtins.int
-    """Time after a use for which the blocks still count as in use, in milliseconds; at most a day."""
+    """Time after a use for which the blocks still count as in use; at most a day."""
     pin: builtins.bool
-    """True: the blocks are not evicted for `ttl_ms`, up to the server's limit for pinned memory."""
+    """True: no eviction for `ttl_ms`, up to the server's limit for pinned memory."""
     def __init__(
         self,
         *,
@@ -493,8 +487,8 @@ class ReserveBlocksRequest(google.protobuf.message.Message):
 
     @property
     def retention(self) -> Global___Retention:
-        """How long to retain these blocks, from the moment they are ready. Only the value in the first
-        call under the lease counts.
+        """How long to retain these blocks once they are ready. Only the first call under the lease
+        counts.
         """
 
     def __init__(
@@ -700,29 +694,26 @@ class StoreRequest(google.protobuf.message.Message):
     transfer_id: builtins.str
     """Chosen by the caller, unique in its session."""
     lease_id: builtins.str
-    """The write lease. If ReserveBlocks has not acquired it before, this call acquires it. All ranks
-    of an engine store under the same lease. The first call under a lease decides which blocks
-    belong to it; later calls must not name other blocks.
+    """The write lease; acquired here unless ReserveBlocks has done it. All ranks of an engine store
+    under the same lease. The first call under it decides which blocks belong to it; later calls
+    must not name others.
     """
     timeout_ms: builtins.int
     """Milliseconds after which the server gives up; zero for its default."""
     fence_index: builtins.int
     """Index of the word by which the client can revoke this store; zero for none. The word is on the
-    session's fence, a memory page that the client shares with the server (LinkRequest.handle_ids).
-    The server reads the word after the copy and before the commit. The call is refused if the
-    session has no fence.
+    session's fence page (LinkRequest.handle_ids); the server reads it between the copy and the
+    commit. Refused if the session has no fence page.
     """
     residency_id: builtins.str
-    """A residency of the engine (room reserved for one request, see residency.proto); empty for none.
-    The residency pins the blocks of this store: at once if they are already ready, otherwise as
-    soon as the store makes them ready. The store may use the room that is reserved for the
-    residency. If the residency is not open any more, the store proceeds without it. The position
-    of a block in the residency is its position in the context (BlockRun.depth).
+    """A residency of the engine, which pins the blocks of this store once they are ready, and whose
+    room the store may use; empty for none. If it is not open any more, the store proceeds without
+    it. A block's position in it is its depth.
     """
     traceparent: builtins.str
     """As in LookupRequest."""
     is_private: builtins.bool
-    """True: no other request can find these blocks, so the server copies them to no tier."""
+    """True: no other request can find these blocks, so the server demotes none."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks with their ids in engine memory."""
@@ -815,9 +806,7 @@ Global___CancelTransferRequest: typing_extensions.TypeAlias = CancelTransferRequ
 
 @typing.final
 class CancelTransferResponse(google.protobuf.message.Message):
-    """The server has received the cancel. The answer to the transfer itself follows, or was already
-    sent.
-    """
+    """The server has received the cancel. The transfer's own answer follows, or was already sent."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

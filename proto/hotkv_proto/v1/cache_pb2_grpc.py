@@ -79,7 +79,7 @@ class CacheServiceServicer(object):
     """
 
     def Lookup(self, request, context):
-        """Returns which blocks are ready. The answer is a hint until a lease pins the blocks.
+        """Which blocks are ready. The answer is a hint until a lease pins the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,15 +107,14 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Copies leased blocks into engine memory. The answer comes when the copy has ended.
+        """Copies leased blocks into engine memory. Answered when the copy has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Store(self, request, context):
-        """Copies blocks from engine memory into slots and commits them. The answer comes when the copy
-        has ended.
+        """Copies blocks from engine memory into slots and commits them. Answered when the copy has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -207,7 +207,7 @@ class CacheServiceStub(typing.Generic[_CacheServiceLookupType, _CacheServiceAcqu
     ], channel: grpc.aio.Channel) -> None: ...
 
     Lookup: _CacheServiceLookupType
-    """Returns which blocks are ready. The answer is a hint until a lease pins the blocks."""
+    """Which blocks are ready. The answer is a hint until a lease pins the blocks."""
 
     AcquireLease: _CacheServiceAcquireLeaseType
     """Pins ready blocks until the lease is released or expires."""
@@ -219,12 +219,10 @@ class CacheServiceStub(typing.Generic[_CacheServiceLookupType, _CacheServiceAcqu
     """Releases a lease. Releasing an unknown lease is no error."""
 
     Load: _CacheServiceLoadType
-    """Copies leased blocks into engine memory. The answer comes when the copy has ended."""
+    """Copies leased blocks into engine memory. Answered when the copy has ended."""
 
     Store: _CacheServiceStoreType
-    """Copies blocks from engine memory into slots and commits them. The answer comes when the copy
-    has ended.
-    """
+    """Copies blocks from engine memory into slots and commits them. Answered when the copy has ended."""
 
     CancelTransfer: _CacheServiceCancelTransferType
     """Asks a transfer to end early. The transfer's own answer is the acknowledgement."""
@@ -271,7 +269,7 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.LookupResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.LookupResponse]]:
-        """Returns which blocks are ready. The answer is a hint until a lease pins the blocks."""
+        """Which blocks are ready. The answer is a hint until a lease pins the blocks."""
 
     @abc.abstractmethod
     def AcquireLease(
@@ -303,7 +301,7 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.LoadRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.LoadResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.LoadResponse]]:
-        """Copies leased blocks into engine memory. The answer comes when the copy has ended."""
+        """Copies leased blocks into engine memory. Answered when the copy has ended."""
 
     @abc.abstractmethod
     def Store(
@@ -311,9 +309,7 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.StoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.StoreResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.StoreResponse]]:
-        """Copies blocks from engine memory into slots and commits them. The answer comes when the copy
-        has ended.
-        """
+        """Copies blocks from engine memory into slots and commits them. Answered when the copy has ended."""
 
     @abc.abstractmethod
     def CancelTransfer(

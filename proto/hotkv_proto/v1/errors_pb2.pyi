@@ -63,9 +63,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 20
     """The peer has not proven its identity, or the proof has expired. UNAUTHENTICATED."""
     ERROR_REASON_NO_ROOM_FOR_RESIDENCY: _ErrorReason.ValueType  # 21
-    """The arena has no room for this residency (room for one request) at the moment, because other
-    residencies, leases or pins use it. RESOURCE_EXHAUSTED.
-    """
+    """Other residencies, leases or pins use the room that this residency needs. RESOURCE_EXHAUSTED."""
     ERROR_REASON_RESIDENCY_TOO_LARGE: _ErrorReason.ValueType  # 22
     """The residency needs more than the server may ever reserve; the message names the setting.
     FAILED_PRECONDITION.
@@ -113,9 +111,7 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 19
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 20
 """The peer has not proven its identity, or the proof has expired. UNAUTHENTICATED."""
 ERROR_REASON_NO_ROOM_FOR_RESIDENCY: ErrorReason.ValueType  # 21
-"""The arena has no room for this residency (room for one request) at the moment, because other
-residencies, leases or pins use it. RESOURCE_EXHAUSTED.
-"""
+"""Other residencies, leases or pins use the room that this residency needs. RESOURCE_EXHAUSTED."""
 ERROR_REASON_RESIDENCY_TOO_LARGE: ErrorReason.ValueType  # 22
 """The residency needs more than the server may ever reserve; the message names the setting.
 FAILED_PRECONDITION.
@@ -215,9 +211,7 @@ class ErrorInfo(google.protobuf.message.Message):
     """`hotkv`."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """`field`: the field at fault, as in ErrorDetail, if there is one. `retryable`: `true` or
-        `false`.
-        """
+        """`field`: as in ErrorDetail, if there is one. `retryable`: `true` or `false`."""
 
     def __init__(
         self,

@@ -27,25 +27,25 @@ class _Medium:
 class _MediumEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Medium.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     MEDIUM_UNSPECIFIED: _Medium.ValueType  # 0
-    """Sent by servers without support for tiers; it means host memory."""
+    """Sent by servers without tiers; means host memory."""
     MEDIUM_CPU: _Medium.ValueType  # 1
     """Host memory."""
     MEDIUM_DISK: _Medium.ValueType  # 2
     """This server's disk."""
     MEDIUM_REMOTE: _Medium.ValueType  # 3
-    """A store that several nodes share."""
+    """A shared store."""
 
 class Medium(_Medium, metaclass=_MediumEnumTypeWrapper):
     """Where blocks lie."""
 
 MEDIUM_UNSPECIFIED: Medium.ValueType  # 0
-"""Sent by servers without support for tiers; it means host memory."""
+"""Sent by servers without tiers; means host memory."""
 MEDIUM_CPU: Medium.ValueType  # 1
 """Host memory."""
 MEDIUM_DISK: Medium.ValueType  # 2
 """This server's disk."""
 MEDIUM_REMOTE: Medium.ValueType  # 3
-"""A store that several nodes share."""
+"""A shared store."""
 Global___Medium: typing_extensions.TypeAlias = Medium
 
 @typing.final
@@ -60,13 +60,9 @@ class SubscribeRequest(google.protobuf.message.Message):
     key_space_id: builtins.int
     """Only events of this key space; zero for all."""
     tiers: builtins.bool
-    """True: also sends events of tiers below host memory. False: sends only events of host memory,
-    for older clients, which do not know media.
-    """
+    """True: also events of tiers below host memory, which older clients do not know."""
     state: builtins.bool
-    """Begin with the blocks that are cached in host memory and on this server's disk, as far as the
-    server knows their tokens.
-    """
+    """Begin with the blocks in host memory and on this server's disk whose tokens the server knows."""
     def __init__(
         self,
         *,
@@ -100,9 +96,9 @@ class BlocksStored(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes in chain order."""
     parent_hash: builtins.bytes
-    """Hash of the block before the first; empty at the root, and if it is not known."""
+    """Hash of the first block's parent; empty at the root, or if unknown."""
     depth: builtins.int
-    """Position of the first block in its chain, in blocks."""
+    """Depth of the first block."""
     block_token_count: builtins.int
     """Tokens in one block."""
     token_ids: builtins.bytes
@@ -112,9 +108,8 @@ class BlocksStored(google.protobuf.message.Message):
     block_count: builtins.int
     """Number of blocks."""
     medium: Global___Medium.ValueType
-    """The medium in which the blocks are ready. If a tier moves a block to another medium, a separate
-    event reports this. Token ids, adapter and extra keys are in that event only as far as the
-    server still knows them.
+    """The medium in which the blocks are ready. A move to another medium is another event, with token
+    ids, adapter and extra keys as far as the server still knows them.
     """
     tier: builtins.str
     """Name of the tier, as in ListTiers; empty for host memory."""
@@ -159,7 +154,7 @@ class BlocksRemoved(google.protobuf.message.Message):
     block_count: builtins.int
     """Number of blocks."""
     medium: Global___Medium.ValueType
-    """Where they were removed. Servers do not report evictions in a store that nodes share."""
+    """Where they were removed. Evictions in a shared store are not reported."""
     tier: builtins.str
     """As in BlocksStored."""
     def __init__(
@@ -255,8 +250,8 @@ Global___SubscribeResponse: typing_extensions.TypeAlias = SubscribeResponse
 
 @typing.final
 class ReadEventsRequest(google.protobuf.message.Message):
-    """Asks for the next events of a session's key space, in all media. The first request begins with the
-    present state, as SubscribeRequest.state.
+    """Asks for the next events of a session's key space, in all media. The first request begins with
+    the present state.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -287,9 +282,8 @@ class ReadEventsResponse(google.protobuf.message.Message):
     BEGINS_STATE_FIELD_NUMBER: builtins.int
     HAS_MORE_STATE_FIELD_NUMBER: builtins.int
     begins_state: builtins.bool
-    """True if the events begin a list of all blocks that are cached now. The reader must then forget
-    all other blocks. The first answer begins such a list. So does the next answer after the reader
-    was too slow and missed events.
+    """True if the events begin a list of all cached blocks, as in the first answer, and after a loss
+    because the reader was too slow. The reader must then forget all other blocks.
     """
     has_more_state: builtins.bool
     """True if the next answer continues the list of cached blocks."""

@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class EventServiceStub(object):
-    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
-    vLLM's format.
+    """Changes of what is cached, for tools. Routers read the same events over ZMQ in vLLM's format.
     """
 
     def __init__(self, channel):
@@ -44,13 +43,12 @@ class EventServiceStub(object):
 
 
 class EventServiceServicer(object):
-    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
-    vLLM's format.
+    """Changes of what is cached, for tools. Routers read the same events over ZMQ in vLLM's format.
     """
 
     def Subscribe(self, request, context):
-        """Streams events from now on, or first the present state and then events. A client that reads too
-        slowly misses events; each answer says how many it has missed.
+        """Streams events from now on, or first the present state. A slow client misses events; each
+        answer says how many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,8 +71,7 @@ def add_EventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EventService(object):
-    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
-    vLLM's format.
+    """Changes of what is cached, for tools. Routers read the same events over ZMQ in vLLM's format.
     """
 
     @staticmethod

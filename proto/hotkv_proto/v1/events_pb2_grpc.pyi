@@ -42,9 +42,7 @@ _EventServiceSubscribeType = typing_extensions.TypeVar(
 )
 
 class EventServiceStub(typing.Generic[_EventServiceSubscribeType]):
-    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
-    vLLM's format.
-    """
+    """Changes of what is cached, for tools. Routers read the same events over ZMQ in vLLM's format."""
 
     @typing.overload
     def __init__(self: EventServiceStub[
@@ -63,8 +61,8 @@ class EventServiceStub(typing.Generic[_EventServiceSubscribeType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Subscribe: _EventServiceSubscribeType
-    """Streams events from now on, or first the present state and then events. A client that reads too
-    slowly misses events; each answer says how many it has missed.
+    """Streams events from now on, or first the present state. A slow client misses events; each
+    answer says how many.
     """
 
 EventServiceAsyncStub: typing_extensions.TypeAlias = EventServiceStub[
@@ -75,9 +73,7 @@ EventServiceAsyncStub: typing_extensions.TypeAlias = EventServiceStub[
 ]
 
 class EventServiceServicer(metaclass=abc.ABCMeta):
-    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
-    vLLM's format.
-    """
+    """Changes of what is cached, for tools. Routers read the same events over ZMQ in vLLM's format."""
 
     @abc.abstractmethod
     def Subscribe(
@@ -85,8 +81,8 @@ class EventServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.events_pb2.SubscribeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.events_pb2.SubscribeResponse], collections.abc.AsyncIterator[hotkv_proto.v1.events_pb2.SubscribeResponse]]:
-        """Streams events from now on, or first the present state and then events. A client that reads too
-        slowly misses events; each answer says how many it has missed.
+        """Streams events from now on, or first the present state. A slow client misses events; each
+        answer says how many.
         """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

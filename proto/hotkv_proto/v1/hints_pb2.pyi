@@ -28,15 +28,15 @@ class _HintActionTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     HINT_ACTION_TYPE_UNSPECIFIED: _HintActionType.ValueType  # 0
     """Sent for an action that was rejected before its type was known."""
     HINT_ACTION_TYPE_RETAIN: _HintActionType.ValueType  # 1
-    """Evict the blocks later than other blocks."""
+    """Evict the blocks later than others."""
     HINT_ACTION_TYPE_PIN: _HintActionType.ValueType  # 2
     """Do not evict the blocks, for a time."""
     HINT_ACTION_TYPE_DEMOTE: _HintActionType.ValueType  # 3
-    """Evict the blocks before other blocks."""
+    """Evict the blocks before others."""
     HINT_ACTION_TYPE_PREFETCH: _HintActionType.ValueType  # 4
     """Promote the blocks to host memory."""
     HINT_ACTION_TYPE_RELEASE: _HintActionType.ValueType  # 5
-    """The session has ended."""
+    """The conversation has ended."""
 
 class HintActionType(_HintActionType, metaclass=_HintActionTypeEnumTypeWrapper):
     """What an action asks for."""
@@ -44,15 +44,15 @@ class HintActionType(_HintActionType, metaclass=_HintActionTypeEnumTypeWrapper):
 HINT_ACTION_TYPE_UNSPECIFIED: HintActionType.ValueType  # 0
 """Sent for an action that was rejected before its type was known."""
 HINT_ACTION_TYPE_RETAIN: HintActionType.ValueType  # 1
-"""Evict the blocks later than other blocks."""
+"""Evict the blocks later than others."""
 HINT_ACTION_TYPE_PIN: HintActionType.ValueType  # 2
 """Do not evict the blocks, for a time."""
 HINT_ACTION_TYPE_DEMOTE: HintActionType.ValueType  # 3
-"""Evict the blocks before other blocks."""
+"""Evict the blocks before others."""
 HINT_ACTION_TYPE_PREFETCH: HintActionType.ValueType  # 4
 """Promote the blocks to host memory."""
 HINT_ACTION_TYPE_RELEASE: HintActionType.ValueType  # 5
-"""The session has ended."""
+"""The conversation has ended."""
 Global___HintActionType: typing_extensions.TypeAlias = HintActionType
 
 class _HintStatus:
@@ -72,7 +72,7 @@ class _HintStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     HINT_STATUS_REJECTED: _HintStatus.ValueType  # 4
     """Not done."""
     HINT_STATUS_MISSING: _HintStatus.ValueType  # 5
-    """The session does not exist, or no block of the target is cached."""
+    """The conversation does not exist, or no block of the target is cached."""
 
 class HintStatus(_HintStatus, metaclass=_HintStatusEnumTypeWrapper):
     """The outcome of an action."""
@@ -88,7 +88,7 @@ HINT_STATUS_DEFERRED: HintStatus.ValueType  # 3
 HINT_STATUS_REJECTED: HintStatus.ValueType  # 4
 """Not done."""
 HINT_STATUS_MISSING: HintStatus.ValueType  # 5
-"""The session does not exist, or no block of the target is cached."""
+"""The conversation does not exist, or no block of the target is cached."""
 Global___HintStatus: typing_extensions.TypeAlias = HintStatus
 
 @typing.final
@@ -111,7 +111,9 @@ class HintAction(google.protobuf.message.Message):
     action_type: Global___HintActionType.ValueType
     """What it asks for."""
     session_id: builtins.str
-    """The session whose latest prompt the action names; empty for the request that brings the action."""
+    """The conversation whose latest prompt the action names; empty for the request that brings the
+    action.
+    """
     start_token: builtins.int
     """First token that the action names."""
     end_token: builtins.int
@@ -199,8 +201,8 @@ Global___RequestHints: typing_extensions.TypeAlias = RequestHints
 
 @typing.final
 class EndedRequest(google.protobuf.message.Message):
-    """A request that has ended. Engines report only requests that name a user's session, or have hints
-    to apply at their end.
+    """A request that has ended. Engines report only requests of a named conversation, or with hints for
+    their end.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -213,7 +215,7 @@ class EndedRequest(google.protobuf.message.Message):
     tokens.
     """
     session_id: builtins.str
-    """Id that the router has given to the user's session; empty without an id."""
+    """A router's name for the conversation; empty without one."""
     @property
     def hints(self) -> Global___RequestHints:
         """The actions to apply now."""
@@ -256,7 +258,7 @@ class HintOutcome(google.protobuf.message.Message):
     action_type: builtins.str
     """`retain`, `pin`, `demote`, `prefetch` or `release`; an unknown type as received."""
     session_id: builtins.str
-    """The session that the action names; empty for the blocks of a request."""
+    """The conversation that the action names; empty for the blocks of a request."""
     status: Global___HintStatus.ValueType
     """The outcome."""
     reason: builtins.str
@@ -266,17 +268,17 @@ class HintOutcome(google.protobuf.message.Message):
     done_block_count: builtins.int
     """Blocks for which the action is done."""
     reused_block_count: builtins.int
-    """Number of the action's blocks that requests have hit in this server since the action, each
-    counted once, in hash blocks. After `demote` and `release` these blocks were demoted too early.
+    """The action's blocks that requests have hit in this server since, each counted once, in hash
+    blocks. After `demote` and `release` these were demoted too early.
     """
     saved_s: builtins.float
-    """Seconds of prefill that these hits have saved, at the speed that the engine has measured; zero
-    without a measurement.
+    """Seconds of prefill that these hits have saved, at the engine's measured speed; zero without
+    one.
     """
     age_s: builtins.float
     """Seconds since the action came."""
     sequence: builtins.int
-    """Increases with each change of any outcome; serves as a cursor."""
+    """Increases with each change of any outcome: a cursor."""
     tenant: builtins.str
     """The tenant; empty for none."""
     def __init__(
@@ -302,7 +304,7 @@ Global___HintOutcome: typing_extensions.TypeAlias = HintOutcome
 
 @typing.final
 class SendHintsRequest(google.protobuf.message.Message):
-    """Sends an envelope (a list of actions on blocks) outside a request."""
+    """Sends an envelope of actions outside a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -312,7 +314,7 @@ class SendHintsRequest(google.protobuf.message.Message):
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
     tenant: builtins.str
-    """The tenant to act for. The peer must prove that it may, as for a session."""
+    """The tenant to act for, with proof as for a session."""
     ticket: builtins.bytes
     """As OpenSession.ticket."""
     kv_hints: builtins.str
@@ -320,8 +322,8 @@ class SendHintsRequest(google.protobuf.message.Message):
     key_space_id: builtins.int
     """The key space of the hashes; zero if there are none."""
     hashes: builtins.bytes
-    """Packed hashes of a prompt in chain order, one for each full `hash_block_token_count` tokens.
-    Actions without a session apply to them. May be empty.
+    """Packed hashes of a prompt in chain order, one for each full `hash_block_token_count` tokens,
+    for actions without a conversation. May be empty.
     """
     def __init__(
         self,

@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class HintServiceStub(object):
-    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
-    the actions and their payloads.
+    """Hints of routers and their outcomes. docs/hints.md has the actions and their payloads.
     """
 
     def __init__(self, channel):
@@ -49,19 +48,18 @@ class HintServiceStub(object):
 
 
 class HintServiceServicer(object):
-    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
-    the actions and their payloads.
+    """Hints of routers and their outcomes. docs/hints.md has the actions and their payloads.
     """
 
     def SendHints(self, request, context):
-        """Applies an envelope (a list of actions on blocks) that a router sends outside a request.
+        """Applies an envelope of actions that a router sends outside a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetHintOutcomes(self, request, context):
-        """Returns outcomes of actions: of one message, or all that changed since a cursor.
+        """Outcomes of actions: of one message, or all that changed since a cursor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +87,7 @@ def add_HintServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class HintService(object):
-    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
-    the actions and their payloads.
+    """Hints of routers and their outcomes. docs/hints.md has the actions and their payloads.
     """
 
     @staticmethod

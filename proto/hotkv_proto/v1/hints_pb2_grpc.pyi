@@ -58,9 +58,7 @@ _HintServiceGetHintOutcomesType = typing_extensions.TypeVar(
 )
 
 class HintServiceStub(typing.Generic[_HintServiceSendHintsType, _HintServiceGetHintOutcomesType]):
-    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
-    the actions and their payloads.
-    """
+    """Hints of routers and their outcomes. docs/hints.md has the actions and their payloads."""
 
     @typing.overload
     def __init__(self: HintServiceStub[
@@ -87,10 +85,10 @@ class HintServiceStub(typing.Generic[_HintServiceSendHintsType, _HintServiceGetH
     ], channel: grpc.aio.Channel) -> None: ...
 
     SendHints: _HintServiceSendHintsType
-    """Applies an envelope (a list of actions on blocks) that a router sends outside a request."""
+    """Applies an envelope of actions that a router sends outside a request."""
 
     GetHintOutcomes: _HintServiceGetHintOutcomesType
-    """Returns outcomes of actions: of one message, or all that changed since a cursor."""
+    """Outcomes of actions: of one message, or all that changed since a cursor."""
 
 HintServiceAsyncStub: typing_extensions.TypeAlias = HintServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -104,9 +102,7 @@ HintServiceAsyncStub: typing_extensions.TypeAlias = HintServiceStub[
 ]
 
 class HintServiceServicer(metaclass=abc.ABCMeta):
-    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
-    the actions and their payloads.
-    """
+    """Hints of routers and their outcomes. docs/hints.md has the actions and their payloads."""
 
     @abc.abstractmethod
     def SendHints(
@@ -114,7 +110,7 @@ class HintServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.hints_pb2.SendHintsRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.hints_pb2.SendHintsResponse, collections.abc.Awaitable[hotkv_proto.v1.hints_pb2.SendHintsResponse]]:
-        """Applies an envelope (a list of actions on blocks) that a router sends outside a request."""
+        """Applies an envelope of actions that a router sends outside a request."""
 
     @abc.abstractmethod
     def GetHintOutcomes(
@@ -122,6 +118,6 @@ class HintServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.hints_pb2.GetHintOutcomesRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.hints_pb2.GetHintOutcomesResponse, collections.abc.Awaitable[hotkv_proto.v1.hints_pb2.GetHintOutcomesResponse]]:
-        """Returns outcomes of actions: of one message, or all that changed since a cursor."""
+        """Outcomes of actions: of one message, or all that changed since a cursor."""
 
 def add_HintServiceServicer_to_server(servicer: HintServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -39,7 +39,7 @@ class _KvGroupKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A recurrent state, exactly at the boundary."""
 
 class KvGroupKind(_KvGroupKind, metaclass=_KvGroupKindEnumTypeWrapper):
-    """How a KV cache group uses earlier tokens. This decides when it can serve a prefix."""
+    """How a group uses earlier tokens, which decides when it can serve a prefix."""
 
 KV_GROUP_KIND_UNSPECIFIED: KvGroupKind.ValueType  # 0
 """Refused."""
@@ -85,7 +85,7 @@ Global___DeviceOrderKind: typing_extensions.TypeAlias = DeviceOrderKind
 
 @typing.final
 class KvGroup(google.protobuf.message.Message):
-    """One KV cache group: layers that share a block table."""
+    """One group."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -127,9 +127,7 @@ Global___KvGroup: typing_extensions.TypeAlias = KvGroup
 
 @typing.final
 class KeySpace(google.protobuf.message.Message):
-    """All fields that determine the bytes of a block. Engines share blocks exactly when all fields are
-    equal.
-    """
+    """All that determines the bytes of a block. Engines share blocks exactly when all fields are equal."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -199,9 +197,8 @@ Global___KeySpace: typing_extensions.TypeAlias = KeySpace
 
 @typing.final
 class Sketch(google.protobuf.message.Message):
-    """A kind of sketch: a compact form of the keys of each block of one group, for sparse
-    attention. Engines share sketches exactly when all fields are equal. Engines may share
-    blocks even if these fields differ.
+    """A kind of sketch of one group. Engines share sketches exactly when all fields are equal; blocks
+    are shared even if these differ.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -215,7 +212,7 @@ class Sketch(google.protobuf.message.Message):
     format: builtins.str
     """Format of the bytes, such as `rot2u`."""
     version: builtins.int
-    """Version of all other properties that give the bytes their meaning; not negative."""
+    """Version of all else that gives the bytes their meaning; not negative."""
     @property
     def shard_byte_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Bytes of one block's sketch in each shard, in shard order; the slot is their sum."""
@@ -256,9 +253,9 @@ Global___StridedDim: typing_extensions.TypeAlias = StridedDim
 
 @typing.final
 class PageTensor(google.protobuf.message.Message):
-    """The place of the pages of one or several layers of a group in engine memory. The page of block b
-    starts at base_byte_offset + b * block_stride_byte_count. A page consists of runs of
-    `run_byte_count` contiguous bytes. `dims` says how the run repeats within the page.
+    """The place of the pages of one or several layers of a group. The page of block b starts at
+    base_byte_offset + b * block_stride_byte_count, and consists of runs of `run_byte_count`
+    contiguous bytes, repeated as `dims` says.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -272,9 +269,7 @@ class PageTensor(google.protobuf.message.Message):
     SHARD_BYTE_OFFSET_FIELD_NUMBER: builtins.int
     LAYER_NAMES_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group to which the pages belong, or a kind of sketch. Block ids index the tensor; a
-    sketch has the id of its block.
-    """
+    """The group, or a kind of sketch. Block ids index the tensor; a sketch has the id of its block."""
     handle_id: builtins.str
     """Handle of the memory that holds it."""
     base_byte_offset: builtins.int
@@ -355,7 +350,7 @@ Global___CudaIpc: typing_extensions.TypeAlias = CudaIpc
 
 @typing.final
 class MemoryHandle(google.protobuf.message.Message):
-    """Memory of an engine that the server may read and write during transfers."""
+    """Engine memory that the server may read and write during transfers."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -431,9 +426,8 @@ Global___Layout: typing_extensions.TypeAlias = Layout
 
 @typing.final
 class DeviceOrder(google.protobuf.message.Message):
-    """The kinds of marks that an engine offers. A mark is a point in the queue of the engine's device;
-    the server must learn when the device has passed it. The server uses the first of these kinds
-    that works: words, events, or neither (then the engine waits itself).
+    """The marks that an engine offers. The server uses the first kind that works: words, events, or
+    neither, so that the engine waits itself.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -468,7 +462,7 @@ Global___DeviceOrder: typing_extensions.TypeAlias = DeviceOrder
 
 @typing.final
 class DeviceMark(google.protobuf.message.Message):
-    """A point in a device's queue."""
+    """A mark."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -20,10 +20,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ResidencyGroup(google.protobuf.message.Message):
-    """The largest number of blocks of one group for which a residency reserves room. A residency is the
-    server's record of one running request: the room that is reserved for its blocks, and its pinned
-    blocks.
-    """
+    """Room for blocks of one group."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -32,9 +29,7 @@ class ResidencyGroup(google.protobuf.message.Message):
     group_index: builtins.int
     """The group; not a sketch."""
     block_count: builtins.int
-    """Number of blocks, at least 1. Room for their sketches, of the kinds that the session
-    declares, is reserved too.
-    """
+    """At least 1. Room for their sketches, of the kinds that the session declares, is reserved too."""
     def __init__(
         self,
         *,
@@ -47,9 +42,8 @@ Global___ResidencyGroup: typing_extensions.TypeAlias = ResidencyGroup
 
 @typing.final
 class OpenResidencyRequest(google.protobuf.message.Message):
-    """Opens a residency: asks the server to reserve room in the arena for the blocks of one request. A
-    repeated call for an open residency gets the same answer. It may ask for more blocks, for which
-    room is then reserved too; if this fails, the residency stays as it was.
+    """Opens a residency. A repeated call gets the same answer. It may ask for more blocks; if there is
+    no room for these, the residency stays as it was.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -74,10 +68,9 @@ Global___OpenResidencyRequest: typing_extensions.TypeAlias = OpenResidencyReques
 
 @typing.final
 class OpenResidencyResponse(google.protobuf.message.Message):
-    """The room is reserved. A client that has read blocks of the residency in the arena must then
-    compare two of the words behind the arena's bytes. If word 0 is at most `start_number`, and the
-    word `word_index` equals `word_value`, the blocks were pinned until then and the bytes are right.
-    Otherwise the client must discard the bytes.
+    """The room is reserved. A client that has read blocks of the residency in the arena must then look
+    at two validity words: the bytes are right if word 0 is at most `start_number`, and word
+    `word_index` equals `word_value`. Otherwise it must discard them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -91,12 +84,12 @@ class OpenResidencyResponse(google.protobuf.message.Message):
     word_index: builtins.int
     """Index of the session's word."""
     word_value: builtins.int
-    """Value of this word now. The server changes the word when a residency of the session ends
-    without a call of its client.
+    """Value of this word now. It changes when a residency of the session ends without a call of its
+    client.
     """
     start_number: builtins.int
-    """As long as word 0 is at most this number, the server (or the server that has replaced it after
-    a restart) retains the blocks.
+    """As long as word 0 is at most this number, the server, or the one that took over after a
+    restart, retains the blocks.
     """
     def __init__(
         self,
@@ -112,9 +105,8 @@ Global___OpenResidencyResponse: typing_extensions.TypeAlias = OpenResidencyRespo
 
 @typing.final
 class ExtendResidencyRequest(google.protobuf.message.Message):
-    """Asks to pin blocks of a residency, and for their places in the arena. If a block was stored
-    before the server restarted, the server first compares the block's bytes with the block's check
-    value, so the answer takes longer.
+    """Pins blocks of a residency, and asks for their places in the arena. Blocks stored before a
+    restart of the server are compared with their checksums first, which takes longer.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -128,8 +120,8 @@ class ExtendResidencyRequest(google.protobuf.message.Message):
     group_index: builtins.int
     """The group; not a sketch."""
     first_position: builtins.int
-    """Position in the request of the first block, counted in blocks from 0. A position names the same
-    block as long as the residency is open.
+    """Position in the request of the first block, in blocks. A position names the same block as long
+    as the residency is open.
     """
     hashes: builtins.bytes
     """Packed hashes of consecutive blocks."""
@@ -154,13 +146,12 @@ class ExtendResidencyResponse(google.protobuf.message.Message):
     OFFSETS_FIELD_NUMBER: builtins.int
     SKETCH_OFFSETS_FIELD_NUMBER: builtins.int
     offsets: builtins.bytes
-    """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot. -1
-    if the block is not pinned, because it is not ready or its bytes do not match its checksum.
+    """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot; -1
+    if the block is not ready or does not match its checksum.
     """
     sketch_offsets: builtins.bytes
-    """The same for the sketch of each block (a compact form of its keys). -1 if the block has
-    no pinned sketch, or if the sketch was not compared with its checksum. Empty
-    if the server does not support this field.
+    """The same for the sketch of each block; -1 if it is not pinned, or was not compared with its
+    checksum. Empty from servers without this field.
     """
     def __init__(
         self,
@@ -174,8 +165,8 @@ Global___ExtendResidencyResponse: typing_extensions.TypeAlias = ExtendResidencyR
 
 @typing.final
 class CloseResidencyRequest(google.protobuf.message.Message):
-    """Closes a residency: releases all of its pins and the rest of its room. The client must have
-    finished reading. Closing an unknown residency is no error.
+    """Closes a residency with its pins and room. The client must have finished reading. Closing an
+    unknown residency is no error.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

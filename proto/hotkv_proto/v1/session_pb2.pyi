@@ -63,14 +63,12 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     FEATURE_UNSPECIFIED: _Feature.ValueType  # 0
     """Ignored."""
     FEATURE_RESIDENCY: _Feature.ValueType  # 1
-    """The server can reserve room in the arena for a running request and keep the request's blocks
-    pinned there (residency.proto). It publishes validity words behind the arena
+    """Residencies (residency.proto). The server publishes validity words behind the arena
     (LinkResponse.word_byte_offset).
     """
     FEATURE_TIERS: _Feature.ValueType  # 2
-    """The server has tiers below host memory. Lookup also finds the blocks in these tiers, which are
-    not in the block table. AcquireLease waits until they are promoted to host memory, within the
-    server's time limit.
+    """The server has tiers below host memory. Lookup also finds their blocks, which are not in the
+    block table. AcquireLease waits, within the server's time limit, until they are promoted.
     """
     FEATURE_EVENTS: _Feature.ValueType  # 3
     """Engines publish the server's events as their own (ReadEvents)."""
@@ -78,21 +76,17 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """A message of the stream may carry several requests or answers (RequestBatch, ResponseBatch)."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
-    """A capability that a session uses only if both sides know it. A side ignores numbers that it does
-    not know.
-    """
+    """A capability that a session uses only if both sides know it. Unknown numbers are ignored."""
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 """Ignored."""
 FEATURE_RESIDENCY: Feature.ValueType  # 1
-"""The server can reserve room in the arena for a running request and keep the request's blocks
-pinned there (residency.proto). It publishes validity words behind the arena
+"""Residencies (residency.proto). The server publishes validity words behind the arena
 (LinkResponse.word_byte_offset).
 """
 FEATURE_TIERS: Feature.ValueType  # 2
-"""The server has tiers below host memory. Lookup also finds the blocks in these tiers, which are
-not in the block table. AcquireLease waits until they are promoted to host memory, within the
-server's time limit.
+"""The server has tiers below host memory. Lookup also finds their blocks, which are not in the
+block table. AcquireLease waits, within the server's time limit, until they are promoted.
 """
 FEATURE_EVENTS: Feature.ValueType  # 3
 """Engines publish the server's events as their own (ReadEvents)."""
@@ -109,13 +103,13 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
     """Neither the engine nor the server can say."""
     MISS_REASON_ABSENT: _MissReason.ValueType  # 1
-    """The engine asked the server, and the server did not have the block. The server replaces this
-    reason by a more exact reason.
+    """The engine asked, and the server did not have the block. The server replaces this reason by a
+    more exact one.
     """
     MISS_REASON_NEVER_STORED: _MissReason.ValueType  # 2
-    """The block was never stored here, or was evicted so long ago that the server has forgotten it."""
+    """The block was never stored here, or evicted so long ago that the server has forgotten it."""
     MISS_REASON_EVICTED: _MissReason.ValueType  # 3
-    """The block was evicted to make room for other blocks."""
+    """The block was evicted to make room for others."""
     MISS_REASON_IN_FLIGHT: _MissReason.ValueType  # 4
     """The block was being written or promoted, or became ready after the engine had asked."""
     MISS_REASON_REFUSED: _MissReason.ValueType  # 5
@@ -125,23 +119,21 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_NO_SERVER: _MissReason.ValueType  # 7
     """The engine had no server when the request came."""
     MISS_REASON_NOT_ASKED: _MissReason.ValueType  # 8
-    """The engine did not look the request up in the server, for example because the request excludes
-    it.
-    """
+    """The engine did not ask, for example because the request excludes it."""
     MISS_REASON_LATE: _MissReason.ValueType  # 9
     """The server did not answer within the engine's time limit."""
     MISS_REASON_FAILED_LOAD: _MissReason.ValueType  # 10
     """The load of the hit failed."""
     MISS_REASON_PARTIAL_BLOCK: _MissReason.ValueType  # 11
-    """Tokens that can't hit: the tokens behind the last full block, and the block with the prompt's
-    last token, which an engine always computes.
+    """Tokens that can't hit: behind the last full block, and in the block with the prompt's last
+    token, which an engine always computes.
     """
     MISS_REASON_LEFT_BELOW: _MissReason.ValueType  # 12
     """The block lies in a tier below host memory and was not promoted."""
     MISS_REASON_REMOVED: _MissReason.ValueType  # 13
     """The block was removed by an operator's call, by a flush, or because its bytes were damaged."""
     MISS_REASON_NO_ROOM: _MissReason.ValueType  # 14
-    """The block was not stored, because its store found no room."""
+    """The store of the block found no room."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why tokens of a prompt did not hit and were computed."""
@@ -149,13 +141,13 @@ class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
 MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
 """Neither the engine nor the server can say."""
 MISS_REASON_ABSENT: MissReason.ValueType  # 1
-"""The engine asked the server, and the server did not have the block. The server replaces this
-reason by a more exact reason.
+"""The engine asked, and the server did not have the block. The server replaces this reason by a
+more exact one.
 """
 MISS_REASON_NEVER_STORED: MissReason.ValueType  # 2
-"""The block was never stored here, or was evicted so long ago that the server has forgotten it."""
+"""The block was never stored here, or evicted so long ago that the server has forgotten it."""
 MISS_REASON_EVICTED: MissReason.ValueType  # 3
-"""The block was evicted to make room for other blocks."""
+"""The block was evicted to make room for others."""
 MISS_REASON_IN_FLIGHT: MissReason.ValueType  # 4
 """The block was being written or promoted, or became ready after the engine had asked."""
 MISS_REASON_REFUSED: MissReason.ValueType  # 5
@@ -165,23 +157,21 @@ MISS_REASON_COMPUTED_SOONER: MissReason.ValueType  # 6
 MISS_REASON_NO_SERVER: MissReason.ValueType  # 7
 """The engine had no server when the request came."""
 MISS_REASON_NOT_ASKED: MissReason.ValueType  # 8
-"""The engine did not look the request up in the server, for example because the request excludes
-it.
-"""
+"""The engine did not ask, for example because the request excludes it."""
 MISS_REASON_LATE: MissReason.ValueType  # 9
 """The server did not answer within the engine's time limit."""
 MISS_REASON_FAILED_LOAD: MissReason.ValueType  # 10
 """The load of the hit failed."""
 MISS_REASON_PARTIAL_BLOCK: MissReason.ValueType  # 11
-"""Tokens that can't hit: the tokens behind the last full block, and the block with the prompt's
-last token, which an engine always computes.
+"""Tokens that can't hit: behind the last full block, and in the block with the prompt's last
+token, which an engine always computes.
 """
 MISS_REASON_LEFT_BELOW: MissReason.ValueType  # 12
 """The block lies in a tier below host memory and was not promoted."""
 MISS_REASON_REMOVED: MissReason.ValueType  # 13
 """The block was removed by an operator's call, by a flush, or because its bytes were damaged."""
 MISS_REASON_NO_ROOM: MissReason.ValueType  # 14
-"""The block was not stored, because its store found no room."""
+"""The store of the block found no room."""
 Global___MissReason: typing_extensions.TypeAlias = MissReason
 
 @typing.final
@@ -205,33 +195,32 @@ class OpenSession(google.protobuf.message.Message):
     protocol_version: builtins.int
     """Oldest protocol version that the client speaks."""
     engine_id: builtins.str
-    """The engine that the session belongs to; it owns the leases."""
+    """The engine of the session; it owns the leases."""
     role: Global___SessionRole.ValueType
     """The role of the session."""
     client_name: builtins.str
     """Software and version, for people."""
     ticket: builtins.bytes
-    """On a Unix socket: a ticket, which proves which user the client runs as. The descriptor socket
-    issues it (LinkRequest.wants_ticket). A ticket is valid once and for some seconds. May be empty
-    if the server has no tenants. Over TCP a bearer token in the metadata `authorization`, or a
-    client certificate, takes its place.
+    """On a Unix socket: proves the client's user. The descriptor socket issues a ticket
+    (LinkRequest.wants_ticket), valid once and for some seconds. May be empty if the server has no
+    tenants. Over TCP a bearer token in the metadata `authorization`, or a client certificate,
+    takes its place.
     """
     without_eviction_notices: builtins.bool
     """True to receive no eviction notices."""
     newest_protocol_version: builtins.int
     """Newest protocol version that the client speaks; zero if it is `protocol_version`."""
     engine_name: builtins.str
-    """Name of the engine for people, such as its pod, or host and process id. Empty: its id is shown."""
+    """Name of the engine for people, such as its pod, or host and process id. Empty: its id."""
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
         """The key space of its blocks."""
 
     @property
     def sketches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.layout_pb2.Sketch]:
-        """Kinds of sketches (compact forms of keys, for sparse attention) that the session stores
-        with blocks. Each kind gets a group index for this session: the numbers after the indices of
-        the key space's groups, in this order. Layouts, lookups, leases and transfers use this index
-        like the index of a group.
+        """Kinds of sketches that the session stores. Each gets a group index for this session, after
+        those of the key space's groups, in this order; layouts, lookups, leases and transfers use it
+        like that of a group.
         """
 
     @property
@@ -240,8 +229,8 @@ class OpenSession(google.protobuf.message.Message):
 
     @property
     def model_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names by which requests address the model, at most 16. Routers read them in events; operators
-        see the first name. Engines that share blocks may have different names.
+        """Names by which requests address the model, at most 16. Routers read them in events; people see
+        the first. Engines that share blocks may have different names.
         """
 
     def __init__(
@@ -288,8 +277,8 @@ class SessionOpened(google.protobuf.message.Message):
     key_space_id: builtins.int
     """Number of the key space in this server."""
     epoch: builtins.int
-    """Number that changes whenever the server loses the contents of its cache. If it has changed, the
-    client must forget all blocks that it knows from before.
+    """Changes whenever the server loses its cache: the client must then forget all blocks that it
+    knows from before.
     """
     has_descriptor_socket: builtins.bool
     """True if a descriptor socket provides the arena and the block table."""
@@ -305,9 +294,8 @@ class SessionOpened(google.protobuf.message.Message):
 
     @property
     def salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each group index of the session (kinds of sketches included), the salt: a number
-        that a lookup in the block table mixes into the hashes of the group. A salt is a 64-bit value,
-        sent as a signed number.
+        """For each group index of the session, those of sketches included: the salt that a lookup in the
+        block table mixes into the hashes. A 64-bit value, sent as a signed number.
         """
 
     def __init__(
@@ -342,9 +330,7 @@ class RegisterMemory(google.protobuf.message.Message):
 
     @property
     def order(self) -> hotkv_proto.v1.layout_pb2.DeviceOrder:
-        """For memory of a device: the kinds of marks (points in the device's queue of work) that the
-        engine offers. A transfer waits until the device has passed its mark.
-        """
+        """For memory of a device: the marks that the engine offers."""
 
     def __init__(
         self,
@@ -368,9 +354,7 @@ class MemoryRegistered(google.protobuf.message.Message):
     order: hotkv_proto.v1.layout_pb2.DeviceOrderKind.ValueType
     """The kind of marks that transfers of this session use."""
     message: builtins.str
-    """Why the server chose a slower kind of mark than the best that the engine offers; empty if it
-    chose the best.
-    """
+    """Why the server chose a slower kind of mark than the best offered; empty if it did not."""
     def __init__(
         self,
         *,
@@ -410,12 +394,12 @@ class RequestReport(google.protobuf.message.Message):
     age_ms: builtins.int
     """Milliseconds since the request reached the engine."""
     session_id: builtins.str
-    """Id that the router has given to the user's session; empty without an id."""
+    """A router's name for the conversation; empty without one."""
     miss_reason: Global___MissReason.ValueType
     """Why the tokens beyond the hit missed, as far as the engine knows."""
     saved_s: builtins.float
-    """Seconds of prefill that the hit in this server saves, at the prefill speed that the engine has
-    measured; zero without a measurement.
+    """Seconds of prefill that the hit in this server saves, at the engine's measured speed; zero
+    without one.
     """
     wait_s: builtins.float
     """Seconds that the request has waited for lookups and leases."""
@@ -427,7 +411,7 @@ class RequestReport(google.protobuf.message.Message):
 
     @property
     def hints(self) -> hotkv_proto.v1.hints_pb2.RequestHints:
-        """The router's hints. The server does not apply actions again that `retention` already expresses."""
+        """The router's hints, without those that `retention` already expresses."""
 
     def __init__(
         self,
@@ -463,9 +447,11 @@ class LoadEnd(google.protobuf.message.Message):
     report_id: builtins.int
     """RequestReport.report_id, in this session."""
     wait_s: builtins.float
-    """Seconds from the begin of the load to its end; zero if the request has ended before."""
+    """Duration of the load in seconds; zero if the request has ended before."""
     failed: builtins.bool
-    """True if the load failed (the request computes the blocks) or the request has ended before."""
+    """True if the load failed, so that the request computes the blocks, or the request has ended
+    before.
+    """
     miss_reason: Global___MissReason.ValueType
     """Why the blocks missed, if the engine has cancelled the load. Unspecified: the load failed."""
     def __init__(
@@ -482,9 +468,7 @@ Global___LoadEnd: typing_extensions.TypeAlias = LoadEnd
 
 @typing.final
 class ReportUse(google.protobuf.message.Message):
-    """Reports blocks that the engine used from its own device cache. The server's eviction policy
-    counts them as used.
-    """
+    """Reports what an engine used, scheduled and ended."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -494,19 +478,18 @@ class ReportUse(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     LOADS_FIELD_NUMBER: builtins.int
     prefill_tokens_per_s: builtins.float
-    """Prefill speed that the engine has measured, in tokens per second; zero without a measurement.
-    With a measurement, lookups skip blocks in a slow tier that the engine computes faster than it
-    could load them.
+    """Prefill speed that the engine has measured; zero without a measurement. With one, lookups skip
+    blocks in a slow tier that the engine computes sooner.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
-        """Hashes per group, in chain order: blocks used from the engine's device cache."""
+        """Hashes per group, in chain order: blocks used from the engine's device cache. They count as
+        used here.
+        """
 
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
-        """Requests, in the order scheduled. The server derives their device hits from the prompt by the
-        hit rule.
-        """
+        """Requests, in the order scheduled. The server derives their device hits from the prompt."""
 
     @property
     def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.hints_pb2.EndedRequest]:
@@ -531,7 +514,7 @@ Global___ReportUse: typing_extensions.TypeAlias = ReportUse
 
 @typing.final
 class Flush(google.protobuf.message.Message):
-    """Asks to drop every block of the session's key space, as AdminService.FlushKeySpace."""
+    """Flushes the session's key space, as AdminService.FlushKeySpace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -553,10 +536,9 @@ class Flushed(google.protobuf.message.Message):
     """Blocks that were ready."""
     @property
     def pending_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the tiers that have not answered the flush. The server flushes such a tier as soon as
-        it answers. Until then other nodes may load from this tier blocks that were stored before the
-        flush. For the tier `disk`, this node may load such blocks after a power loss. Empty: no node
-        that can reach the shared tiers loads an older block.
+        """Tiers that have not answered the flush, and are flushed as soon as they do. Until then other
+        nodes may load older blocks from them; for the tier `disk`, this node may after a power loss.
+        Empty: no node that can reach the shared stores loads an older block.
         """
 
     def __init__(
@@ -689,15 +671,15 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def open_residency(self) -> hotkv_proto.v1.residency_pb2.OpenResidencyRequest:
-        """Reserves room for a request."""
+        """Opens a residency."""
 
     @property
     def extend_residency(self) -> hotkv_proto.v1.residency_pb2.ExtendResidencyRequest:
-        """Pins blocks of a request, and returns where they lie."""
+        """Pins blocks of a residency."""
 
     @property
     def close_residency(self) -> hotkv_proto.v1.residency_pb2.CloseResidencyRequest:
-        """Releases the room and the pins of a request."""
+        """Closes a residency."""
 
     @property
     def read_events(self) -> hotkv_proto.v1.events_pb2.ReadEventsRequest:
@@ -761,8 +743,8 @@ Global___RequestBatch: typing_extensions.TypeAlias = RequestBatch
 
 @typing.final
 class EvictionNotice(google.protobuf.message.Message):
-    """Blocks that were removed from the server. A notice collects the removals of some milliseconds. If
-    a block was removed before an answer was made, the notice is sent before that answer.
+    """Blocks that were removed. A notice collects the removals of some milliseconds, and is sent before
+    answers that were made later.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -973,9 +955,9 @@ Global___ResponseBatch: typing_extensions.TypeAlias = ResponseBatch
 
 @typing.final
 class LinkRequest(google.protobuf.message.Message):
-    """The first packet on the descriptor socket. The descriptors of the memory handles in `handle_ids`
-    are attached, in this order. The connection then stays open. The server closes it only after its
-    last access to that memory; if the server dies, the kernel closes the connection.
+    """The first packet on the descriptor socket, with the descriptors of `handle_ids` attached, in this
+    order. The server closes the connection only after its last access to that memory; if it dies,
+    the kernel does.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -991,10 +973,10 @@ class LinkRequest(google.protobuf.message.Message):
     """
     @property
     def handle_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Ids of the memory handles whose descriptors are attached. The id `hotkv-fence` stands for the
-        fence, a page of 1024 little-endian uint32 words. The client revokes a store by writing 1 to
-        the store's word (StoreRequest.fence_index). It may then overwrite the store's blocks at once,
-        even if the server hangs.
+        """Memory handles of the attached descriptors. The id `hotkv-fence` stands for the fence page of
+        1024 little-endian uint32 words. The client revokes a store by writing 1 to its word
+        (StoreRequest.fence_index), and may then overwrite the blocks at once, even if the server
+        hangs.
         """
 
     def __init__(
@@ -1011,8 +993,8 @@ Global___LinkRequest: typing_extensions.TypeAlias = LinkRequest
 @typing.final
 class LinkResponse(google.protobuf.message.Message):
     """Answer to LinkRequest. A descriptor is attached for each of the two sizes that is not zero: first
-    the arena's, then the block table's. Both are read-only, except that users in the server's
-    setting `security.arena_writers` get a writable descriptor of the arena.
+    the arena's, then the block table's. Both are read-only, except that users in
+    `security.arena_writers` get a writable one of the arena.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1027,15 +1009,14 @@ class LinkResponse(google.protobuf.message.Message):
     arena_byte_count: builtins.int
     """Size of the arena; zero if this session may not map it."""
     table_byte_count: builtins.int
-    """Size of the block table; zero if this session may not map it and must look up by calls."""
+    """Size of the block table; zero if this session must look up by calls."""
     ticket: builtins.bytes
     """The ticket, if the request asked for it."""
     linked: builtins.bool
     """True if the session is linked."""
     word_byte_offset: builtins.int
-    """Offset in the arena's file at which the validity words begin (see OpenResidencyResponse), in
-    bytes. It is behind the blocks, and a multiple of 4096. Zero if this session may not map the
-    arena.
+    """Offset in the arena's file of the validity words (OpenResidencyResponse), behind the blocks; a
+    multiple of 4096. Zero if this session may not map the arena.
     """
     word_count: builtins.int
     """Number of words of 64 bits."""

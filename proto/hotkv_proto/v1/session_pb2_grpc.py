@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """Sessions of engine processes. A session lives as long as its stream. When the stream ends, the
-    server ends the session's transfers, releases its leases and closes its memory.
+    """Sessions of engine processes. When a session's stream ends, the server ends its transfers,
+    releases its leases and closes its memory.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """Sessions of engine processes. A session lives as long as its stream. When the stream ends, the
-    server ends the session's transfers, releases its leases and closes its memory.
+    """Sessions of engine processes. When a session's stream ends, the server ends its transfers,
+    releases its leases and closes its memory.
     """
 
     def Connect(self, request_iterator, context):
@@ -72,8 +72,8 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """Sessions of engine processes. A session lives as long as its stream. When the stream ends, the
-    server ends the session's transfers, releases its leases and closes its memory.
+    """Sessions of engine processes. When a session's stream ends, the server ends its transfers,
+    releases its leases and closes its memory.
     """
 
     @staticmethod

@@ -42,8 +42,8 @@ _SessionServiceConnectType = typing_extensions.TypeVar(
 )
 
 class SessionServiceStub(typing.Generic[_SessionServiceConnectType]):
-    """Sessions of engine processes. A session lives as long as its stream. When the stream ends, the
-    server ends the session's transfers, releases its leases and closes its memory.
+    """Sessions of engine processes. When a session's stream ends, the server ends its transfers,
+    releases its leases and closes its memory.
     """
 
     @typing.overload
@@ -73,8 +73,8 @@ SessionServiceAsyncStub: typing_extensions.TypeAlias = SessionServiceStub[
 ]
 
 class SessionServiceServicer(metaclass=abc.ABCMeta):
-    """Sessions of engine processes. A session lives as long as its stream. When the stream ends, the
-    server ends the session's transfers, releases its leases and closes its memory.
+    """Sessions of engine processes. When a session's stream ends, the server ends its transfers,
+    releases its leases and closes its memory.
     """
 
     @abc.abstractmethod

@@ -52,7 +52,7 @@ class FormatBias(google.protobuf.message.Message):
     scorer: builtins.str
     """Format of a sketch that keeps codes of tokens."""
     bias: builtins.float
-    """By how much the format overestimates the log of a block's attention mass, as a mean, in nats."""
+    """By how much the format overestimates the log of a block's mass, as a mean, in nats."""
     def __init__(
         self,
         *,
@@ -65,9 +65,7 @@ Global___FormatBias: typing_extensions.TypeAlias = FormatBias
 
 @typing.final
 class LayerCentre(google.protobuf.message.Message):
-    """The centre of one layer: the mean key of each head. It is subtracted from the keys before they
-    are encoded in a sketch (compact form of a block's keys).
-    """
+    """The centre of one layer."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -95,10 +93,8 @@ Global___LayerCentre: typing_extensions.TypeAlias = LayerCentre
 
 @typing.final
 class SelectConfig(google.protobuf.message.Message):
-    """How the server selects blocks for a sequence. A scorer is a format of sketches (compact
-    forms of blocks' keys) by which blocks are scored. A sketch has the following order
-    within each shard: first by layer, as in `layer_indices`; within a layer by scorer, as in
-    `fusion` (or only `scorer`); within a scorer by KV head.
+    """How the server selects blocks for a sequence. Within each shard, a sketch is ordered by layer, as
+    in `layer_indices`; then by scorer, as in `fusion` (or only `scorer`); then by KV head.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -120,7 +116,7 @@ class SelectConfig(google.protobuf.message.Message):
     HOT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     CENTRES_FIELD_NUMBER: builtins.int
     sketch_group_index: builtins.int
-    """Group index of the sketch, as the session declares it."""
+    """Group index of the sketch in this session."""
     kv_head_count: builtins.int
     """KV heads of one shard."""
     head_size: builtins.int
@@ -130,27 +126,23 @@ class SelectConfig(google.protobuf.message.Message):
     sparse_topk_ratio: builtins.float
     """As a share of the context, above 0 and at most 1."""
     adaptive_p: builtins.float
-    """Attention mass to reach; the budget is then an upper bound. Zero for none."""
+    """Mass to reach; the budget is then an upper bound. Zero for none."""
     scorer: builtins.str
     """Scorer of all layers."""
     sink_token_count: builtins.int
-    """Tokens that are always kept at the start of the context."""
+    """Tokens of the sinks."""
     recent_token_count: builtins.int
-    """Tokens that are always kept at its end."""
+    """Tokens of the recent window."""
     max_correction_block_count: builtins.int
-    """Most blocks that one selection may add to a hot set (the blocks that the client keeps on its
-    device). The first selection of a hot set may add more.
-    """
+    """Most blocks that one selection may add to a hot set; the first may add more."""
     cache_policy: builtins.str
-    """Which blocks are evicted from a hot set. `lru`: the least recently selected block. `none`: all
-    blocks that the current selection does not contain.
+    """Which blocks leave a hot set. `lru`: the least recently selected. `none`: all that the current
+    selection lacks.
     """
     scale: builtins.float
     """Factor on products of queries and keys; zero for 1 / sqrt(head_size)."""
     hot_block_count: builtins.int
-    """Size, in blocks, of the hot set that the server records for each layer and shard; zero: the
-    server records no hot set.
-    """
+    """Blocks of the hot set that the server records for each layer and shard; zero: none."""
     @property
     def layer_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of the model that the sketch covers, ascending."""
@@ -161,9 +153,9 @@ class SelectConfig(google.protobuf.message.Message):
 
     @property
     def centres(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerCentre]:
-        """Centres with which the sketches were built; layers without a centre are omitted. The
-        server can't check that they match the kind of sketch that the session declares. A
-        wrong centre makes selections worse than no centre.
+        """Centres with which the sketches were built; layers without one are omitted. The server can't
+        check that they match the session's kind of sketch. A wrong centre makes selections worse than
+        none.
         """
 
     def __init__(
@@ -213,8 +205,8 @@ class CreateSequenceRequest(google.protobuf.message.Message):
     """Packed hashes of the context's complete blocks, from the first on."""
     @property
     def select(self) -> Global___SelectConfig:
-        """Set if the server is to select blocks. The sequence then has a read lease on the blocks among
-        which the server can select.
+        """Set if the server is to select blocks. The sequence then has a read lease on its leading blocks
+        that are ready, with their sketches.
         """
 
     def __init__(
@@ -241,8 +233,8 @@ class CreateSequenceResponse(google.protobuf.message.Message):
     COVERED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """The read lease under which the client loads selected blocks. Block i of the context is entry i
-    of the lease's lists (of the group, and of the sketch). Empty if the server does not
-    select blocks, or if no block is covered.
+    of its lists, also that of the sketch. Empty if the server does not select, or no block is
+    covered.
     """
     covered_block_count: builtins.int
     """Leading blocks under the lease: ready, with their sketches."""
@@ -342,8 +334,8 @@ class SelectBlocksRequest(google.protobuf.message.Message):
     context_token_count: builtins.int
     """Tokens in the context."""
     always_log_mass: builtins.bytes
-    """Log of the attention mass of the blocks that are always kept: packed little-endian float32
-    [query heads]. Empty: the server estimates it from the sketches that it has.
+    """Log of the mass of sinks and recent window: packed little-endian float32 [query heads]. Empty:
+    the server estimates it from its sketches.
     """
     def __init__(
         self,
@@ -376,21 +368,21 @@ class SelectBlocksResponse(google.protobuf.message.Message):
     HOT_POSITIONS_FIELD_NUMBER: builtins.int
     HOT_SLOTS_FIELD_NUMBER: builtins.int
     positions: builtins.bytes
-    """Selected blocks, ascending, with the blocks that are always kept."""
+    """Selected blocks, ascending, with sinks and recent window."""
     weights: builtins.bytes
-    """Their weights: packed little-endian float32, infinite for blocks that are always kept."""
+    """Their weights: packed little-endian float32, infinite for sinks and recent window."""
     estimated_mass: builtins.float
-    """Estimated share of the attention mass that they hold."""
+    """Estimated mass."""
     load_positions: builtins.bytes
     """Hot set: blocks to load before attention. A stream begins with an empty hot set."""
     load_slots: builtins.bytes
-    """Hot set: the slots to load them into, packed little-endian int32 below `hot_block_count`."""
+    """Hot set: their hot slots, packed little-endian int32 below `hot_block_count`."""
     evict_positions: builtins.bytes
-    """Hot set: blocks that have lost their slot."""
+    """Hot set: blocks that have lost their hot slot."""
     hot_positions: builtins.bytes
     """Hot set: all blocks that may be attended to after the loads, ascending."""
     hot_slots: builtins.bytes
-    """Hot set: their slots."""
+    """Hot set: their hot slots."""
     @property
     def error(self) -> hotkv_proto.v1.errors_pb2.ErrorDetail:
         """Set if the request was refused."""
@@ -520,13 +512,13 @@ class LayerCounters(google.protobuf.message.Message):
     prefetched_blocks: builtins.float
     """Blocks that joined a hot set one step after their selection."""
     wanted_blocks: builtins.float
-    """Selected blocks, without the blocks that are always kept."""
+    """Selected blocks, without sinks and recent window."""
     hit_blocks: builtins.float
     """Wanted blocks that were in the hot set already."""
     estimated_mass: builtins.float
-    """Sum over selections of the estimated share of attention mass."""
+    """Sum over selections of the estimated mass."""
     swap_bytes: builtins.float
-    """Bytes of the pages of blocks that joined hot sets (the blocks to which a layer attends)."""
+    """Bytes of the pages of blocks that joined hot sets."""
     select_s: builtins.float
     """Seconds spent on selecting."""
     built_blocks: builtins.float
@@ -540,7 +532,7 @@ class LayerCounters(google.protobuf.message.Message):
     attended.
     """
     true_mass: builtins.float
-    """Sum over samples of the exact share of attention mass that was attended."""
+    """Sum over samples of the exact mass."""
     faults: builtins.float
     """Faults of sparse attention."""
     loaded_blocks: builtins.float

@@ -26,10 +26,9 @@ if _version_not_supported:
 
 
 class SparseServiceStub(object):
-    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
-    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
-    blocks for clients that can't map its memory. Engines that select blocks themselves use the
-    session stream, which carries the same messages except selections.
+    """Sparse decode. A sequence is a context that decodes sparsely; it ends with its session. The
+    server selects blocks for clients that can't map its memory. Engines that select blocks
+    themselves use the session stream, which carries the same messages except selections.
     """
 
     def __init__(self, channel):
@@ -61,10 +60,9 @@ class SparseServiceStub(object):
 
 
 class SparseServiceServicer(object):
-    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
-    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
-    blocks for clients that can't map its memory. Engines that select blocks themselves use the
-    session stream, which carries the same messages except selections.
+    """Sparse decode. A sequence is a context that decodes sparsely; it ends with its session. The
+    server selects blocks for clients that can't map its memory. Engines that select blocks
+    themselves use the session stream, which carries the same messages except selections.
     """
 
     def CreateSequence(self, request, context):
@@ -127,10 +125,9 @@ def add_SparseServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SparseService(object):
-    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
-    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
-    blocks for clients that can't map its memory. Engines that select blocks themselves use the
-    session stream, which carries the same messages except selections.
+    """Sparse decode. A sequence is a context that decodes sparsely; it ends with its session. The
+    server selects blocks for clients that can't map its memory. Engines that select blocks
+    themselves use the session stream, which carries the same messages except selections.
     """
 
     @staticmethod

@@ -90,10 +90,9 @@ _SparseServiceDeleteSequenceType = typing_extensions.TypeVar(
 )
 
 class SparseServiceStub(typing.Generic[_SparseServiceCreateSequenceType, _SparseServiceAppendBlocksType, _SparseServiceSelectBlocksType, _SparseServiceDeleteSequenceType]):
-    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
-    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
-    blocks for clients that can't map its memory. Engines that select blocks themselves use the
-    session stream, which carries the same messages except selections.
+    """Sparse decode. A sequence is a context that decodes sparsely; it ends with its session. The
+    server selects blocks for clients that can't map its memory. Engines that select blocks
+    themselves use the session stream, which carries the same messages except selections.
     """
 
     @typing.overload
@@ -168,10 +167,9 @@ SparseServiceAsyncStub: typing_extensions.TypeAlias = SparseServiceStub[
 ]
 
 class SparseServiceServicer(metaclass=abc.ABCMeta):
-    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
-    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
-    blocks for clients that can't map its memory. Engines that select blocks themselves use the
-    session stream, which carries the same messages except selections.
+    """Sparse decode. A sequence is a context that decodes sparsely; it ends with its session. The
+    server selects blocks for clients that can't map its memory. Engines that select blocks
+    themselves use the session stream, which carries the same messages except selections.
     """
 
     @abc.abstractmethod

@@ -52,7 +52,7 @@ class ExportBlocksResponse(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
-        """The fields that determine the bytes of the blocks."""
+        """The key space of the blocks."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
@@ -93,7 +93,7 @@ Global___NamedPrompt: typing_extensions.TypeAlias = NamedPrompt
 
 @typing.final
 class PrefetchBlocksRequest(google.protobuf.message.Message):
-    """Names the blocks to promote. Blocks that are in host memory already are left unchanged."""
+    """Names the blocks to promote."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -103,16 +103,12 @@ class PrefetchBlocksRequest(google.protobuf.message.Message):
     PROMPTS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
-    """The number of the blocks' key space in this server. Set either this field or key_space."""
+    """The key space's number in this server. Set either this or key_space."""
     timeout_ms: builtins.int
-    """Longest time that the server waits for promotions before it answers: zero for 10 s, at most 60
-    s. Blocks whose promotion ends later stay in host memory too.
-    """
+    """Longest wait for promotions: zero for 10 s, at most 60 s. Blocks that come later stay too."""
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
-        """The key space of the blocks, which this server may not know yet. Set either this field or
-        key_space_id.
-        """
+        """The key space, which this server may not know yet. Set either this or key_space_id."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
@@ -151,9 +147,7 @@ class PrefetchBlocksResponse(google.protobuf.message.Message):
     fetched_block_count: builtins.int
     """Blocks that came into host memory."""
     lower_block_count: builtins.int
-    """Blocks that are still in a tier below host memory, or are being promoted, because time or room
-    did not suffice.
-    """
+    """Blocks that are still in a tier, or being promoted, because time or room did not suffice."""
     absent_block_count: builtins.int
     """Blocks that are in no tier."""
     def __init__(

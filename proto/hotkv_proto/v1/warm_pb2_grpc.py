@@ -26,9 +26,8 @@ if _version_not_supported:
 
 
 class WarmStartServiceStub(object):
-    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
-    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
-    the same rights as for AdminService.
+    """Warms up a new node: it promotes the blocks that another node uses most from the stores that both
+    share, before traffic comes. Callers need the same rights as for AdminService.
     """
 
     def __init__(self, channel):
@@ -50,20 +49,19 @@ class WarmStartServiceStub(object):
 
 
 class WarmStartServiceServicer(object):
-    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
-    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
-    the same rights as for AdminService.
+    """Warms up a new node: it promotes the blocks that another node uses most from the stores that both
+    share, before traffic comes. Callers need the same rights as for AdminService.
     """
 
     def ExportBlocks(self, request, context):
-        """Names the hottest blocks of a key space, hottest first.
+        """The hottest blocks of a key space, hottest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrefetchBlocks(self, request, context):
-        """Promotes blocks from lower tiers to host memory, and waits for them.
+        """Promotes blocks to host memory, and waits for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,9 +89,8 @@ def add_WarmStartServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WarmStartService(object):
-    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
-    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
-    the same rights as for AdminService.
+    """Warms up a new node: it promotes the blocks that another node uses most from the stores that both
+    share, before traffic comes. Callers need the same rights as for AdminService.
     """
 
     @staticmethod

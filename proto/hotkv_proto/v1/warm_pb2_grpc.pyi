@@ -58,9 +58,8 @@ _WarmStartServicePrefetchBlocksType = typing_extensions.TypeVar(
 )
 
 class WarmStartServiceStub(typing.Generic[_WarmStartServiceExportBlocksType, _WarmStartServicePrefetchBlocksType]):
-    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
-    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
-    the same rights as for AdminService.
+    """Warms up a new node: it promotes the blocks that another node uses most from the stores that both
+    share, before traffic comes. Callers need the same rights as for AdminService.
     """
 
     @typing.overload
@@ -88,10 +87,10 @@ class WarmStartServiceStub(typing.Generic[_WarmStartServiceExportBlocksType, _Wa
     ], channel: grpc.aio.Channel) -> None: ...
 
     ExportBlocks: _WarmStartServiceExportBlocksType
-    """Names the hottest blocks of a key space, hottest first."""
+    """The hottest blocks of a key space, hottest first."""
 
     PrefetchBlocks: _WarmStartServicePrefetchBlocksType
-    """Promotes blocks from lower tiers to host memory, and waits for them."""
+    """Promotes blocks to host memory, and waits for them."""
 
 WarmStartServiceAsyncStub: typing_extensions.TypeAlias = WarmStartServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -105,9 +104,8 @@ WarmStartServiceAsyncStub: typing_extensions.TypeAlias = WarmStartServiceStub[
 ]
 
 class WarmStartServiceServicer(metaclass=abc.ABCMeta):
-    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
-    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
-    the same rights as for AdminService.
+    """Warms up a new node: it promotes the blocks that another node uses most from the stores that both
+    share, before traffic comes. Callers need the same rights as for AdminService.
     """
 
     @abc.abstractmethod
@@ -116,7 +114,7 @@ class WarmStartServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.warm_pb2.ExportBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.warm_pb2.ExportBlocksResponse], collections.abc.AsyncIterator[hotkv_proto.v1.warm_pb2.ExportBlocksResponse]]:
-        """Names the hottest blocks of a key space, hottest first."""
+        """The hottest blocks of a key space, hottest first."""
 
     @abc.abstractmethod
     def PrefetchBlocks(
@@ -124,6 +122,6 @@ class WarmStartServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.warm_pb2.PrefetchBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.warm_pb2.PrefetchBlocksResponse, collections.abc.Awaitable[hotkv_proto.v1.warm_pb2.PrefetchBlocksResponse]]:
-        """Promotes blocks from lower tiers to host memory, and waits for them."""
+        """Promotes blocks to host memory, and waits for them."""
 
 def add_WarmStartServiceServicer_to_server(servicer: WarmStartServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
