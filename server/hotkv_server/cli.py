@@ -22,9 +22,9 @@ SHARED_KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
 
 def kernels() -> list[str]:
     """All modules with kernels that a server loads; in the server's own packages, those called
-    `kernels`."""
+    `…_kernels`."""
     top = Path(__file__).parent
-    own = sorted(file.relative_to(top.parent) for file in top.rglob("kernels.py"))
+    own = sorted(file.relative_to(top.parent) for file in top.rglob("*_kernels.py"))
     return [*SHARED_KERNELS, *(".".join(file.with_suffix("").parts) for file in own)]
 
 

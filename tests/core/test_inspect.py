@@ -244,7 +244,7 @@ REACHES = re.compile(r"core\.(?:_|(?!config\.)\w+\.)\w+|= [\w.]+\b_?core$", re.M
 its settings), or another name for the core."""
 
 
-@pytest.mark.parametrize("part", ["wire", "told"])
+@pytest.mark.parametrize("part", ["wire", "monitoring"])
 def test_no_outer_part_reaches_into_the_books(part: str) -> None:
     """Searches the sources of the gRPC services, and the sources that make figures for operators.
     They may call methods of the core (`CacheCore`), but must not use the objects inside it."""

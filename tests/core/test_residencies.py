@@ -444,7 +444,7 @@ def test_a_block_is_pinned_while_it_is_compared() -> None:
     assert waiting.tolist() == place.entries([2]).tolist()
     place.core.check_invariants()
     assert evict(place.core, 1, 0, words_of([2])) == (0, 1)
-    residencies(place.core).resident.unpin(waiting)
+    residencies(place.core).resident.release_held(waiting)
     place.core.check_invariants()
     assert evict(place.core, 1, 0, words_of([2])) == (1, 0)
 

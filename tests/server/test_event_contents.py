@@ -284,7 +284,7 @@ def test_reader_passes_evicted_blocks_in_short_steps(
         return locations(fingerprint, group_index, hashes)
 
     monkeypatch.setattr(events, "_lying", looking)
-    session: Any = Mock(record=node.live_session.record, key_space=key_space)
+    session: Any = Mock(record=node.session.record, key_space=key_space)
     read, reads = events.session_calls()["read_events"], []
     while not reads or reads[-1].has_more_state:
         reads.append(read(session, events_pb2.ReadEventsRequest()).read_events)

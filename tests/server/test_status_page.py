@@ -47,7 +47,7 @@ from tests.server.page_support import Answer, Traffic, get, settings_with_tenant
 from tests.server.support import http_port
 from tests.support.waiting import eventually, wait_for
 
-PAGE = Path(hotkv_server.__file__).parent / "told" / "pages" / "page.html"
+PAGE = Path(hotkv_server.__file__).parent / "monitoring" / "pages" / "page.html"
 MAX_PAGE_BYTES = 150_000
 TOKEN, ADMIN = "a-viewers-token-0123", "an-admins-token-4567"
 
@@ -206,7 +206,7 @@ async def test_broken_survey_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
     monkeypatch.setattr(inspect, "arena_map", lambda core, now_s: 1 / 0)
     told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-    figures.get_loop().set_exception_handler(lambda loop, context: figures.set_result(context))
+    told.get_loop().set_exception_handler(lambda loop, context: told.set_result(context))
     survey.LiveSurvey(World().core).latest(time.monotonic())
     context = await asyncio.wait_for(told, 10)
     assert isinstance(context["exception"], ZeroDivisionError)

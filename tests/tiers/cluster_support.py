@@ -91,7 +91,7 @@ class Cluster:
                 one.client.execute_command(
                     "CLUSTER", "ADDSLOTSRANGE", bounds[at], bounds[at + 1] - 1
                 )
-                one.client.execute_command("CLUSTER", "SET-CONFIG-GENERATION", at + 1)
+                one.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
             for other in range(1, NUM_NODES):
                 port, bus_port = ports[2 * other], ports[2 * other + 1]
                 self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)

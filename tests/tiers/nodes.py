@@ -216,7 +216,7 @@ class SharedNode(Node):
             (`FlushDriver.confirm`).
         """
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
-        await (self.until_told() if tells else self.generations.confirm(1))
+        await (self.until_told() if tells else self.generations.confirm_new(1))
 
     async def until_told(self) -> None:
         """Waits until each store without a problem has told its generation. Blocks that are stored

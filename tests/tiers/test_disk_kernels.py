@@ -142,7 +142,7 @@ from hotkv_server.tiers.disk import disk_kernels
 for name in ("read_many", "write_many"):
     calls.clear()
     results = np.zeros(2, np.int64)
-    getattr(kernels, name)(
+    getattr(disk_kernels, name)(
         3, np.array([1 << 20, 2 << 20]), np.array([0, 7 * SLOT_ALIGN]),
         np.array([3 * SLOT_ALIGN, 2 * SLOT_ALIGN]), results,
     )
@@ -156,7 +156,7 @@ for name in ("read_many", "write_many"):
 
     # The odd end of a file, beyond which some file systems refuse direct I/O.
     odd = np.zeros(1, np.int64)
-    getattr(kernels, name)(3, np.array([0]), np.array([ODD]), np.array([SLOT_ALIGN]), odd)
+    getattr(disk_kernels, name)(3, np.array([0]), np.array([ODD]), np.array([SLOT_ALIGN]), odd)
     assert odd.tolist() == [777 if name == "read_many" else -errno.EINVAL], odd
 """
 

@@ -220,7 +220,7 @@ async def test_disk_serves_only_store_confirmed_blocks(
     node.tier._store.content.clear()
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     on_disk = [HashList(0, words_of(BLOCKS[:3]))]
-    assert node.tiers.lookups.must_ask(node.live_session, on_disk), (
+    assert node.tiers.lookups.must_ask(node.session, on_disk), (
         "the store must confirm the generation"
     )
     assert all(await node.leased(BLOCKS))

@@ -25,7 +25,7 @@ def test_request_waits_a_moment_for_workers(desk: Any, patience_s: float) -> Non
     may reconnect. Then it must get no hit, and compute its prompt."""
     one = desk()
     if patience_s == LINKS_PATIENCE_S:
-        one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
+        one.sharing.links.update({0: "gone"}, one.now_s, stream=0)
     else:
         one.sharing.joining = Joining()
     asks = request("a", LONG)
@@ -144,7 +144,7 @@ def test_ended_request_stores_nothing_after_failure(desk: Any, why: str) -> None
     asks = request("a", LONG, computed=LONG)
     one.arrive(asks)
     if why == "absent worker":
-        one.sharing.links.told({0: "gone"}, one.now_s, stream=1)
+        one.sharing.links.update({0: "gone"}, one.now_s, stream=1)
     else:
         one.parts.finder.failed_loads.add("a")
     assert ended(one, asks) == []
@@ -202,9 +202,9 @@ def test_rows_follow_requests_memory_the_named(desk: Any) -> None:
         one.desk.arrived(asks)
     one.sharing.cache = None
     one.desk.arrived(other)
-    assert memory.told == [("arrived", "a")]
+    assert memory.sent == [("arrived", "a")]
     one.desk.finished(other, [[]])
-    assert rows.told == [*(("arrived", name) for name in "abc"), ("ended", "c")]
+    assert rows.sent == [*(("arrived", name) for name in "abc"), ("ended", "c")]
     assert not one.edge.broken
 
 

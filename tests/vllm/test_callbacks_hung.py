@@ -189,7 +189,7 @@ class LinksMachine(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 1), why=st.sampled_from(["", "lost", STILL_CONNECTING]))
     def tells(self, rank: int, why: str) -> None:
-        self.links.told({rank: why}, self.now_s, self.stream)
+        self.links.update({rank: why}, self.now_s, self.stream)
         if why:
             since_s = self.news_s.setdefault(rank, self.now_s)
             self.absent.add(rank)

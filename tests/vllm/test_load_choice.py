@@ -132,7 +132,7 @@ class World:
             taken_s = load_s if load_s <= timeout_s else min(load_s, timeout_s + self.cancel_s)
             self.now_s += math.ceil(taken_s / self.step_s) * self.step_s
             loaded = answer[0] if load_s <= timeout_s else 0
-            self.choice.told({"a": state}, {"a": taken_s if loaded else -taken_s})
+            self.choice.update({"a": state}, {"a": taken_s if loaded else -taken_s})
             self.choice.end(state, not loaded)
             if not loaded:
                 before = self.count("left_requests")
@@ -164,7 +164,7 @@ def test_hits_that_win_are_loaded() -> None:
     assert not world.count("left_requests") and not world.count("tried_requests")
     # This load takes exactly as long as computing. It must count as a right choice to load.
     state, _ = world.begun(1000, 1000)
-    world.choice.told({"a": state}, {"a": state.choice.prefill_s})
+    world.choice.update({"a": state}, {"a": state.choice.prefill_s})
     world.choice.end(state, False)
     assert world.count("judged_choices") == world.count("right_choices") == 11
 
@@ -353,9 +353,9 @@ def test_failing_rank_says_nothing_of_speed(late: bool) -> None:
     world.many(3, 1000)
     known_s = world.choice.costs.load_s(1000)
     state, _ = world.begun(1000, 1000)
-    world.choice.told({"a": state}, {"a": 0.01})
+    world.choice.update({"a": state}, {"a": 0.01})
     if late:
-        world.choice.told({"a": state}, {"a": -5.0, "b": -1.0})
+        world.choice.update({"a": state}, {"a": -5.0, "b": -1.0})
     assert world.choice.end(state, True) == late
     assert (world.choice.costs.load_s(1000) == known_s) != late
 

@@ -99,7 +99,7 @@ def test_server_holds_no_memory_of_sleeping_engine(
     # Now withdrawing the memory raises at a sleep: the session (connection to the server) must end.
     # Then sharing the memory again raises at the wake-up: hotkv must switch off.
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_let_go", lambda: 1 // 0)
+        patch.setattr(worker, "_withdraw", lambda: 1 // 0)
         core.sleep()
     assert reopened.closed and worker.rank.session is None
     monkeypatch.setattr("hotkv_vllm.worker.layout.export", lambda *_: 1 // 0)
