@@ -208,7 +208,7 @@ def test_forbidden_objects_cost_only_their_blocks(
                 flush_contract.generation(node_b.tier) is flush_contract.flush(node_b.tier) is None
             )
             assert flush_contract.generation(node_b.tier) is None
-            assert caplog.text.count(f"fingerprint={flush_contract.NAME} that can be used") == 1
+            assert caplog.text.count(f"usable generation of fingerprint={flush_contract.NAME}") == 1
             assert flush_contract.generation(node_b.tier, "0b") and not node_b.tier.problem()
             # If the store forbids everything, blocks are unknown (FAILED), not absent.
             forbidden[:] = [""]
