@@ -1,3 +1,2 @@
-"""The core of the cache: it decides which blocks are stored, evicted, pinned and found, and holds
-all state that these decisions need. Pure: no clock, no I/O, no threads, no torch, no protobuf.
-Callers pass the current time as `now_s`."""
+"""The core of the cache: all its state and decisions. Pure: no clock, I/O, threads, torch or
+protobuf; callers pass the time as `now_s`."""

@@ -1,5 +1,5 @@
-"""Array functions with fast paths for two frequent cases that numpy handles slowly: all elements
-equal, and all elements different."""
+"""Array functions with fast paths for two cases that numpy handles slowly: all elements equal,
+and all different. A hash is a row of eight uint32 words."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -13,15 +13,12 @@ Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
-    """Returns the hashes at the positions `places`, which are distinct and rising. `hashes`: a row
-    of eight uint32 words for each block hash. Returns `hashes` itself if `places` names every row.
-    """
+    """Rows at distinct, rising `places`; `hashes` itself, uncopied, if these are all rows."""
     return hashes if len(places) == len(hashes) else hashes[places]
 
 
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:
-    """Returns the position of the first occurrence of each different hash, in rising order.
-    `hashes`: a row of eight uint32 words for each block hash."""
+    """Positions, rising, of the first occurrence of each hash."""
     prefixes = np.sort(hashes.view(np.uint64)[:, 0])
     if not (prefixes[1:] == prefixes[:-1]).any():
         return np.arange(len(hashes))
@@ -33,7 +30,7 @@ def first_occurrences(hashes: Words) -> NDArray[np.int64]:
 
 
 def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Returns `entries` without repetitions; each entry stays at its first place."""
+    """Drops repetitions; each entry stays at its first place."""
     ordered = np.sort(entries)
     if not np.any(ordered[1:] == ordered[:-1]):
         return entries
@@ -41,8 +38,7 @@ def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Returns `entries` without the entries (records in the block table) in `gone`. Neither array
-    may list an entry twice."""
+    """Neither array may list an entry twice."""
     if not len(gone):
         return entries
     if len(gone) == len(entries) and np.array_equal(gone, entries):
@@ -51,7 +47,7 @@ def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np
 
 
 def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
-    """Returns True if an entry occurs twice, in the same list or in two of the lists."""
+    """True if an entry occurs twice, in one list or in two."""
     if not entries:
         return False
     rising = np.sort(np.concatenate(entries))
@@ -59,7 +55,7 @@ def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
 
 
 def distinct(values: NDArray[Integer]) -> NDArray[Integer]:
-    """Returns the distinct values in rising order, as np.unique does."""
+    """As np.unique."""
     if not len(values) or (values == values[0]).all():
         return values[:1]
     rising = np.sort(values)

@@ -1,9 +1,5 @@
-"""`Histogram`: counts values by size and sums them, so that it need not store each value.
-
-Always true: counts and sum never fall. A value equal to a bound counts under that bound, as in
-Prometheus. Adding a value costs a search among few bounds and two additions. Not thread-safe: a
-single thread adds values.
-"""
+"""Counts and sums values without storing them. A value equal to a bound counts under it, as in
+Prometheus. Not thread-safe."""
 
 import bisect
 import itertools
@@ -12,22 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Bounds, in seconds, for the durations of a server's calls: from lookups, the shortest calls, to
-loads from a remote tier, the longest."""
+"""Durations of calls."""
 AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0, 604800.0)
-"""Bounds for ages of blocks, in seconds: from a second to a week."""
+"""Ages of blocks."""
 SIZES_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
-"""Bounds for transfers: 4 KiB to 64 GiB."""
+"""Transfers."""
 
 
 class Histogram:
-    """Counts of values by upper bound, and their sum.
-
-    bounds: upper bounds, rising.
-    counts: for each bound, the number of values at most that bound and above the bound before it.
-        The last count is of the values above all bounds.
-    sum: sum of all values.
-    """
+    """`counts`: for each bound, the values above the bound before it and at most it; last, those
+    above all."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         assert list(bounds) == sorted(set(bounds)), "bounds do not rise"
@@ -39,12 +29,10 @@ class Histogram:
         return f"Histogram({self.count} values, mean {self.sum / max(1, self.count):.4g})"
 
     def add(self, value: float) -> None:
-        """Counts a value."""
         self.sum += value
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
 
     def add_all(self, values: NDArray[np.float64]) -> None:
-        """Counts all values."""
         places = np.searchsorted(self.bounds, values)
         for at, count in enumerate(np.bincount(places, minlength=len(self.counts)).tolist()):
             self.counts[at] += count
@@ -52,12 +40,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of values that were added."""
         return sum(self.counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Returns for each bound a pair: the bound as text, and the number of values that are at
-        most this bound. The last bound is `+Inf`. This is the form of a Prometheus histogram."""
+        """Prometheus's form: (bound as text, number of values at most this bound); the last
+        bound is `+Inf`."""
         names = [*map(str, self.bounds), "+Inf"]
         sums = map(float, itertools.accumulate(self.counts))
         return list(zip(names, sums, strict=True))

@@ -1,12 +1,8 @@
-"""Read-only views of the core (`CacheCore`, the state of the cache): frozen answers for operators
-and metrics.
+"""Read-only views of the core for operators and metrics: code outside the node reads its state
+here.
 
-Always true: a query changes nothing. An answer is a copy that later changes do not affect. A query
-over all entries runs in parts; an entry that is added, removed or used between two parts may count
-or not. Code outside the node reads the core's state through this module.
-
-Entries are blocks or sketches (compact summaries of a block's attention keys, for sparse
-attention).
+A query changes nothing, and an answer is a copy. A query over all entries runs in parts; entries
+that change meanwhile may count or not.
 """
 
 import string
@@ -26,28 +22,22 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashList, Int64s
 
-# The census counts all entries (records of blocks), in parts: each part examines a range of entry
-# numbers.
+# Census.
 
 
 PART_ENTRIES = 1 << 17
-"""Number of entry numbers that each part of a census (count of all entries) examines. A part takes
-a millisecond or two."""
+"""Entry numbers that a part of a query examines, in a millisecond or two."""
 
 
 @dataclass(slots=True)
 class Census:
-    """Counts of all entries (records in the block table), which `census` makes in parts. An entry
-    that is inserted or removed between two parts may count or not.
+    """Counts of all entries.
 
     num_blocks: ready blocks.
-    pinned_bytes: bytes of the slots (places in the arena) of pinned entries.
-    sketch_bytes: bytes of the slots of sketches (compact summaries of blocks'
-        attention keys, for sparse attention) in any state.
-    num_unverified: entries whose bytes must be compared with the checksum before a
-        load.
-    blocks, sketches: number of ready blocks and of ready sketches of each key space,
-        int64. The index is the key space's number modulo KEY_SPACE_ROWS.
+    pinned_bytes: of the slots of pinned entries.
+    sketch_bytes: of the slots of sketches, in any state.
+    num_unverified: entries to be verified before a load.
+    blocks, sketches: ready ones of each key space, by its number modulo KEY_SPACE_ROWS; int64.
     """
 
     num_blocks: int
@@ -59,8 +49,7 @@ class Census:
 
 
 def census(core: CacheCore) -> Iterator[Census]:
-    """Counts all entries (records in the block table) in parts. Yields the same `Census` after each
-    part; its counts are complete after the last part."""
+    """Yields the same `Census` after each part; complete after the last."""
     index = core.space.index
     counted = Census(
         0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64)
@@ -95,16 +84,12 @@ STATES = {
     table.STATE_READY: "ready",
     table.STATE_DETACHED: "flushed",
 }
-"""Names of the states of an entry that is not free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of live leases and transfers, and bytes that are pinned because requests asked to
-    retain their blocks.
-
-    held_bytes: bytes of the slots (places in the arena) that are pinned for this reason.
-    held_budget_bytes: most bytes that `held_bytes` may reach.
+    """held_bytes: of the slots that retentions pin.
+    held_budget_bytes: most that `held_bytes` may reach.
     """
 
     num_leases: int
@@ -115,18 +100,12 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFigures:
-    """The use of a tier's storage, in bytes, blocks and slabs (pieces of the arena).
+    """The use of a tier's storage.
 
-    capacity_bytes: bytes that the tier can use now. For the arena, which is prefaulted after the
-        start: the bytes that have memory now.
-    full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
-    used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
-    pinned_bytes: bytes of the slots of pinned entries (records in the block table).
-    sketch_bytes: bytes of the slots of sketches (compact summaries of blocks'
-        attention keys, for sparse attention).
-    num_blocks: number of ready blocks.
-    num_unverified: number of entries whose bytes must be compared with the checksum
-        before a load.
+    capacity_bytes: what the tier can use now; of the arena, what is prefaulted so far.
+    full_capacity_bytes: what it can use once the whole arena has memory.
+    used_bytes: of slots that are reserved, ready or flushed.
+    pinned_bytes, sketch_bytes, num_blocks, num_unverified: as in `Census`.
     """
 
     capacity_bytes: int
@@ -144,9 +123,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space (a model in a configuration) with its numbers of ready blocks and of ready
-    sketches (compact summaries of blocks' attention keys, for sparse attention). Also has
-    the kinds of these sketches."""
+    """A key space with its kinds of sketches; `num_blocks` and `num_sketches` count the ready
+    ones."""
 
     number: int
     key_space: KeySpace
@@ -157,18 +135,10 @@ class KeySpaceFigures:
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """The current state of a block.
-
-    hash_words: hash of the block, eight uint32 words.
-    state: reserved, ready or detached (flushed while pinned), as a `STATE_` number of
-        `hotkv_proto.table`.
-    depth: number of blocks before this block in its prompt.
-    last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if the block is not
-        ready.
-    sketch_bytes: slot size of the block's sketch (compact summary of its attention
-        keys); 0 without a sketch.
-    parent_words: hash of the block before this block in its prompt. None if this block is the
-        first, or if the block before it is not ready.
+    """state: a `STATE_` number of `hotkv_proto.table`.
+    last_used_s: on the clock of the core's `now_s`; 0 unless ready.
+    sketch_bytes: slot size; 0 without a sketch.
+    parent_words: None if there is no parent or it is not ready.
     """
 
     hash_words: Words
@@ -185,14 +155,11 @@ class BlockFigures:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The blocks of a prompt in one group, and the state of each block in the cache.
+    """In one group.
 
-    hashes: each a row of eight uint32 words.
-    words: an entry word for each hash: the entry number, with the high bit set while the entry is
-        reserved; 0 if the hash has no entry.
-    causes: `Cause` of each block's last removal; NONE if no removal is remembered.
-    below: True for each block that is ready on the disk. Tiers that are shared with other nodes are
-        not asked.
+    words: entry numbers, with the high bit set while reserved; 0 without an entry.
+    causes: `Cause` of each last removal; NONE if none is remembered.
+    below: ready on the disk. Shared stores are not asked.
     """
 
     hashes: Words
@@ -202,8 +169,6 @@ class PromptBlocks:
 
 
 def counts(core: CacheCore) -> Counts:
-    """Returns the numbers of live leases and transfers, and the bytes that are pinned because
-    requests asked to retain their blocks."""
     return Counts(
         len(core.leases),
         len(core.transfers),
@@ -213,31 +178,25 @@ def counts(core: CacheCore) -> Counts:
 
 
 def counters(core: CacheCore) -> dict[str, int]:
-    """Returns the counts of events since the server's start, by the names of `Counters`."""
+    """By the names of `Counters`, since the server's start."""
     return asdict(core.counters)
 
 
 def policy_figures(core: CacheCore) -> dict[str, float]:
-    """Returns the figures of the eviction policy by metric name, for example the parameters that it
-    has chosen for the present traffic."""
     return core.space.policy.figures()
 
 
 def eviction_ages(core: CacheCore) -> Histogram:
-    """Returns a histogram of the time between a block's last use and its eviction to make room in
-    the arena, in seconds."""
+    """Seconds between a block's last use and its eviction for room."""
     return core.space.removal.ages_s
 
 
 def census_parts(core: CacheCore) -> int:
-    """Returns the number of parts in which `census` would count the present entries (records in the
-    block table)."""
     return -(-core.space.index.num_numbers // PART_ENTRIES)
 
 
 def tier(core: CacheCore, counted: Census) -> RoomFigures:
-    """Returns the figures of the tier in host memory. `counted`: a complete census (count of all
-    entries)."""
+    """Host memory. `counted`: a complete census."""
     pool = core.space.pool
     return RoomFigures(
         pool.capacity_bytes,
@@ -255,8 +214,7 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
 
 
 def lower_tier(core: CacheCore) -> RoomFigures | None:
-    """Returns the figures of the disk tier; None if there is no disk. The figures of pinned and
-    unverified blocks are 0, because the disk has no such blocks."""
+    """The disk; None without one. It has no pinned and no unverified blocks."""
     space = next((one.space for one in core.below if one.space is not None), None)
     if space is None:
         return None
@@ -277,12 +235,8 @@ def lower_tier(core: CacheCore) -> RoomFigures | None:
 
 
 def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpaceFigures]:
-    """Returns the known key spaces (each is a model in a configuration) in order of their
-    numbers.
-
-    counted: a complete census (count of all entries).
-    most: returns only this many key spaces, those with the most blocks; 0 returns all.
-    """
+    """By number. `counted`: a complete census. `most`: only those with the most blocks; 0 for
+    all."""
     records = core.key_spaces
     numbers = np.fromiter(records, np.int64, len(records))
     if most:
@@ -301,8 +255,7 @@ def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpace
 
 
 def leases_of_engines(core: CacheCore) -> dict[str, int]:
-    """Returns the number of leases of each engine, by engine id. Leaves out engines without a
-    lease."""
+    """Without engines that have none."""
     held: dict[str, int] = {}
     for lease in core.leases.all():
         held[lease.engine_id] = held.get(lease.engine_id, 0) + 1
@@ -311,11 +264,8 @@ def leases_of_engines(core: CacheCore) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class HashPrefix:
-    """The first hexadecimal digits of a block hash, by which operators search for blocks. Raises
-    ValueError if `digits` is empty, longer than a hash, or not hexadecimal.
-
-    digits: lower or upper case; their number may be odd.
-    """
+    """First hexadecimal digits of a block hash, in lower or upper case; their number may be odd.
+    Raises ValueError if `digits` is empty, longer than a hash, or not hexadecimal."""
 
     digits: str
 
@@ -326,8 +276,7 @@ class HashPrefix:
             raise ValueError("it has other characters than hexadecimal digits")
 
     def among(self, words: table.Words) -> BoolMask:
-        """Returns a mask of the hashes that begin with the digits of this prefix. `words`: eight
-        uint32 words for each hash."""
+        """Mask of the hashes (`words`: eight uint32 words each) with this prefix."""
         digits = self.digits + "0" * (len(self.digits) % 2)
         wanted = np.frombuffer(bytes.fromhex(digits), np.uint8)
         mask = np.full(len(wanted), 0xFF, np.uint8)
@@ -341,13 +290,8 @@ class HashPrefix:
 def find_blocks(
     core: CacheCore, start: int, most: int, key_space_id: int, prefix: HashPrefix | None = None
 ) -> Iterator[list[int]]:
-    """Finds the entries (records in the block table) of blocks in order of their entry numbers,
-    from the number `start` on. Yields after each part the list of all entries found so far. The
-    last list has `most` entries; fewer only if fewer entries match.
-
-    key_space_id: 0 for all key spaces.
-    prefix: finds only blocks whose hash begins with `prefix`.
-    """
+    """Blocks by entry number, from `start` on. Yields after each part all found so far; the last
+    list has `most` if so many match. `key_space_id`: 0 for all."""
     index, found = core.space.index, np.empty(0, np.uint32)
     while start < index.num_numbers and len(found) < most:
         states = index.states(start, start + PART_ENTRIES)
@@ -365,16 +309,15 @@ def find_blocks(
 
 
 def hottest_blocks(core: CacheCore, most: int, key_space_id: int) -> Iterator[list[int]]:
-    """Finds the entries (records in the block table) of the hottest blocks: the ready blocks that
-    the eviction policy would evict last. Yields after each part the hottest of all blocks that were
-    examined so far, at most `most`, the hottest first.
+    """The ready blocks that would go last, hottest first. Yields after each part the `most` hottest
+    so far.
 
-    key_space_id: 0 for all key spaces.
+    `key_space_id`: 0 for all.
     """
     index, found = core.space.index, np.empty(0, np.uint32)
     for start in range(0, max(1, index.num_numbers), PART_ENTRIES):
         part = index.ready_blocks(key_space_id, start, start + PART_ENTRIES)
-        # Drop blocks that were found in an earlier part and have been removed since.
+        # Drop what was removed since an earlier part found it.
         found = np.concatenate((found[index.is_ready(found)], part))
         heat = core.space.policy.heat(found)
         if len(found) > most:
@@ -385,11 +328,10 @@ def hottest_blocks(core: CacheCore, most: int, key_space_id: int) -> Iterator[li
 
 
 def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
-    """Returns the state of the given blocks; leaves out blocks that are no longer in the index."""
+    """Leaves out blocks that are no longer in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
-    # If a block was removed, its entry number may have been reused for a sketch (compact
-    # summary of keys). Leave out such entries.
+    # A removed block's entry number may be a sketch's now.
     there = there[~core.space.sketches.among(there)]
     is_known = core.space.index.is_ready(there)
     used_s = np.where(is_known, core.space.policy.last_used_s(there), 0.0)
@@ -421,11 +363,6 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
 def prompt_blocks(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> PromptBlocks:
-    """Returns the state of a prompt's blocks in a group: whether each block is in host memory or on
-    the disk, and why it was removed if it is in neither.
-
-    hashes: the blocks' hashes, each a row of eight uint32 words.
-    """
     below = np.zeros(len(hashes), np.bool_)
     for one in core.below:
         below |= one.find(key_space_id, HashList(group_index, hashes))
@@ -438,8 +375,7 @@ def prompt_blocks(
 
 
 def story(index: BlockIndex, entry: int) -> str:
-    """Returns one line of text with the current state of an entry (record in the block table), for
-    logs. Accepts any entry number, even of a free entry or out of range."""
+    """An entry's state in one line, for logs; accepts any number, even out of range."""
     if not 0 < entry <= index.capacity:
         return f"entry={entry} is none of the {index.capacity}"
     record = index.table.records[entry]
@@ -455,34 +391,26 @@ def story(index: BlockIndex, entry: int) -> str:
     )
 
 
-# The map of the arena cuts the arena into cells. For each cell it shows the size of the slots
-# there, how full the cell is, and when its blocks were last used.
-#
-# Always true: a map has at most MAX_CELLS cells, however large the arena. A slab is a piece of the
-# arena; it is *lent* to a slot size while it is divided into slots of that size. A cell is a range
-# of adjacent slabs; all cells but the last have the same length. The scan over all entries runs in
-# parts; an entry that is added, removed or used between two parts may count or not.
+# The map of the arena: at most MAX_CELLS cells of adjacent slabs, all but the last of the same
+# length.
 
 
 MAX_CELLS = 2048
 MAP_PART_ENTRIES = 1 << 16
-"""Number of entry numbers that each part of the scan for the arena's map examines. A part takes
-about a millisecond."""
+"""Entry numbers that a part of the map's scan examines, in about a millisecond."""
 F64s = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """A map of the arena, which is cut into cells of equal size. A cell consists of adjacent slabs
-    (pieces of the arena). A slab is free, is divided into slots of one size, or has no memory yet
-    (`SlabPool`). Arrays have a value for each cell, in order from the arena's start.
+    """Arrays have a value for each cell, from the arena's start.
 
-    slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: the slot size of the first slab in the cell that has slots. FREE if no slab of the
-        cell has slots, ABSENT if no slab of the cell has memory.
+    slabs_per_cell: the last cell may have fewer.
+    slot_bytes: of the cell's first slab that has slots; FREE if none has, ABSENT if none has
+        memory.
     used_ratios: share of the cell's bytes that lie in slots in use, 0 to 1.
-    idle_s: seconds since the last use of the cell's ready blocks, averaged on a logarithmic scale:
-        expm1 of the mean of log1p(seconds), weighted by bytes. NaN if the cell has no ready block.
+    idle_s: time since the last use of the cell's ready blocks: expm1 of the mean of
+        log1p(seconds), weighted by bytes. NaN without a ready block.
     """
 
     slab_bytes: int
@@ -494,10 +422,7 @@ class ArenaMap:
 
 
 def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
-    """Builds the map of the arena in parts. Yields None after each part, and at the end the map.
-
-    now_s: the current time, on the same clock as `now_s` in calls of the core.
-    """
+    """Yields None after each part, and at the end the map."""
     space, pool = core.space, core.space.pool
     slabs_per_cell = -(-pool.num_slabs // MAX_CELLS)
     num_cells = -(-pool.num_slabs // slabs_per_cell)
@@ -527,8 +452,7 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries that have a
-    slot (place in the arena), and for each of them whether it is a ready block."""
+    """Entries from `start` on that have a slot, and which of them are ready blocks."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]
@@ -541,9 +465,8 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
-    """Cuts the slot of each entry (record in the block table) into pieces, one for each slab (piece
-    of the arena) in which a part of the slot lies. Returns three values for each piece: the
-    position of its entry in `entries`, its slab, and its size in bytes."""
+    """Cuts the entries' slots at the borders of slabs. For each piece: position of its entry in
+    `entries`, slab, and bytes."""
     slab_bytes = space.pool.slab_bytes
     starts = space.index.offsets(entries)
     ends = starts + space.index.slot_bytes(entries)
@@ -557,20 +480,12 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
-    """Returns a slot size for each cell of the arena map (a cell is some adjacent slabs): the size
-    of the slots in the cell's first slab that is divided into slots. Returns FREE for a cell
-    without such a slab, and ABSENT for a cell without memory.
-
-    owner: for each slab, the size of its slots, FREE or ABSENT, as `SlabPool.slab_owner` returns
-        it.
-    slabs_per_cell: number of adjacent slabs that form a cell.
-    """
+    """`ArenaMap.slot_bytes`. `owner`: as `SlabPool.slab_owner` returns it."""
     num_cells = -(-len(owner) // slabs_per_cell)
     padded = np.full(num_cells * slabs_per_cell, ABSENT)
     padded[: len(owner)] = owner
     grid = padded.reshape(num_cells, slabs_per_cell)
-    # Choose the first slab of each cell that is divided into slots. If there is none, choose the
-    # first free slab. If no slab is free either, no slab has memory, and any slab gives ABSENT.
+    # A cell without slots gives its first free slab; if none is free, any slab gives ABSENT.
     chosen = np.where(
         (grid >= 0).any(axis=1), (grid >= 0).argmax(axis=1), (grid == FREE).argmax(axis=1)
     )

@@ -1,19 +1,16 @@
-"""Restoring: a new core imports the entries of an old block table, whether the old server stopped
-or was killed. An entry is the table's record of a block, or of a sketch (compact summary of
-a block's attention keys, for sparse attention).
+"""A new core imports the entries of an old block table, after a stop or a kill.
 
-A restore imports the ready entries, and those detached entries (flushed while pinned) that clients
-may still read in the arena. A record that contradicts the key spaces (each is a model in a
-configuration), the arena or another entry is dropped.
+Ready entries come back, and flushed ones that clients may still read in the arena. A record that
+contradicts the key spaces, the arena or another entry is dropped, never repaired. Slots are not
+read, so every restored entry is unverified. The new table is another file, so a killed restore has
+changed nothing.
 
-Always true: a restored entry has the key and the slot of its record. A record is never repaired. A
-restore reads the records of the old table and ignores its buckets. The new table is another file,
-so a killed restore has changed nothing. A restore does not read the slots: every restored entry
-counts as unverified, and is compared with its checksum later.
+A server marks a record ready last, and clears the mark before it reuses the slot. So after a kill,
+every ready entry is whole.
 
-The state in a record says whether the record can be trusted. A server marks a record ready after it
-has written the rest of the record and the block's bytes, and clears the mark before it reuses the
-slot. So after a kill every ready entry is whole.
+old: the old records, rows of 18 uint32 words.
+rows: positions in `old`.
+new_of: new entry numbers by position in `old`, 0 if not restored.
 """
 
 from collections import deque
@@ -35,31 +32,20 @@ from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS, ADMIT_BLOCKS = 64, 1 << 12
-"""Restored blocks become ready in parts, so that the eviction policy learns the order of their last
-uses; the blocks used longest ago come first. If the times of use are known, there are at least
-ADMIT_PARTS parts.
+"""Restored blocks become ready in parts, those used longest ago first, so that the policy learns
+their order; at least ADMIT_PARTS if the times are known.
 
-A part has at most ADMIT_BLOCKS blocks, because the policy treats a part like the blocks of one
-prompt: it gives each block a little more heat than the next, so that the last blocks are evicted
-first. In a part of millions of blocks, the first would get so much heat that they outlive all new
-blocks for hours."""
+A part is bounded because the policy takes it for one prompt, each block a little hotter than the
+next: in a part of millions, the first would outlive all new ones for hours.
+"""
 
 
-# This section handles the entries that residencies of the old server pinned (requests whose KV
-# stays in host memory): clients may still read them in the arena. Either all of these entries are
-# pinned until the grace (`Grace`) ends, or the clients' validity words are revoked before any slot
-# is used for another block; clients then discard what they read. Blocks that were flushed while
-# pinned return as detached entries: lookups can't find them, and they keep their slots.
+# Entries of readers: all of them are pinned until the grace ends, or the readers' words are
+# revoked before any slot is reused. Flushed blocks return as detached entries.
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
-    """Finds the records of blocks that clients of the old server may still read in the arena.
-    Returns the positions of these records in the old table; empty if there are no such clients.
-
-    states: state of each record of the old table.
-    marks: array that the old server has left: by old entry number, 1 for entries that clients may
-        read. None if there is no such array.
-    """
+    """What clients may still read. `marks`: as `ReaderMemory.marks`, by old entry number."""
     if marks is None or not core.words.has_earlier_readers:
         return np.empty(0, np.int64)
     return np.flatnonzero(
@@ -71,20 +57,12 @@ def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -
 def link_detached(
     core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> None:
-    """Adds detached entries (flushed while pinned) for records of the old table.
-
-    old: all records of the old table, each a row of 18 uint32 words.
-    rows: positions of the records in `old`.
-    numbers: the number of each record's key space in this core.
-    new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
-        record that does not fit into the index.
-    """
+    """Adds detached entries. `numbers`: the key space of each row in this core."""
     index = core.space.index
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
-        # `insert` expects keys that are not in the table, but several of these records may have the
-        # same key. This does no harm, because `detach` removes the new entries from the table at
+        # Records may have the same key, which `insert` does not expect: `detach` removes them at
         # once.
         hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
@@ -99,23 +77,12 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Pins the entries that clients of the old server may still read in the arena, until the grace
-    (`Grace`, some seconds) ends.
-
-    In two cases this is not possible: one of the entries was dropped, or a tenant uses more than
-    its burst bound (the most bytes that it may use), so that some of its blocks must be evicted.
-    Then pins no entry, and revokes the validity words of those clients, by which they notice that
-    they must discard what they read.
-
-    Returns the number of pinned entries, and True if the clients have lost their entries.
-
-    entries: new entry number of each record that `kept_rows` has found; 0 for a record that was
-        dropped.
-    """
+    """Pins `entries` (0 for a dropped record). If one was dropped, or a tenant is above its
+    burst bound, pins none and revokes the words. Returns the number pinned, and whether readers
+    have lost theirs."""
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
-    # If a tenant uses more than its burst bound, some of its blocks must be evicted at once. Pins
-    # would prevent that.
+    # Above the bound, blocks must go at once; pins would prevent that.
     if len(entries) and is_whole and not core.space.tenants.over_bound():
         grace.begin(entries)
         return len(entries), False
@@ -126,27 +93,19 @@ def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
 
 
 class Restorable(Protocol):
-    """A target into which blocks of an earlier server are restored: the cache core (host memory),
-    or a tier below it (`BelowSpace`)."""
+    """What blocks are restored into: the core, or a tier below it (`BelowSpace`)."""
 
     @property
-    def space(self) -> Space:
-        """The space (index and slots) that receives the restored entries."""
+    def space(self) -> Space: ...
 
     @property
-    def catalog(self) -> Catalog:
-        """The key spaces (each is a model in a configuration), with their kinds of
-        sketches (compact summaries of blocks' attention keys)."""
+    def catalog(self) -> Catalog: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BelowSpace:
-    """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
-
-    encoded_bytes: function that returns the size of the place of an encoded (compressed) block,
-        given its slot size. The earlier server stored encoded blocks in such places, which are
-        smaller than slots (see `tiers.book.place_sizes`). None if that server encoded no blocks.
-    """
+    """encoded_bytes: place of a compressed block by slot size (`tiers.book.place_sizes`); None
+    if the earlier server compressed none."""
 
     space: Space
     catalog: Catalog
@@ -155,8 +114,7 @@ class BelowSpace:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The group (uint32) and, in bytes (int64), the slot size and slot offset of some records of
-    the old table."""
+    """Sizes and offsets of slots are in bytes."""
 
     groups: Entries
     sizes: Int64s
@@ -164,8 +122,6 @@ class Shapes:
 
     @staticmethod
     def of(old: Words, rows: Int64s) -> "Shapes":
-        """Returns the groups, sizes and offsets of the records at the positions `rows` of the old
-        table."""
         return Shapes(
             _groups(old, rows),
             old[rows, table.W_SIZE].astype(np.int64) * SLOT_ALIGN,
@@ -178,17 +134,10 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """The result of a restore.
-
-    kept: number of entries that are pinned again, because the old server had pinned them for
-        residencies (requests whose KV stays in host memory).
-    lost_readers: True if an entry that was pinned for such a residency could not be retained. Then
-        no entry is pinned, and the validity words of the old server's clients were revoked.
-    blocks, sketches: numbers of restored blocks and of restored sketches (compact
-        summaries of blocks' attention keys).
-    encoded: number of blocks that lie in encoded (compressed) form in places smaller than their
-        slot size.
-    dropped: number of records that were not restored, by reason.
+    """kept: entries pinned again for readers.
+    lost_readers: one could not be retained, so none is pinned.
+    encoded: compressed blocks, in places smaller than their slots.
+    dropped: records by reason.
     """
 
     kept: int = 0
@@ -199,7 +148,6 @@ class Restored:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int) -> None:
-        """Adds `count` to the number of records that were dropped for this reason."""
         if count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
@@ -212,17 +160,12 @@ def restore(
     now_s: float,
     marks: NDArray[np.uint8] | None = None,
 ) -> Restored:
-    """Fills an empty core from the records (each a row of 18 uint32 words) of an old table. Returns
-    the numbers of restored and of dropped records.
+    """Fills an empty core.
 
-    key_spaces: number of each key space in this core, by its number in the old table. The core's
-        catalog has these key spaces, with their kinds of sketches (compact summaries of
-        blocks' attention keys) in the old order.
-    last_used_s: time of last use of each entry (record in the block table), float64 by old entry
-        number, in seconds of `now_s`; nan for an entry without a saved time, for example because
-        the entry was made after the last save. None if no times were saved.
-    marks: by old entry number, 1 for entries that the old server had pinned for residencies
-        (requests whose KV stays in host memory). None if the old table has no marks.
+    key_spaces: number in this core by old number; the catalog has them, kinds of sketches in the
+        old order.
+    last_used_s: by old entry number, on the clock of `now_s`; nan for one not saved, None for
+        none.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
@@ -237,8 +180,7 @@ def restore(
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
     if core.config.check_stride:
-        # A checksum is never 0, so 0 means that the record has no checksum. A detached block
-        # (one that was flushed while pinned) needs no checksum, because no call can load it.
+        # 0 is no checksum. A detached block needs none: no call can load it.
         good = old[rows, table.W_CHECK] != 0
         good |= states[rows] == table.STATE_DETACHED
         rows, numbers = _kept(report, "without checksum", rows, numbers, good)
@@ -263,12 +205,7 @@ def restore(
 def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
-    """Fills the empty space of a tier below host memory from the records (each a row of 18 uint32
-    words) of the tier's old table. Does not compare blocks with their checksums;
-    each later read of a block does.
-
-    key_spaces: number of each key space in the core, by its number in the old table.
-    """
+    """Fills an empty tier, whose blocks each later read verifies. `key_spaces`: as in `restore`."""
     assert not below.space.index.num_entries, "restored into a tier that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
@@ -306,9 +243,7 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Translates key space numbers of the old table (`old_numbers`) into the numbers that the same
-    key spaces (each is a model in a configuration) have in the new core; 0 for a key space that
-    the core does not have. `key_spaces`: new number by old number."""
+    """0 for a key space that the core lacks."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)
@@ -323,12 +258,7 @@ def _groups(old: Words, rows: Int64s) -> Entries:
 
 
 def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits entries (records in the block table) by key space and group. Yields each pair (key
-    space, group) that occurs, with the positions of its entries in rising order. Sorts only once,
-    however many pairs there are.
-
-    numbers, groups: key space number and group index of each entry.
-    """
+    """Yields (key space, group, rising positions). One sort, however many pairs."""
     if not len(numbers):
         return
     pairs = numbers.astype(np.uint64) << np.uint64(16) | groups
@@ -345,15 +275,8 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns a mask of the records that fit this server's key spaces. Such a record names a known
-    group of blocks, or a known kind of sketch (compact summary of a block's attention
-    keys). Its slot has the size of the group's slots, or the smaller size that `encoded_bytes`
-    returns for it, and lies inside the arena, at a valid offset for this size.
-
-    numbers: number in this core of each record's key space; 0 if the core does not have it.
-    encoded_bytes: function that returns, for a slot size, the size of the smaller place of an
-        encoded (compressed) block. None: no block is encoded.
-    """
+    """Records that fit this server: a known group or kind, and a slot of its size (or of
+    `encoded_bytes` of it) at a valid offset. `numbers`: 0 for an unknown key space."""
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
@@ -367,13 +290,8 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns a mask of the records whose slots (places for blocks) do not conflict with the slot
-    of another record. There are two kinds of conflicts:
-
-    - the slots overlap. Then both records are refused, because either may be wrong;
-    - the slots lie in the same slab (piece of the arena), but do not belong to the same run. A run
-      is a range of adjacent slabs with slots of one size; a slab belongs to one run only.
-    """
+    """Records without conflict. Overlapping slots are both refused, because either may be wrong;
+    so are slots in one slab that belong to different runs of slabs."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -385,7 +303,7 @@ def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
     for size in distinct(sizes).tolist():
         of_size = sizes == size
         first[of_size] = pool.heads_of(size, offsets[of_size])
-    # Identify a run by its first slab and its slot size.
+    # A run of slabs: its first slab and slot size.
     runs = np.unique(np.stack((first, sizes), axis=1), axis=0, return_inverse=True)[1].reshape(-1)
     smallest, largest = np.full(pool.num_slabs, len(runs)), np.full(pool.num_slabs, -1)
     for step in range(int((last - first).max(initial=0)) + 1):
@@ -400,14 +318,8 @@ def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
 def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> int:
-    """Adds reserved entries to the index for the records at the positions `rows` of the old table.
-    Returns how many of the entries lie in places that are smaller than their group's slot size:
-    encoded (compressed) blocks on a disk.
-
-    numbers: the number of each record's key space in the core.
-    new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
-        record that does not fit into the index, or whose key is in the index already.
-    """
+    """Adds reserved entries and fills `new_of`; a duplicate key or a full index leaves 0.
+    Returns how many are compressed blocks."""
     index, groups, num_smaller = core.space.index, _groups(old, rows), 0
     for number, group, places in _by_kind(numbers, groups):
         here = rows[places]
@@ -430,13 +342,8 @@ def _link_entries(
 
 
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
-    """Splits blocks into parts of at most ADMIT_BLOCKS, and returns the parts with the deepest
-    blocks first. Returns with each part a time at which its blocks count as last used: `now_s` for
-    the last part, and a second earlier for each part before it. So the first blocks of prompts
-    count as used most recently, and are evicted last.
-
-    blocks: sorted by depth (number of blocks before the block in its prompt), in rising order.
-    """
+    """Parts of `blocks` (sorted by depth), deepest first, each with a time of use: `now_s` for
+    the last, a second less for each before. So the first blocks of prompts go last."""
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
     return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]
@@ -451,16 +358,7 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the sketches (compact summaries of attention keys)
-    whose block was restored. Drops all other sketches.
-
-    old: all records of the old table, each a row of 18 uint32 words.
-    came: positions in `old` of the records that have a new entry.
-    new_of: new entry number by position in `old`.
-    last_used_s: time of last use by old entry number, in seconds of `now_s`; nan if unknown. None
-        if no times were saved.
-    report: receives the numbers of restored and of dropped entries.
-    """
+    """Blocks first, then the sketches whose block was restored; other sketches are dropped."""
     space, index = core.space, core.space.index
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
         :, 0
@@ -498,21 +396,15 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns a mask of the sketches (compact summaries of attention keys) that may be made
-    ready. A sketch may be made ready if its block was restored, has the same key space and
-    hash, and has a record that names this sketch.
-
-    kinds: positions in `old` of the sketches.
-    links: for each sketch, the position in `old` of its block.
-    new_of: new entry number by position in `old`; 0 if the record was not restored.
+    """Sketches whose block was restored, has the same key space and hash, and names them.
+    `kinds`: their rows; `links`: their blocks'.
     """
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
     expected = [
         core.catalog.record(number).block_group(group)
         for number, group in zip(numbers.tolist(), groups.tolist(), strict=True)
     ]
-    # A block that was not restored has the entry number 0. Entry 0 has no key space, so the
-    # comparison of key spaces below is False.
+    # Entry 0, of a block not restored, has no key space.
     block_numbers, block_groups, block_hashes = core.space.index.keys(new_of[links])
     good: BoolMask = (
         (old[links, table.W_SKETCH] == kinds)

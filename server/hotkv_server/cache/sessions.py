@@ -1,10 +1,4 @@
-"""Key spaces and sessions (connections of clients, each for one key space), and the checks that
-every call of a session passes.
-
-Sessions may declare kinds of sketches for the blocks of their key space (a model in a
-configuration). A sketch is a compact summary of a block's attention keys, for sparse
-attention.
-"""
+"""Key spaces and sessions, and the checks that every call of a session passes."""
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,38 +15,31 @@ from hotkv_server.cache.values import (
     SessionRecord,
 )
 
-# The catalog: the key spaces (each is a model in a configuration) that this server knows, and the
-# kinds of sketches (compact forms of blocks' keys) that sessions have declared.
+# The catalog: known key spaces, and the kinds of sketches that sessions declared for them.
 #
-# Always true: key spaces with equal fingerprints have the same number. Equal kinds of
-# sketches in one key space have the same group index. A number is never reused. Every
-# registered key space can be served: a block of each group fits the arena. The catalog never
-# forgets a key space that has a session or a slot.
+# Always true: equal fingerprints have one number, which is never reused. Equal kinds in one key
+# space have one group index. A block of each registered group fits the arena. A key space with a
+# session or a slot is never forgotten.
 #
-# Each tenant may register only its share of key spaces (`Catalog.share_out`). To register one more,
-# another key space of the tenant must be forgotten first. `Catalog.surplus` chooses this key space
-# among those without a session. It prefers a key space without a block, and then the key space
-# whose last session ended longest ago.
+# Each tenant may register only its share (`Catalog.share_out`). To register one more, `surplus`
+# chooses one of its key spaces without a session to forget: first one without a block, then the
+# one left longest ago.
 
 
 MAX_SHARDS = 31
 MAX_KEY_SPACES = 4096
 MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
-"""Most memory, in bytes, that the descriptions of all tenants' key spaces together may use
-(`weight_bytes`), not their blocks."""
+"""Memory that the descriptions of all key spaces may use (`weight_bytes`)."""
 FORGET_S = 600.0
-"""A key space without a block is forgotten this many seconds after its last session (connection of
-an engine) has ended."""
+"""A key space without a block is forgotten this long after its last session."""
 _ENTRY_BYTES = 96
-"""Bytes that each string or number in the description of a key space uses in addition to its
-characters, in memory and in the server's state file together."""
+"""Of each string or number in a description, beside its characters; in memory and state file
+together."""
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Sketch] = ()) -> int:
-    """Returns the approximate bytes of memory that the catalog uses for a key space (a model in
-    a configuration) with these kinds of sketches (compact summaries of blocks' attention
-    keys, for sparse attention)."""
+    """Approximate memory that the catalog uses for a key space with these kinds of sketches."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -63,23 +50,17 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Sketch] = ()) -> int:
 
 @dataclass(slots=True)
 class _Holding:
-    """The number of a tenant's key spaces (each is a model in a configuration) in the catalog,
-    and the bytes of memory that the catalog uses for them."""
+    """A tenant's key spaces in the catalog, and the memory of their descriptions."""
 
     count: int = 0
     weight_bytes: int = 0
 
 
 class Catalog:
-    """The known key spaces. A key space is a model in a configuration; its `KeySpaceRecord` has
-    a number from 1 on.
+    """records: by number, from 1 on.
+    revision: rises when a key space or a kind of sketch is added or forgotten.
 
-    records: the known key spaces by number.
-    revision: number that rises when a key space or a kind of sketch (compact summary of a
-        block's attention keys) is added or forgotten.
-
-    Arguments of the constructor: `books` is the state of the arena, `num_tenants` the number of
-    configured tenants (0: no tenants), `below` the tiers below host memory.
+    `num_tenants`: configured tenants; 0 without tenants.
     """
 
     def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
@@ -91,7 +72,7 @@ class Catalog:
         self._last = 0
         self._rows = {0}
         self._sessions: dict[int, int] = {}
-        # For each key space without a session: when its last session ended. The oldest comes first.
+        # When the last session of each key space without one ended; oldest first.
         self._left_s: dict[int, float] = {}
         self._holdings: dict[str, _Holding] = {}
         self.share_out(num_tenants)
@@ -100,18 +81,15 @@ class Catalog:
         return f"Catalog({len(self.records)} key spaces)"
 
     def share_out(self, num_tenants: int) -> None:
-        """Limits each of `num_tenants` tenants to an equal share of the catalog. If no tenants are
-        configured (0), all key spaces (each is a model in a configuration) use one share. A
-        tenant above its share keeps its key spaces, but can't register more until enough of its key
-        spaces are forgotten."""
+        """Gives each tenant an equal share; without tenants, all key spaces use one. A tenant
+        above its share keeps its key spaces, but can't register more."""
         self.max_of_tenant = MAX_KEY_SPACES
         if num_tenants:
             self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
         self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
 
     def record(self, number: int) -> KeySpaceRecord:
-        """Returns the key space (a model in a configuration) with this number. Raises
-        UNKNOWN_KEY_SPACE."""
+        """Raises UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)
         if record is None:
             raise HotKVError(
@@ -127,14 +105,9 @@ class Catalog:
         now_s: float,
         earlier_number: int = 0,
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space (a model in a configuration) and kinds of sketches
-        (compact summaries of attention keys) the first time they are seen. Returns the number of
-        the key space and the group index of each kind. Raises OVERLOADED if the tenant's share of
-        the catalog is used up (`share_out`).
-
-        earlier_number: the key space's number in the earlier server, which it gets again; 0 for a
-            new number.
-        """
+        """Registers what is new. Returns the key space's number and the group index of each
+        kind. Raises OVERLOADED if the tenant's share is used up. `earlier_number`: number in the
+        earlier server, given again; 0 for a new one."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -162,19 +135,16 @@ class Catalog:
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def number(self, fingerprint: bytes) -> int:
-        """Returns the number of the key space (a model in a configuration) with this fingerprint
-        (the hash of its fields); 0 if it is not registered."""
+        """0 if not registered."""
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Counts one more open session (an engine's connection) of the key space of this number."""
+        """Counts one more open session."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Subtracts one from the number of open sessions (connections of engines) of the key space
-        with this number. If that was the last session, records `now_s` as the time when it ended.
-        """
+        """Counts one session less."""
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
@@ -186,15 +156,9 @@ class Catalog:
         kinds: tuple[Sketch, ...],
         tried: Container[int] = (),
     ) -> int:
-        """Chooses a key space (a model in a configuration) to forget, so that there is room to
-        register `key_space`. Returns the number of the chosen key space, never a number in `tried`.
-        Returns 0 if the tenant's share of the catalog has room already, or if no other key space of
-        the tenant may be forgotten. `kinds`: the kinds of sketches (compact summaries of
-        blocks' attention keys) of `key_space`.
-
-        Raises HotKVError if forgetting key spaces can't help, for example because a block of
-        `key_space` does not fit the arena.
-        """
+        """Number of a key space to forget, not in `tried`, so that `key_space` can be
+        registered. 0 if there is room, or if none of the tenant's may be forgotten. Raises
+        HotKVError if forgetting can't help, for example because a block does not fit the arena."""
         self._check(key_space, kinds)
         if self._has_room(key_space, kinds):
             return 0
@@ -213,9 +177,8 @@ class Catalog:
         )
 
     def outlived(self, now_s: float) -> Iterator[int]:
-        """Yields the numbers of key spaces (each is a model in a configuration) that have no
-        block and have had no session for FORGET_S. The catalog must not change during the
-        iteration."""
+        """Key spaces without a block and, for FORGET_S, without a session. The catalog must not
+        change during the iteration."""
         for number, left_s in self._left_s.items():
             if left_s > now_s - FORGET_S:
                 return
@@ -223,16 +186,14 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Returns True if the key space (a model in a configuration) has a slot in host memory
-        or a block on the disk, or if one of its blocks is being moved between tiers. Does not ask
-        shared tiers."""
+        """True for a slot in host memory, a block on the disk, or a move. Shared stores are not
+        asked."""
         return bool(self._books.tenants.bytes_of(number)) or (
             any(one.has_blocks(number) for one in self._below)
         )
 
     def forget(self, number: int) -> bool:
-        """Removes a key space (a model in a configuration). Returns False, with nothing changed, if
-        the key space has a session (connection of an engine) or a block, or is unknown."""
+        """False, with nothing changed, if the key space has a session or a block, or is unknown."""
         if number not in self._left_s or self.has_blocks(number):
             return False
         record = self.records.pop(number)
@@ -335,9 +296,7 @@ class Catalog:
             raise invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {arena_bytes}")
 
     def check_invariants(self, in_sessions: list[int]) -> None:
-        """Raises AssertionError if the catalog's counts of sessions, numbers of key spaces (each is
-        a model in a configuration) and rows in arrays disagree. `in_sessions`: the number of the
-        key space of each live session."""
+        """`in_sessions`: key space number of each live session."""
         assert self._sessions == {
             number: in_sessions.count(number) for number in set(in_sessions)
         }, "sessions of key spaces miscounted"
@@ -352,9 +311,6 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if two key spaces (each is a model in a configuration) have the
-    same row (number modulo KEY_SPACE_ROWS) in arrays, or if the catalog has miscounted a tenant's
-    key spaces or their memory."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
         "rows disagree"
     )
@@ -369,11 +325,7 @@ def _check_holdings(catalog: Catalog) -> None:
     assert catalog._holdings == counted, "what tenants have of the catalog is miscounted"
 
 
-# Sessions (connections of clients), and the checks that every call of a session passes.
-#
-# Always true: a number names a single session and is never reused. The catalog knows the key space
-# of every session. While the server drains (before it stops), nothing new begins, and running work
-# can end.
+# Sessions. While the server drains, nothing new begins, and running work can end.
 
 
 def check_named(
@@ -384,14 +336,8 @@ def check_named(
     *,
     only_blocks: bool = False,
 ) -> None:
-    """Raises HotKVError unless the key space (a model in a configuration) has all these groups
-    and a call may name `num_blocks` blocks.
-
-    groups: indices of the groups that the call names.
-    most_blocks: the most blocks that a call may name.
-    only_blocks: if True, refuses indices of sketches (compact summaries of blocks' attention
-        keys) too.
-    """
+    """Raises HotKVError for an unknown group or more than `most_blocks` blocks. `only_blocks`:
+    sketches are refused too."""
     for group_index in groups:
         if not record.has(group_index):
             raise invalid(
@@ -406,8 +352,7 @@ def check_named(
 
 
 class SessionBook:
-    """Live sessions (connections of clients), by number. `draining`: True while the server refuses
-    new sessions, leases and transfers, because it is about to stop."""
+    """Live sessions, by number."""
 
     def __init__(self, catalog: Catalog, tenants: TenantBook) -> None:
         self.records: dict[int, SessionRecord] = {}
@@ -433,17 +378,8 @@ class SessionBook:
         now_s: float,
         sketches: tuple[Sketch, ...],
     ) -> SessionRecord:
-        """Opens a session (connection of a client). Registers its key space (a model in a
-        configuration) and its kinds of sketches if they are not registered yet.
-
-        engine_id: id that all sessions of one engine share.
-        role: `scheduler`, `worker` or `tool`; only shown to operators.
-        sketches: kinds of sketches (compact summaries of blocks' attention keys, for
-            sparse attention) that the session will store or load.
-
-        Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains (refuses new
-        work), and the errors of `Catalog.register`.
-        """
+        """As `CacheCore.open_session`. Raises INVALID_FIELD if `engine_id` is empty, DRAINING,
+        and the errors of `Catalog.register`."""
         if not engine_id:
             raise invalid("engine_id is empty; give one id to all sessions of an engine")
         self.check_takes_new("takes no new sessions")
@@ -455,11 +391,11 @@ class SessionBook:
         return record
 
     def close(self, number: int, now_s: float) -> None:
-        """Removes a session whose leases and transfers have ended."""
+        """Its leases and transfers must have ended."""
         self._catalog.leave(self.records.pop(number).key_space_id, now_s)
 
     def record(self, number: int) -> SessionRecord:
-        """Returns the session with this number. Raises UNKNOWN_SESSION."""
+        """Raises UNKNOWN_SESSION."""
         if number not in self.records:
             raise HotKVError(
                 Reason.UNKNOWN_SESSION, "session_id is unknown or closed; open a new session"
@@ -467,8 +403,8 @@ class SessionBook:
         return self.records[number]
 
     def owner(self, session: SessionRecord) -> str:
-        """Returns the owner of a session (a client's connection): its tenant, or its engine if no
-        tenants are configured. `FairBound` limits the leases and transfers of each owner."""
+        """Whose `FairBound`s the session counts against: its tenant, or its engine without
+        tenants."""
         return (
             self._catalog.record(session.key_space_id).key_space.tenant
             if self._tenants.is_used
@@ -476,7 +412,7 @@ class SessionBook:
         )
 
     def check_takes_new(self, refusal: str) -> None:
-        """Raises DRAINING while the server drains (refuses new work). `refusal`: ends the error's
-        message, for example "takes no new sessions"."""
+        """Raises DRAINING while the server drains. `refusal` ends the message: "takes no new
+        sessions"."""
         if self.draining:
             raise HotKVError(Reason.DRAINING, f"the server is draining and {refusal}")

@@ -1,8 +1,5 @@
-"""Frozen values that the core (`CacheCore`) accepts and returns.
-
-Terms: a run is a chain of consecutive blocks of one group, or of their sketches. A
-sketch is a compact summary of a block's attention keys, for sparse attention.
-"""
+"""Frozen values that the core accepts and returns. Hashes are rows of eight uint32 words. A
+*run* is a chain of consecutive blocks of one group, or of their sketches."""
 
 import enum
 from collections.abc import Mapping
@@ -19,25 +16,20 @@ Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
-"""Number of rows in arrays that have a row for each key space; a power of two. The row of a key
-space is its number modulo KEY_SPACE_ROWS. Numbers are never reused, and no two known key spaces
-share a row."""
+"""A power of two; a key space's row is its number modulo this. No two known key spaces share
+one."""
 FIRST_MOVE = 1 << 31
-"""First number for moves of blocks between tiers. A reserved entry (record of a block that is being
-written) stores the number of its owner, a write lease or a move: a lease's number is below
-FIRST_MOVE, a move's number is FIRST_MOVE or higher."""
+"""A reserved entry stores its owner's number: of a write lease if lower, else of a move."""
 MAX_TRANSFERS = 1 << 14
-"""Most transfers in flight, over all sessions."""
+"""In flight, over all sessions."""
 MAX_SKETCHES = 256
-"""Most kinds of sketches (compact summaries of blocks' attention keys, for sparse attention)
-that sessions may declare for a key space."""
+"""Kinds of sketches of one key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
 
 
 class Medium(enum.Enum):
-    """The kind of storage that holds a block. CPU is host memory; DISK and REMOTE are tiers below
-    it. `events.wire` maps the members to vLLM's names."""
+    """CPU is host memory; DISK and REMOTE are tiers below. `events.wire` has vLLM's names."""
 
     CPU = "CPU"
     DISK = "DISK"
@@ -46,11 +38,8 @@ class Medium(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """A tenant's share of the arena.
-
-    guaranteed_bytes: while the tenant holds no more than this, stores of other tenants do not evict
-        its blocks.
-    burst_bytes: above this, the tenant's stores evict only its own blocks. 0: no limit.
+    """guaranteed_bytes: up to this, other tenants' stores do not evict the tenant's blocks.
+    burst_bytes: above this, the tenant's stores evict only its own. 0: no limit.
     """
 
     guaranteed_bytes: int = 0
@@ -58,31 +47,24 @@ class TenantShare:
 
 
 MAX_BLOCKS_PER_CALL = 1 << 17
-"""Most blocks that a call may name. A lookup of that many blocks takes about 20 ms, during which
-the event loop serves no other call."""
+"""Looked up in about 20 ms, in which the event loop serves no other call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Settings of the core (`CacheCore`, which decides which blocks are cached). Times are in
-    seconds. Shares are fractions of the arena, 0 to 1.
+    """Shares are fractions of the arena, 0 to 1.
 
-    capacity: largest number of entries, that is of blocks and sketches (compact summaries of
-        attention keys) together.
-    unadmitted_share: largest share that read leases may pin while no load has begun under them.
-    held_share: largest share that may be pinned because requests asked to retain their blocks.
-    unwritten_share: largest share that the write leases of an owner may reserve and not have
-        written. All owners together may have twice as much.
-    residency_share: largest share that residencies (requests whose KV stays in host memory) may
-        reserve and pin.
-    residency_grace_s: how long after a restart clients of the earlier server may continue to read
-        the blocks of their residencies in the arena.
-    client_memory_bytes: limit of the memory, outside the arena, for clients' leases, transfers and
-        sequences.
-    check_stride: stride of checksums, see `integrity.checksums`; 0 turns checksums off.
-    tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
-    is_backed: True if the whole arena has memory (is prefaulted) at the start. If False, calls of
-        `Space.grow` later report how much of the arena has memory.
+    capacity: most entries, of blocks and sketches.
+    unadmitted_share: for read leases before their first load.
+    held_share: for retentions.
+    unwritten_share: for what one owner's write leases reserve and have not written; twice as much
+        for all owners.
+    residency_share: for what residencies reserve and pin.
+    residency_grace_s: after a restart, for clients of the earlier server to read their residencies.
+    client_memory_bytes: outside the arena, for clients' leases, transfers and sequences.
+    check_stride: see `integrity.checksums`; 0 turns checksums off.
+    tenants: an unlisted tenant has no guarantee and no limit.
+    is_backed: the whole arena has memory at the start; else `Space.grow` reports it.
     """
 
     arena_bytes: int
@@ -105,12 +87,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Hashes of consecutive blocks of a prompt in one group, each a row of eight uint32 words.
-
-    depths: for each block, the number of blocks before it in its sequence (prompt). None if the
-        list begins with the first block of a sequence and has no gaps, or if the depths are not
-        known.
-    """
+    """depths: None if unknown, or if the list begins with the prompt and has no gaps."""
 
     group_index: int
     hashes: Words
@@ -119,11 +96,8 @@ class HashList:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A chain of consecutive blocks of a group.
-
-    hashes: each a row of eight uint32 words.
-    parent: hash of the block before the first block; None if the run begins its sequence.
-    depth: number of blocks that precede the first block in its sequence.
+    """parent: None if the run begins its prompt.
+    depth: of the first block.
     """
 
     group_index: int
@@ -134,8 +108,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """The blocks of one group that a load copies. `positions`: positions of these blocks in the
-    group's list of hashes in the `acquire` call of the read lease, int64."""
+    """`positions`: in the group's list of the `acquire` call."""
 
     group_index: int
     positions: Int64s
@@ -143,13 +116,7 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """The blocks of one run (chain of consecutive blocks) that a transfer copies, and their slots
-    in the arena.
-
-    positions: positions of the copied blocks in the run, int64.
-    offsets: offsets of the blocks' slots in the arena, in bytes, int64.
-    entries: the blocks' entry numbers, uint32.
-    """
+    """What a transfer copies of one run: positions in the run, offsets in the arena in bytes."""
 
     group_index: int
     positions: Int64s
@@ -159,11 +126,11 @@ class SlotRun:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The result of `CacheCore.reserve`. Runs are in the order of the call.
+    """By run, in the order of the call.
 
-    results: for each run (consecutive blocks of a group), its blocks' `BlockResult` values, uint8.
-    entries: for each run, its blocks' entry numbers, uint32; 0 for a block without an entry.
-    ttl_s: remaining lifetime of the lease.
+    results: `BlockResult`, uint8.
+    entries: 0 for a block without an entry.
+    ttl_s: remaining.
     """
 
     results: tuple[NDArray[np.uint8], ...]
@@ -172,31 +139,27 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed, or was not stored. NONE: the cause is unknown. The server remembers
-    the causes of the latest removals only, and only since its start."""
+    """Why a block was removed, or not stored; only of the latest removals since the start."""
 
     NONE = 0
     ROOM = 1
-    """The block was evicted to make room for other blocks."""
+    """Evicted to make room."""
     OPERATOR = 2
-    """A call of an operator evicted the block."""
+    """Evicted by an operator's call."""
     FLUSH = 3
-    """The block was deleted in a flush, which deletes all blocks of a key space."""
     DAMAGE = 4
-    """The block's bytes contradicted its checksum."""
+    """Contradicted its checksum."""
     HINT = 5
-    """A hint demoted the block to a tier below host memory."""
+    """Demoted by a hint."""
     EXPIRY = 6
-    """The block never became ready, because the lease of its store expired."""
+    """Never became ready: its write lease expired."""
     NO_ROOM = 7
-    """The block was not stored, because its store found no room."""
+    """Not stored: its store found no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Blocks of one group that were evicted, or flushed (deleted with all blocks of the key space).
-    The node reports them to the sessions of the key space. `hashes`: each a row of eight uint32
-    words."""
+    """For the sessions of the key space, also of flushed blocks."""
 
     key_space_id: int
     group_index: int
@@ -205,13 +168,8 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A live session: the connection of an engine's scheduler or worker, or of a tool, for one key
-    space.
-
-    number: the session's public number. The secret id that its client uses in calls is known only
-        to the node.
-    sketches: group index of each kind of sketch (compact summary of a block's
-        attention keys, for sparse attention) that the session declares.
+    """number: public; the client uses a secret id, which only the node knows.
+    sketches: group index of each kind that the session declares.
     """
 
     number: int
@@ -224,19 +182,13 @@ class SessionRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of events since the server's start. They count blocks unless the name says otherwise.
+    """Since the server's start, in blocks unless the name says otherwise.
 
-    lookup_blocks: blocks that lookups named.
-    lookup_hit_blocks: blocks that lookups named and that were ready.
-    acquired_blocks: blocks that calls for read leases named and that were pinned.
-    missed_blocks: blocks that calls for read leases named and that were not pinned.
-    stored_blocks: blocks that became ready after a store.
-    present_blocks, no_space_blocks, in_flight_blocks: blocks that stores and reservations named, by
-        their `BlockResult` (PRESENT, NO_SPACE, IN_FLIGHT).
-    aborted_blocks: blocks that were reserved, and removed before they became ready.
-    held_blocks: blocks that were pinned because a request asked to retain them.
-    condemned_blocks: blocks that were dropped because their bytes contradicted their checksum
-        (checksum).
+    acquired_blocks, missed_blocks: named by calls for read leases, and pinned or not.
+    present_blocks, no_space_blocks, in_flight_blocks: results of stores and reservations.
+    aborted_blocks: reserved, and removed before they became ready.
+    held_blocks: pinned by retentions.
+    condemned_blocks: contradicted their checksum.
     """
 
     lookup_blocks: int = 0
@@ -262,12 +214,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space (a model in a configuration) and its number in this server.
-
-    sketches: kinds of sketches (compact summaries of blocks' attention keys, for
-        sparse attention) that sessions have declared; their group indices start at MAX_GROUPS.
-    num_flushes: number of flushes (deletions of all blocks of the key space) that have begun.
-    """
+    """sketches: declared kinds; their group indices start at MAX_GROUPS."""
 
     number: int
     key_space: KeySpace
@@ -275,16 +222,12 @@ class KeySpaceRecord:
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space (a model in a configuration) has something with this
-        index: a group, or a kind of sketch (compact summary of a block's attention keys,
-        for sparse attention)."""
+        """A group or a kind of sketch."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.sketches
         )
 
     def shape(self, group_index: int) -> GroupSpec | Sketch:
-        """Returns the group, or the kind of sketch (compact summary of a block's attention
-        keys), with this index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
@@ -292,12 +235,8 @@ class KeySpaceRecord:
         )
 
     def sketch(self, group_index: int) -> Sketch:
-        """Returns the kind of sketch (compact summary of a block's attention keys) with
-        this index."""
         return self.sketches[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks that have sketches (compact summaries of attention
-        keys) of the kind `group_index`. If `group_index` is the index of a group, returns it
-        unchanged."""
+        """Group of the blocks whose sketches have this index; a group's index itself."""
         return group_index if group_index < MAX_GROUPS else self.sketch(group_index).group_index

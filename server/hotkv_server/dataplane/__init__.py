@@ -1,1 +1,1 @@
-"""Copy engines: they copy KV bytes between the memory of vLLM engines and the arena."""
+"""Copy engines: copy KV between the memory of engines and the arena."""

@@ -1,14 +1,12 @@
-"""Copy engines: their protocol (`CopyEngine`), their jobs (`CopyJob`), and the object that combines
-all copy engines of a server (`CopyEngines`).
+"""`CopyEngine` is the protocol of copy engines, `CopyJob` their work, `CopyEngines` all of a
+server.
 
-A job has all copies of one transfer (a store or a load). A copy engine splits a job into *pieces*,
-and copies the pieces on its *lanes*: threads, or the two directions of a device. A job may have a
-*gate*: the job then must not begin before the device of the vLLM engine has passed a mark, which is
-a point in the device's queue.
+A job has all copies of one transfer. An engine splits it into *pieces*, and copies these on its
+*lanes*, which are threads or the two directions of a device. A *gate* holds a job back until the
+engine's device has passed a mark.
 
-Always true: a job's `on_done` is called exactly once, from any thread, and only after the copy
-engine has stopped accessing both memories. A gate is released exactly once, by the code that polls
-the gate.
+Always true: `on_done` is called exactly once, from any thread, and only after both memories are
+no longer accessed. A gate is released exactly once, by who polls it.
 """
 
 import contextlib
@@ -25,37 +23,23 @@ from hotkv_server.device.runtime import HOST, DeviceError
 
 
 class Outcome(enum.Enum):
-    """The result of a copy job (all copies of a load or a store)."""
-
     DONE = "done"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
 
 class Gate(Protocol):
-    """Delays a job until the device of the vLLM engine has passed a mark (a point in its queue)."""
-
     def passed(self) -> bool:
-        """Returns True if the device has passed the mark (a point in its queue), so that the job
-        may begin. Does not wait. Raises DeviceError if this can't be determined; the job then
-        fails."""
+        """Does not wait. Raises DeviceError if it can't be known; the job then fails."""
 
     def release(self) -> None:
-        """Frees the resources of the gate (which delays a copy job). Called once, after the last
-        call of `passed`, from any thread; must not block."""
+        """Called once, after the last `passed`, from any thread; must not block."""
 
 
 class CopyJob:
-    """All copies of one transfer: a store or a load of KV blocks. A copy engine splits the job into
-    pieces.
-
-    `plans`: the copies.
-    `on_done`: called once when the job has ended, with its outcome, and a message if it has failed.
-    `gate`: delays the job until the device of the vLLM engine has passed a point in its queue.
-        `CopyEngines` polls the gate, and passes the job to a copy engine once `Gate.passed` returns
-        True.
-    `owner`: name of the tenant or vLLM engine for which the bytes are copied. Copy engines serve
-        owners in turn.
+    """`on_done`: called with the outcome, and a message if the job failed.
+    `gate`: polled by `CopyEngines`, which passes the job on once it has passed.
+    `owner`: tenant or engine; copy engines serve owners in turn.
     """
 
     def __init__(
@@ -85,21 +69,16 @@ class CopyJob:
 
     @property
     def cancelled(self) -> bool:
-        """True if this job, or the job of which it is a part (see `parts`), was cancelled."""
+        """True if this job, or the one it is a part of, was cancelled."""
         return self._is_cancelled or (self._whole is not None and self._whole.cancelled)
 
     def cancel(self) -> None:
-        """Asks the copy engine to copy no further pieces of this job (a piece is the part of a job
-        that is copied at once). Pieces that are being copied end normally. Thread-safe."""
+        """No further pieces are copied; those under way end normally. Thread-safe."""
         self._is_cancelled = True
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
-        """Splits the job into smaller jobs, its parts, so that several copy engines can execute it.
-        Cancelling the job cancels its parts. The job ends when all parts have ended. This method
-        calls `expect` for the job, so the caller must not call `expect`.
-
-        `groups`: for each part, its plans. Each plan of the job is in one group.
-        """
+        """Splits the job, a part for each of `groups`, so that several copy engines can execute
+        it. Cancelling it cancels them; it ends when all have ended. Calls `expect`."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -111,22 +90,18 @@ class CopyJob:
 
     @property
     def begun_s(self) -> float | None:
-        """The time when the copying of the first piece (part of the job) began, a time of
-        time.monotonic; None before that."""
+        """When the first piece began, monotonic; None before."""
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """Sets the number of pieces (parts of the job that are copied at once): the job ends after
-        `num_pieces` calls of `piece_done`. Ends the job at once if the number is 0. Only copy
-        engines call this method."""
+        """The job ends after so many calls of `piece_done`; at once with 0. For copy engines."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_begun(self) -> None:
-        """Records that the copying of a piece (part of the job) begins. Only copy engines call this
-        method."""
+        """For copy engines."""
         if not self._begun_s:
             self._begun_s = time.monotonic()
             if self._whole is not None:
@@ -134,15 +109,12 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that the job has waited in a copy engine. The wait begins when `expect` is
-        called, once the job's gate has let it through. It ends when the copying of the first piece
-        begins; until then the value is None."""
+        """From `expect`, after the gate, to the first piece; None before."""
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
-        """Records that a piece (part of the job) has ended: it was copied, was skipped or has
-        failed. Ends the job after the last piece. Only copy engines call this method. `error`: why
-        the piece has failed; empty otherwise."""
+        """A piece was copied or skipped, or has failed (`error`). Ends the job after the last.
+        For copy engines."""
         with self._lock:
             self._error = self._error or error
             self._pieces_left -= 1
@@ -155,61 +127,50 @@ class CopyJob:
 
 
 class CopyEngine(Protocol):
-    """Interface of a copy engine, which executes copy jobs. It splits a job into pieces, and copies
-    the pieces on its lanes: threads, or the two directions of a device."""
-
     def submit(self, job: CopyJob) -> None:
-        """Starts a job. Its `on_done` is called when it has ended. Callable from any thread; does
-        not block and never raises."""
+        """Any thread; does not block and never raises."""
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces (parts of jobs) whose copying has not begun. It is bounded, because the
-        cache core bounds the number of transfers."""
+        """Pieces that have not begun; bounded, because the core bounds transfers."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which lanes (threads, or directions of a device) have copied, summed over all
-        lanes. The time of a piece is added when the piece ends."""
+        """Summed over lanes; a piece counts when it ends."""
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes that copy in parallel: threads, or directions of a device."""
+        """Lanes that copy in parallel."""
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the copy engine has died."""
+        """False if a thread has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest time, in seconds, for which a thread or device has already worked on
-        its present piece (part of a copy job); 0 if all are idle. `now_s`: a time of
-        time.monotonic."""
+        """Longest time that a thread or device has worked on its present piece; 0 if all are
+        idle. `now_s`: monotonic."""
 
     def close(self) -> None:
-        """Waits until all jobs have ended, then stops the threads."""
+        """Waits until all jobs have ended."""
 
 
 # ------------------------------------------------------------------------ All engines of the server
-# `CopyEngines` passes each plan of a copy job to the copy engine of its device, but only once the
-# job's gate has passed: when the device of the vLLM engine has reached a point in its queue.
-#
-# Always true: only one thread at a time polls a gate. The gate is released when it has passed or
-# failed, or when its job was cancelled. While no job waits for its gate, no thread polls.
+# Always true: one thread at a time polls a gate. It is released when it has passed or failed, or
+# its job was cancelled. While no job waits, no thread polls.
 
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
-"""Length of the pause between two polls of the jobs' gates (`Gate`), as a share of the time since a
-gate has last passed or a job was last added. The pause is at least POLL_S and at most MAX_POLL_S.
-So the pauses make the wait for a gate at most a twentieth longer, and during long waits the GIL is
-free for other threads. (Some gates need two polls: the first starts to read a number from the
-device's memory, the second gets the number. The pauses then make a wait at most a tenth longer.)"""
+"""Pause between two polls of gates, as a share of the time since one has last passed or a job
+came in. So a wait gets at most a twentieth longer, and during long waits the GIL is free. Gates
+that need two polls, one to start reading device memory and one to get the number, wait at most a
+tenth longer."""
 
 
 class CopyEngines:
-    """Combines all copy engines of the server into one. Owns and closes them.
+    """Combines all copy engines, which it owns and closes.
 
-    `host`: copy engine for plans between host memories.
-    `devices`: copy engines for plans that involve a device, by the number of the device.
+    `host`: for plans between host memories.
+    `devices`: by number.
     """
 
     def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
@@ -235,8 +196,7 @@ class CopyEngines:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Cancels the jobs that still wait for the device of a vLLM engine (`CopyJob.gate`), and
-        closes all copy engines."""
+        """Cancels the jobs that wait for their gates, and closes all engines."""
         with self._changed:
             self._closing = True
             for job in self._waiting:
@@ -248,32 +208,28 @@ class CopyEngines:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces (parts of jobs) whose copying has not begun, plus the number of jobs
-        that wait for their gates (`Gate`)."""
+        """Pieces that have not begun, and jobs that wait for their gates."""
         return len(self._waiting) + sum(engine.num_queued for engine in self._engines.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the threads of the copy engine for host memory have copied. Copy engines
-        of devices report their own figures."""
+        """Of host memory only; devices report their own figures."""
         return self._engines[HOST].busy_s
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes (threads) of the copy engine for host memory only."""
+        """Of host memory only."""
         return self._engines[HOST].num_lanes
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of any copy engine, or the thread that polls the jobs' gates
-        (`Gate`), has died."""
+        """False if a thread has died, also the polling one."""
         return self._thread.is_alive() and all(
             engine.is_alive() for engine in self._engines.values()
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest of these times, in seconds: how long each thread or device of a copy
-        engine has worked on its present piece (part of a job), and how long the present poll of the
-        jobs' gates (`Gate`) has lasted. The time that a job waits for its gate does not count."""
+        """As of `CopyEngine`, or of the present poll. Jobs that wait for their gates do not
+        count."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -297,8 +253,8 @@ class CopyEngines:
             )
 
     def _settle(self, job: CopyJob) -> bool:
-        """Polls the gate of a job (`Gate`). If the gate has passed, starts the job. If the gate has
-        failed or the job was cancelled, ends the job. Returns False if the job must still wait."""
+        """Polls a job's gate. False if the job must still wait; else it was started, or has
+        ended."""
         gate = job.gate
         if gate is None:
             self._start(job)
@@ -337,8 +293,7 @@ class CopyEngines:
 
 
 def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
-    """Groups copy plans by the number of the device that they involve; HOST for plans between host
-    memories."""
+    """HOST for plans between host memories."""
     groups: dict[int, list[Plan]] = {}
     for plan in plans:
         groups.setdefault(plan.device, []).append(plan)
@@ -346,7 +301,6 @@ def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
 
 
 def fail(job: CopyJob, error: str) -> None:
-    """Ends a job that has not begun, with the outcome FAILED. `error`: the message for the job's
-    `on_done`."""
+    """Ends a job that has not begun."""
     job.expect(1)
     job.piece_done(error)

@@ -1,9 +1,6 @@
-"""The copy engine for host memory: copies on worker threads, without the GIL.
-
-A job (all copies of a load or a store) is split into pieces, and any thread takes the next piece.
-The owners of jobs (tenants or vLLM engines) take turns, a piece each; the pieces of an owner are
-taken in order. If a job is cancelled, its remaining pieces are not copied.
-"""
+"""The copy engine for host memory: worker threads, without the GIL. Any thread takes the next
+piece of a job. Owners (tenants or engines) take turns, a piece each. A cancelled job's other
+pieces are not copied."""
 
 import threading
 import time
@@ -20,13 +17,12 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """A queue of items that serves their owners (tenants or vLLM engines) in turn, one item at a
-    time. The items of an owner are served first in, first out. Thread-safe."""
+    """Serves owners in turn, an item each; an owner's items first in, first out. Thread-safe."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
         self._items: dict[str, deque[T]] = {}
-        # The owners (tenants or engines) that have items. The owner to be served next comes first.
+        # Owners that have items, the next first.
         self._turns: deque[str] = deque()
         self._size = 0
         self._is_closed = False
@@ -38,7 +34,7 @@ class FairQueue(Generic[T]):
         return f"FairQueue({self._size} items of {len(self._turns)} owners)"
 
     def put(self, owner: str, items: list[T]) -> None:
-        """Adds items of an owner. Does not block."""
+        """Does not block."""
         if not items:
             return
         with self._ready:
@@ -52,14 +48,13 @@ class FairQueue(Generic[T]):
             self._ready.notify(len(items))
 
     def close(self) -> None:
-        """Ends the queue: once it is empty, `get` returns None."""
+        """Once the queue is empty, `get` returns None."""
         with self._ready:
             self._is_closed = True
             self._ready.notify_all()
 
     def get(self) -> T | None:
-        """Waits for the next item, removes it from the queue and returns it. Returns None once the
-        queue is closed and empty."""
+        """Waits. None once the queue is closed and empty."""
         with self._ready:
             while not self._turns:
                 if self._is_closed:
@@ -79,22 +74,20 @@ class FairQueue(Generic[T]):
 # --------------------------------------------------------------------------------------- The engine
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Bounds of the size of a piece (part of a copy job). A piece is large enough that its overhead is
-negligible, and small enough that a cancel takes effect within 1 or 2 milliseconds."""
+"""A piece is so large that its overhead is negligible, and so small that a cancel takes effect
+within 1 or 2 ms."""
 STREAMED_JOB_BYTES = 8 << 20
-"""Jobs of at least this size are copied with stores that bypass the processor's caches. They would
-not fit into the caches, and plain stores would read every cache line that they overwrite."""
+"""From this size on, stores bypass the processor's caches: the job would not fit, and plain
+stores read every line that they overwrite."""
 
 
 class HostCopyEngine:
-    """The copy engine for host memory. It splits copy jobs into pieces; `num_threads` threads
-    (workers) share one queue of pieces. The queue is bounded, because the cache core bounds the
-    number of transfers."""
+    """`num_threads` workers share one queue, which is bounded because the core bounds transfers."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.table_reading")
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
-        # When each thread began its present piece (part of a job); 0 while it is idle.
+        # When each thread began its present piece; 0 while idle.
         self._begun_s = [0.0] * num_threads
         self._busy_s = [0.0] * num_threads
         self._threads = [
@@ -127,28 +120,20 @@ class HostCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces (parts of jobs) whose copying has not begun."""
         return len(self._queue)
 
     @property
     def num_lanes(self) -> int:
-        """Number of worker threads."""
         return len(self._threads)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which worker threads have copied, summed over all of them. The time of a piece
-        (part of a copy job) is added when the piece ends."""
         return sum(self._busy_s)
 
     def is_alive(self) -> bool:
-        """Returns False if a worker thread has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest time, in seconds, for which a worker has already worked on its
-        present piece (part of a copy job); 0 if all workers are idle. `now_s`: a time of
-        time.monotonic."""
         return now_s - min(filter(None, self._begun_s), default=now_s)
 
     def _work(self, number: int) -> None:
@@ -162,16 +147,14 @@ class HostCopyEngine:
                     self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
                 except Exception as failure:  # noqa: BLE001 If a copy fails, only its job fails; the thread goes on.
                     error = f"{type(failure).__name__}: {failure}"
-            # Add the time of the piece now, before `piece_done`: if that call ends the job, the
-            # functions that it notifies may read the sum.
+            # Before `piece_done`: what it notifies may read the sum.
             self._busy_s[number] += time.monotonic() - begun_s
             job.piece_done(error)
             self._begun_s[number] = 0.0
             del piece, job, plan
 
     def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
-        """Copies a piece of a plan: the share with the number `at`, counted from 0, if the plan is
-        divided into `whole` equal shares. `streaming`: True bypasses the processor's caches."""
+        """Copies share `at` of `whole` equal ones. `streaming`: bypasses the processor's caches."""
         if isinstance(plan, BlockCopies):
             recipe, part = plan.recipe, plan.part(at, at + 1, whole)
             self._kernels.copy_blocks(

@@ -1,12 +1,10 @@
-"""Copy plans, which tell a copy engine what to copy: the sources, destinations and sizes. A *run*
-is a contiguous byte range.
+"""Copy plans: what a copy engine copies from where to where. A *run* is a contiguous byte range.
 
-Always true: when a plan is made, it is checked that all its bytes are inside the two memories.
+Always true: a plan's bytes are checked to lie inside both memories when it is made.
 
-The plan of a transfer (`BlockCopies`) lists whole blocks, so its size depends on the number of
-blocks, not on the number of their runs. The copy engine for host memory executes such a plan
-directly. The copy engines of devices need runs, and expand the plan part by part into plans of runs
-(`CopyPlan`). Both kinds of copy engine merge runs that adjoin in both memories.
+`BlockCopies` lists whole blocks, so its size does not depend on their runs; the host engine
+executes it directly. Engines of devices need runs, and expand it part by part into `CopyPlan`s.
+Both merge runs that adjoin in both memories.
 """
 
 import ctypes
@@ -22,18 +20,13 @@ from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 PIECE_RUNS = 1 << 16
-"""Most runs (contiguous byte ranges) into which a plan is expanded at a time. Only a single block
-may have more runs."""
+"""Runs into which a plan is expanded at a time; only a single block may have more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A range of memory, in this process or on a device.
-
-    `address`, `num_bytes`: address and size of the range.
-    `name`: name of the memory in messages.
-    `device`: number of the device that has the memory, or HOST.
-    """
+    """Memory of this process or of a device. `name`: for messages; `device`: HOST for host
+    memory."""
 
     address: int
     num_bytes: int
@@ -41,15 +34,13 @@ class Region:
     device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns the bytes of the memory as a writable array, uint8 [num_bytes]. Raises ValueError
-        if the memory is on a device."""
+        """Writable view. Raises ValueError if the memory is on a device."""
         if self.device != HOST:
             raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def offset_of(self, part: memoryview) -> int:
-        """Returns the offset of `part`, a view into this memory, in bytes from the beginning of the
-        memory."""
+        """Of a view into this memory, in bytes."""
         return int(np.frombuffer(part, np.uint8).ctypes.data) - self.address
 
 
@@ -67,8 +58,8 @@ def _check_sides(one: Region, other: Region) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """A plan of runs (contiguous byte ranges). For each run i, `num_bytes[i]` bytes are copied from
-    `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`. The arrays are int64 [runs]."""
+    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, for
+    each run; arrays are int64 [runs]."""
 
     dst: Region
     src: Region
@@ -84,7 +75,7 @@ class CopyPlan:
 
     @property
     def device(self) -> int:
-        """Number of the device that the copy reads or writes; HOST if it has host memory only."""
+        """Device that the copy involves; HOST if none."""
         return max(self.dst.device, self.src.device)
 
     @property
@@ -95,8 +86,7 @@ class CopyPlan:
     def build(
         dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
     ) -> "CopyPlan":
-        """Makes a plan that copies these runs (contiguous byte ranges); the arguments are the
-        plan's fields. Merges neighbouring runs that adjoin in both memories."""
+        """Merges neighbouring runs that adjoin in both memories."""
         if len(num_bytes) > 1:
             follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
                 src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
@@ -117,8 +107,7 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """Divides the runs into `whole` equal shares. Returns a plan with the runs of the shares
-        from `begin` to `end` - 1."""
+        """Runs of shares `begin` to `end` - 1 of `whole` equal ones."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -127,12 +116,12 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """A plan of whole blocks, between the memory of a vLLM engine and the arena.
+    """Whole blocks, between an engine's memory and the arena.
 
-    `recipe`: the byte ranges of a block, in the engine's memory and in its slot.
-    `block_ids`: the engine's ids of the blocks, int64 [blocks].
-    `slot_offsets`: offsets of the blocks' slots in the arena, in bytes, int64 [blocks].
-    `to_engine`: True for a copy from the arena to the engine's memory (a load), False for a store.
+    `recipe`: a block's byte ranges in the engine's memory and in its slot.
+    `block_ids`: the engine's, int64 [blocks].
+    `slot_offsets`: in the arena, in bytes, int64 [blocks].
+    `to_engine`: True for a load.
     """
 
     recipe: Recipe
@@ -162,7 +151,7 @@ class BlockCopies:
 
     @property
     def device(self) -> int:
-        """Number of the device that the copy reads or writes; HOST if it has host memory only."""
+        """As in `CopyPlan`."""
         return max(self.engine.device, self.arena.device)
 
     @property
@@ -179,19 +168,16 @@ class BlockCopies:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs (contiguous byte ranges) of the blocks, before adjoining runs are
-        merged."""
+        """Before adjoining runs are merged."""
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
-        """Divides the blocks into `whole` equal shares. Returns the slice of the blocks in the
-        shares from `begin` to `end` - 1."""
+        """Blocks of shares `begin` to `end` - 1 of `whole` equal ones."""
         count = len(self.block_ids)
         return slice(count * begin // whole, count * end // whole)
 
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """Divides the blocks into `whole` equal shares. Returns a plan with the runs (contiguous
-        byte ranges) of the blocks in the shares from `begin` to `end` - 1."""
+        """As `part`, but as runs."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (
@@ -214,16 +200,8 @@ def block_copies(
     *,
     to_engine: bool,
 ) -> list[BlockCopies]:
-    """Returns plans that copy blocks between the memory of a vLLM engine and the arena, one plan
-    for each recipe.
-
-    `recipes`: the byte ranges of a block, one recipe for each memory of the engine.
-    `block_ids`: the engine's ids of the blocks, int64 [blocks].
-    `slot_offsets`: offsets of the blocks' slots in the arena, in bytes, int64 [blocks].
-    `to_engine`: True for copies from the arena to the engine's memory (a load), False for a store.
-    `arena`: the arena.
-    `engine`: the memories of the engine, by their handle id (`Recipe.handle_id`).
-    """
+    """One plan for each recipe, that is for each memory of the engine. `engine`: by
+    `Recipe.handle_id`; other arguments as in `BlockCopies`."""
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [
         BlockCopies(recipe, engine[recipe.handle_id], arena, ids, offsets, to_engine)
@@ -232,7 +210,5 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Returns into how many equal shares to divide a plan, at least 1; the copy engine for host
-    memory copies a share at a time. Each share then has at most about `piece_bytes` bytes, and at
-    most about PIECE_RUNS runs (contiguous byte ranges)."""
+    """Number of equal shares, at least 1, of about `piece_bytes` and PIECE_RUNS at most."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

@@ -1,10 +1,9 @@
-"""The implementation of `DeviceRuntime` for real devices. It calls CUDA's driver, and uses CuPy
-only to compile the copy kernel, once per device, into CuPy's cache on disk.
+"""`DeviceRuntime` for real devices. Calls CUDA's driver; CuPy only compiles the copy kernel, once
+per device, into its cache on disk.
 
-A device is started when it is first used. The start makes the device's context, which takes some
-hundred MiB of device memory. All users of CUDA in the process share the context. Every method makes
-its device current in the calling thread. Streams live as long as the process; so do events, unless
-they are closed.
+A device starts when it is first used: its context takes some hundred MiB of device memory and is
+shared by all users of CUDA in the process. Every method makes its device current in the calling
+thread. Streams live as long as the process; so do events that are not closed.
 """
 
 import importlib
@@ -33,21 +32,18 @@ from hotkv_server.device.runtime import (
 
 COPY_BLOCKS = 8
 COPY_THREADS = 512
-"""Number of thread blocks in a launch of the copy kernel, and number of threads in each block. The
-threads together have blocks x threads x 128 bytes in flight: half a MiB. PCIe 5 needs about 128
-KiB. The kernel occupies 8 of the 132 multiprocessors of an H200."""
+"""Thread blocks in a launch of the copy kernel, and threads in each. Together they have 128
+bytes a thread in flight, half a MiB; PCIe 5 needs about 128 KiB. Takes 8 of the 132
+multiprocessors of an H200."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
-"""CUDA's number for each priority of a stream. 0 is the lowest priority; a lower number means a
-higher priority. CUDA clamps numbers beyond the device's range."""
+"""0 is CUDA's lowest; it clamps numbers beyond the device's range."""
 _WARP = 32
 _BYTES_OF_WARP = 4096
-"""Bytes that a warp of the copy kernel has in flight. A copy is not split into shares smaller than
-this, because they would not occupy a warp."""
+"""Bytes that a warp has in flight; smaller shares would not occupy it."""
 _SHARES_PER_WARP = 8
-"""The copy kernel splits copies into shares (`copy_shares`). Each warp gets this number of shares,
-if the copies are large enough."""
+"""If the copies are large enough (`copy_shares`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +59,10 @@ class CudaEvent:
 
 
 class CupyRuntime:
-    """A `DeviceRuntime` for real devices, which calls CUDA's driver. The constructor raises
-    DeviceError if there is no driver, no device or no CuPy. The message says what to install, or
-    which access the container needs.
+    """The constructor raises DeviceError without a driver, device or CuPy; the message says what to
+    install, or which access the container needs.
 
-    `copy_blocks`: number of thread blocks in a launch of the copy kernel.
-    `copy_threads`: number of threads in each block: a multiple of 32, at most 512.
-    `library`: name of the driver's library.
+    `copy_threads`: a multiple of 32, at most 512.
     `sysfs`: folder with the PCI devices.
     """
 
@@ -233,8 +226,7 @@ class CupyRuntime:
         self._driver.call(name, self._enter(device), *arguments)
 
     def _enter(self, device: int) -> str:
-        """Makes the device current in the calling thread. Returns the device's name for error
-        messages."""
+        """Makes the device current; returns its name for messages."""
         context = self._contexts.get(device) or self._start(device)
         where = f"device {device}"
         self._driver.call("cuCtxSetCurrent", where, context)
@@ -251,8 +243,7 @@ class CupyRuntime:
             return self._contexts[device]
 
     def _any_device(self) -> int:
-        """Returns a device whose context serves for calls about host memory: a started device if
-        there is one, else device 0."""
+        """For calls about host memory: a started device if there is one."""
         return next(iter(self._contexts), 0)
 
     def _compile_copy(self, device: int) -> int:
@@ -268,27 +259,15 @@ class CupyRuntime:
 
 
 def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
-    """Returns the number of shares into which the copy kernel splits each copy. There are enough
-    shares to occupy all warps, but no share is smaller than the bytes that a warp has in flight.
-
-    `num_copies`: number of copies.
-    `max_bytes`: size of the largest copy.
-    `num_warps`: number of warps in the launch.
-    """
+    """Shares into which the kernel splits each copy: enough to occupy all warps, none smaller
+    than what a warp has in flight. `max_bytes`: of the largest copy."""
     wanted = math.ceil(_SHARES_PER_WARP * num_warps / num_copies)
     return max(1, min(wanted, math.ceil(max_bytes / _BYTES_OF_WARP)))
 
 
 def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
-    """Compiles and loads a kernel on a device. Returns the kernel's module and the handle of its
-    function. The caller must keep a reference to the module, because the kernel is unloaded
-    together with the module. Raises DeviceError. Makes `device` the current device of the calling
-    thread.
-
-    `cupy`: the Python module CuPy.
-    `source`: file with the source text.
-    `name`: name of the kernel's function.
-    """
+    """Compiles and loads a kernel. The caller keeps the module, with which the kernel is
+    unloaded. Raises DeviceError. Makes `device` current in the calling thread."""
     try:
         cupy.cuda.runtime.setDevice(device)
         try:
@@ -317,8 +296,7 @@ def _import_cupy() -> ModuleType:
     try:
         return importlib.import_module("cupy")
     except (ImportError, ValueError, AttributeError) as error:
-        # If CuPy was built for another version of numpy, its import raises errors other than
-        # ImportError.
+        # Built for another numpy, CuPy raises other errors than ImportError.
         raise DeviceError(
             f"CuPy does not load: {error}: {extras.advice('cuda12')}, or of CUDA 13, as the driver "
             "needs"

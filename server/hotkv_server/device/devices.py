@@ -1,10 +1,9 @@
-"""The devices that this server can use, and the memory of vLLM engines on them. The server opens
-this memory by CUDA's interprocess handles.
+"""The devices that this server can use, and the memory of engines on them, opened by CUDA's
+interprocess handles.
 
-Always true: an allocation of memory is opened once, even if several sessions register it, and is
-closed when the last of these sessions closes it. So memory of an engine that has ended does not
-stay open. Opening and closing wait for the device, so they must not run on the event loop. Methods
-may be called from any thread.
+Always true: an allocation is opened once, even for several sessions, and closed by the last. So
+the memory of an engine that has ended does not stay open. Opening and closing wait for the
+device, so they must not run on the event loop. Methods may be called from any thread.
 """
 
 import logging
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def uuid_text(device_uuid: bytes) -> str:
-    """Returns the UUID of a device in the notation of nvidia-smi."""
+    """As nvidia-smi writes it."""
     return (
         f"GPU-{uuid.UUID(bytes=device_uuid)}"
         if len(device_uuid) == 16
@@ -39,12 +38,8 @@ def uuid_text(device_uuid: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An allocation of an engine that this process has opened.
-
-    `address`: the address in this process.
-    `num_bytes`: bytes from `address` to the end of the allocation; None if CUDA does not report
-        them.
-    """
+    """An opened allocation of an engine. `address`: in this process; `num_bytes`: from there to
+    its end, None if CUDA does not report it."""
 
     address: int
     num_bytes: int | None
@@ -52,8 +47,8 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A stream of a device, and an event that is recorded in it, for a session's small copies (of
-    the counters by which the engine's device shows its progress)."""
+    """For a session's small copies: of the counters by which the engine's device shows its
+    progress."""
 
     stream: Stream
     event: Event
@@ -61,10 +56,8 @@ class Queue:
 
 @dataclass(slots=True)
 class _Opened:
-    """An open allocation and its users.
-
-    `tenant`: tenant of the session that has opened the allocation first.
-    `num_users`: number of calls of `open_memory` minus the number of calls of `close_memory`.
+    """`tenant`: of the session that opened it first.
+    `num_users`: calls of `open_memory` without their `close_memory`.
     """
 
     allocation: Allocation
@@ -73,14 +66,10 @@ class _Opened:
 
 
 class Devices:
-    """The devices (GPUs) that the server can use, and the memory of vLLM engines on them that the
-    server has opened.
-
-    `runtime`: calls CUDA; None if there are no devices.
-    `infos`: the devices.
-    `why_none`: why there are no devices; error messages quote it.
-    `engines`: copy engines, by the number of the device. The caller closes them.
-    `pinner`: pins the arena; None if the arena is not pinned. The caller closes it.
+    """`runtime`: None without devices.
+    `why_none`: quoted in error messages.
+    `engines`: copy engines by device; the caller closes them.
+    `pinner`: None if the arena is not pinned; the caller closes it.
     """
 
     def __init__(
@@ -108,14 +97,13 @@ class Devices:
 
     @property
     def runtime(self) -> DeviceRuntime:
-        """The runtime that calls CUDA. Raises ValueError if there are no devices."""
+        """Raises ValueError without devices."""
         if self._runtime is None:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
         return self._runtime
 
     def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
-        """Returns, for each device that has a copy engine, the device and the figures of its copy
-        engine (counts and times of copies)."""
+        """Of devices that have a copy engine."""
         return [
             (info, self.engines[info.number].figures())
             for info in self.infos
@@ -124,17 +112,15 @@ class Devices:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the arena that are pinned for devices."""
         return self.pinner.pinned_bytes if self.pinner is not None else 0
 
     @property
     def num_open(self) -> int:
-        """Number of allocations of engines that are open."""
+        """Open allocations."""
         return len(self._memory)
 
     def find(self, device_uuid: bytes) -> int:
-        """Returns the number of the device with this UUID. Raises ValueError if there is no such
-        device; the message lists the devices that exist."""
+        """Number of the device. Raises ValueError, which lists those that exist."""
         number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
         if number is None and self._runtime is not None:
             seen = (
@@ -150,8 +136,7 @@ class Devices:
         return number
 
     def take_queue(self, device: int) -> Queue:
-        """Returns a queue (stream and event) that no session uses, or a new queue. (Streams live as
-        long as the process, so sessions reuse the queues of sessions that have ended.) Raises
+        """One that no session uses, or a new one: streams live as long as the process. Raises
         DeviceError."""
         with self._lock:
             if idle := self._idle.get(device):
@@ -159,25 +144,15 @@ class Devices:
         return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
 
     def give_queue(self, queue: Queue) -> None:
-        """Makes a queue (stream and event) that `take_queue` has returned available to other
-        sessions. All work in the queue must have ended."""
+        """All work in it must have ended."""
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
-        """Opens an allocation of an engine, or counts a further user if the allocation is open
-        already. The allocation stays open until each user has called `close_memory`. Blocks the
-        calling thread.
-
-        `device`: number of the device that has the memory.
-        `handle`: CUDA's interprocess handle of the allocation.
-        `tenant`: the tenant of the session that opens the allocation.
-
-        Raises DeviceError if CUDA can't open the allocation, or if another tenant has it open: a
-        handle alone must not give access to memory of another tenant. Raises ValueError if the
-        memory is on another device than `device`. This check is needed, because CUDA also opens
-        memory of other devices that `device` can reach.
-        """
+        """Opens an allocation, or counts one more user of it, until `close_memory`. Blocks.
+        Raises DeviceError if CUDA can't, or if another tenant has it open: a handle alone must
+        not give access. Raises ValueError for memory of another device, which CUDA opens too if
+        `device` can reach it."""
         with self._lock:
             opened = self._memory.get((device, handle))
             if opened is not None and opened.tenant != tenant:
@@ -218,9 +193,7 @@ class Devices:
             raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
-        """Ends one use of an open allocation: reduces its number of users by one, and closes the
-        allocation if that was the last user. `device` and `handle` must be those of the call of
-        `open_memory`. Logs failures. Blocks the calling thread."""
+        """Ends one use; the last closes the allocation. Logs failures. Blocks."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

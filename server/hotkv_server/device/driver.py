@@ -1,12 +1,10 @@
-"""Typed calls of CUDA's driver, through ctypes. Each call releases the GIL while it runs.
+"""Typed calls of CUDA's driver, through ctypes. Each releases the GIL.
 
-CuPy is not used for these calls, because CuPy holds the GIL during calls that mostly return at
-once. Such a call may have to wait while another thread of the process pins memory or opens memory
-of another process. If the waiting call held the GIL, all other threads would wait too.
+CuPy is not used for them: it holds the GIL during calls that mostly return at once, but may wait
+while another thread pins or opens memory. Then all threads would wait.
 
-Calls are named as the symbols of the library, with the version suffix (such as _v2) that matches
-the types here. Some drivers lack the calls in `_OPTIONAL_CALLS`. Source of names, types and
-numbers: `cuda.h` of CUDA 13.0.
+Calls are named as the library's symbols, with the version suffix (_v2) that fits the types here.
+Names, types and numbers: `cuda.h` of CUDA 13.0. Some drivers lack `_OPTIONAL_CALLS`.
 """
 
 import ctypes
@@ -27,14 +25,13 @@ from hotkv_server.device.runtime import DeviceError, Int64s
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
-"""Size of an interprocess handle, of memory or of an event, in bytes."""
+"""Of an interprocess handle."""
 
 NOT_READY = 600
-"""Status of a query for an event that the device has not reached yet."""
+"""Status of a query for an event that has not passed."""
 STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""Errors after which every further call of the process fails: errors of the hardware (214 ECC, 220
-NVLink, 226 contained), faults of a kernel (700 to 721), a destroyed context (709), the end of MPS
-(810), an error of another device (911)."""
+"""After these every call of the process fails: 214 ECC, 220 NVLink, 226 contained, 700 to 721
+faults of a kernel, 709 destroyed context, 810 end of MPS, 911 error of another device."""
 
 ATTRIBUTE_HOST_POINTER_IS_DEVICES = 91
 ATTRIBUTE_HOST_NUMA_NODE = 134
@@ -53,19 +50,19 @@ _NAME_BYTES = 256
 
 
 class Handle(ctypes.Structure):
-    """CUDA's types CUipcMemHandle and CUipcEventHandle, which are passed by value."""
+    """CUipcMemHandle and CUipcEventHandle, passed by value."""
 
     _fields_ = (("bytes", c_char * HANDLE_BYTES),)
 
 
 class Location(ctypes.Structure):
-    """CUDA's type CUmemLocation. If all its fields are 0, it gives CUDA no hint."""
+    """CUmemLocation; all 0 is no hint."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUDA's type CUmemcpyAttributes. The hints matter only for managed memory."""
+    """CUmemcpyAttributes. The hints matter only for managed memory."""
 
     _fields_ = (
         ("source_order", c_int),
@@ -132,9 +129,8 @@ _OPTIONAL_CALLS: Mapping[str, tuple[type, ...]] = {
 
 
 class Driver:
-    """The library of CUDA's driver. Methods raise DeviceError, whose message has the name of the
-    call, the device or action (`where`), and CUDA's error with its text. If a call of CUDA needs a
-    context, the caller must make a context current before."""
+    """Methods raise DeviceError with the call, `where` (the device or action) and CUDA's error.
+    If a call needs a context, the caller has made one current."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -168,27 +164,16 @@ class Driver:
         return True
 
     def has(self, name: str) -> bool:
-        """Returns True if this driver has the call `name`."""
         return name not in self._missing
 
     def call(self, name: str, where: str, /, *arguments: object) -> None:
-        """Calls the driver. Raises DeviceError if the call fails.
-
-        `name`: the name of a call that this driver has.
-        `where`: names the device or the action, for the error message.
-        `arguments`: the arguments of the call, as ctypes takes them.
-        """
+        """`name`: a call that this driver has; `arguments` as ctypes takes them."""
         status = getattr(self._library, name)(*arguments)
         if status != 0:
             raise self.error(name, where, status)
 
     def error(self, name: str, where: str, status: int) -> DeviceError:
-        """Returns the error to raise for a call that has failed.
-
-        `name`: name of the call.
-        `where`: names the device or the action, for the error message.
-        `status`: the status that the call has returned.
-        """
+        """For a call that returned `status`."""
         texts = [c_char_p(), c_char_p()]
         self._library.cuGetErrorName(status, byref(texts[0]))
         self._library.cuGetErrorString(status, byref(texts[1]))
@@ -205,7 +190,7 @@ class Driver:
         return count.value
 
     def device(self, number: int) -> int:
-        """Returns CUDA's handle of the device with this number."""
+        """CUDA's handle."""
         device = c_int()
         self.call("cuDeviceGet", f"device {number}", byref(device), number)
         return device.value
@@ -223,7 +208,7 @@ class Driver:
         return text.value.decode().lower()
 
     def uuid(self, number: int) -> bytes:
-        """Returns the UUID of a device, 16 bytes. A MIG slice has its own UUID."""
+        """16 bytes. A MIG slice has its own."""
         uuid = ctypes.create_string_buffer(16)
         self.call("cuDeviceGetUuid_v2", f"device {number}", uuid, self.device(number))
         return uuid.raw
@@ -236,8 +221,7 @@ class Driver:
         return value.value
 
     def retain_context(self, number: int) -> int:
-        """Returns the primary context of a device, which all users of CUDA in the process share,
-        and retains it for the rest of the process."""
+        """The primary context, which the process shares and keeps."""
         context = c_void_p()
         self.call(
             "cuDevicePrimaryCtxRetain", f"device {number}", byref(context), self.device(number)
@@ -249,14 +233,8 @@ class Driver:
     def copy_batch(
         self, where: str, stream: int, dst: Int64s, src: Int64s, num_bytes: Int64s
     ) -> bool:
-        """Starts several copies in a stream with a single call. Returns False, without copying, if
-        the driver lacks this call, which is new in CUDA 12.8.
-
-        `where`: names the device, for the error message.
-        `stream`: handle of the stream.
-        `dst`, `src`: addresses, int64 [copies], contiguous.
-        `num_bytes`: sizes, int64 [copies], contiguous; no size may be 0.
-        """
+        """Several copies with one call. False, with none started, if the driver lacks it: new in
+        CUDA 12.8. Arrays are int64 [copies], contiguous; no size may be 0."""
         attributes = CopyAttributes(
             source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE
         )
@@ -296,15 +274,8 @@ class Driver:
         stream: int,
         arguments: Sequence[int],
     ) -> None:
-        """Launches a kernel in a stream. The kernel's parameters must all have 8 bytes, and it must
-        need no dynamic shared memory.
-
-        `where`: names the device, for the error message.
-        `function`: handle of the kernel.
-        `num_blocks`, `num_threads`: number of thread blocks, and of threads in each.
-        `stream`: handle of the stream.
-        `arguments`: values of the parameters.
-        """
+        """The kernel's parameters must have 8 bytes each, and it must need no dynamic shared
+        memory."""
         values = [c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self.call(
@@ -325,8 +296,7 @@ class Driver:
 
 
 def handle_of(what: str, handle: bytes) -> Handle:
-    """Converts the bytes of an interprocess handle to CUDA's type. Raises DeviceError unless there
-    are 64 bytes. `what`: names the handle in the error message."""
+    """Raises DeviceError unless there are 64 bytes. `what`: for the message."""
     if len(handle) != HANDLE_BYTES:
         raise DeviceError(
             f"{what}: an interprocess handle has {HANDLE_BYTES} bytes, this one {len(handle)}; "

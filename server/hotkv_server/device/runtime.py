@@ -1,10 +1,9 @@
-"""The protocol by which the server uses CUDA (`DeviceRuntime`). `cupy_runtime` implements it on a
-machine with GPUs, `hotkv_server.testing.device` simulates it without GPUs.
+"""The protocol by which the server uses CUDA. `cupy_runtime` implements it,
+`hotkv_server.testing.device` simulates it.
 
-Addresses are numbers. CUDA derives the device from an address (unified addressing), and registered
-host memory has the same address on the host and on all devices. Work that is submitted to a stream
-runs later, in the order of the stream. Different streams are ordered only by events. Methods may be
-called from any thread, release the GIL while they block, and raise DeviceError.
+Addresses are numbers: CUDA derives the device from them, and registered host memory has the same
+address everywhere. Work runs in the order of its stream; only events order different streams.
+Methods may be called from any thread, release the GIL while they block, and raise DeviceError.
 """
 
 import enum
@@ -18,15 +17,12 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 HOST = -1
-"""Stands for host memory, in place of the number of a device."""
+"""In place of a device's number."""
 
 
 class DeviceError(Exception):
-    """A call of CUDA has failed.
-
-    `is_lost`: True if the device is lost: every later call for it will fail, for the lifetime of
-        this process. The work in its streams has then stopped accessing memory.
-    """
+    """A call of CUDA failed. `is_lost`: every later call for the device will fail in this
+    process, and its work has stopped accessing memory."""
 
     def __init__(self, message: str, *, is_lost: bool = False) -> None:
         super().__init__(message)
@@ -35,10 +31,8 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device that this process can use.
-
-    `number`: index of the device in this process, with which CUDA's calls name it.
-    `numa_node`: NUMA node of the device's PCIe slot; -1 if unknown.
+    """`number`: index in this process.
+    `numa_node`: of the PCIe slot; -1 if unknown.
     """
 
     number: int
@@ -50,10 +44,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Address and size of an allocation on a device.
-
-    `device`: number of the device that has the memory; negative if unknown.
-    """
+    """An allocation on a device. `device`: negative if unknown."""
 
     start: int
     num_bytes: int
@@ -61,124 +52,104 @@ class Extent:
 
 
 class Priority(enum.IntEnum):
-    """Priority of a stream among the streams of its device."""
+    """Among the streams of a device."""
 
     LOW = 0
     HIGH = 1
 
 
 class Stream(Protocol):
-    """A queue of a device. Work in it runs in the order in which it was submitted."""
-
     @property
-    def device(self) -> int:
-        """Number of the device."""
+    def device(self) -> int: ...
 
 
 class Event(Protocol):
-    """A marker that can be recorded in a stream. The device has passed the event once it has
-    reached the point of the stream at which the event was last recorded. An event that was never
-    recorded counts as passed."""
+    """An event has passed once the device reaches the point of a stream where it was last
+    recorded, and if it never was."""
 
     @property
-    def device(self) -> int:
-        """Number of the device."""
+    def device(self) -> int: ...
 
 
 class DeviceRuntime(Protocol):
-    """The functions of CUDA that the server uses."""
-
     def devices(self) -> Sequence[DeviceInfo]:
-        """Returns all devices, in the order of their numbers."""
+        """In the order of their numbers."""
 
     # Order
 
     def new_stream(self, device: int, priority: Priority) -> Stream:
-        """Makes a stream (queue) that does not wait for any other stream. `priority`: its priority
-        among the streams of the device."""
+        """A stream that does not wait for any other."""
 
     def new_event(self, device: int) -> Event:
-        """Makes an event without timing. A thread that waits for it does not spin."""
+        """Without timing. A thread that waits for it does not spin."""
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Records the event in the stream, behind all work that was submitted before."""
+        """Records the event behind all work submitted before."""
 
     def passed(self, event: Event) -> bool:
-        """Returns True if the device has reached the point where the event was last recorded. Does
-        not wait. Raises errors of the work before that point."""
+        """Does not wait. Raises errors of the work before the event."""
 
     def synchronize(self, event: Event) -> None:
-        """Waits until the device has reached the point where the event was last recorded. Raises
-        errors of the work before that point."""
+        """Waits. Raises errors of the work before the event."""
 
-    # Copies: the caller must not change or free either memory before the device has passed an event
-    # that was recorded behind the copy.
+    # Copies. The caller must not change or free either memory before an event recorded behind
+    # them has passed.
 
     def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
-        """Starts a copy from address `src` to address `dst`. If one of them is in unregistered host
-        memory, the call waits for the copy, which is then slow."""
+        """Starts a copy. Waits for it, which is slow, if one address is in unregistered host
+        memory."""
 
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
-        """Starts many copies with a single call. The device may execute them in any order.
-
-        `dst`, `src`: addresses, int64 [copies]. Either all copies go between the stream's device
-            and registered host memory, or all stay on the device.
-        `num_bytes`: sizes, int64 [copies].
-        """
+        """Starts many copies with one call; they may run in any order. All go between the
+        stream's device and registered host memory, or all stay on the device. Arrays are int64
+        [copies]."""
 
     def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:
-        """Starts many copies with a kernel on the stream's device; meant for short copies.
-
-        `table`: address of an int64 array [3, num_copies] that the device can read; its rows are
-            destinations, sources and sizes.
-        `max_bytes`: the largest of the sizes.
-
-        Host addresses must be registered. The kernel copies 16 bytes at a time if addresses and
-        sizes allow it. Without MPS a device runs kernels of only one process at a time. So the
-        kernels of an engine wait while this kernel runs; they never wait for `copy` or
+        """Starts many short copies by a kernel. Host addresses must be registered. It moves 16
+        bytes at a time where addresses and sizes allow. Without MPS a device runs kernels of one
+        process at a time, so an engine's kernels wait for this one, but never for `copy` or
         `copy_batch`.
+
+        `table`: address of int64 [3, num_copies] that the device can read: destinations, sources,
+            sizes.
+        `max_bytes`: largest of the sizes.
         """
 
     # Memory
 
     def allocate(self, device: int, num_bytes: int) -> int:
-        """Allocates device memory. Returns its address, a multiple of 256."""
+        """Address of device memory, a multiple of 256."""
 
     def free(self, device: int, address: int) -> None:
-        """Frees device memory that `allocate` has returned. Work that uses the memory must have
-        ended before. May wait for the device."""
+        """Work that uses the memory must have ended. May wait for the device."""
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Allocates registered host memory. Returns its address, a multiple of 4096."""
+        """Address of registered host memory, a multiple of 4096."""
 
-    def free_pinned(self, address: int) -> None:
-        """Frees host memory that `allocate_pinned` has returned."""
+    def free_pinned(self, address: int) -> None: ...
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Registers (pins) host memory for all devices. Address and size must be multiples of the
-        page size. A copy must not cross the border between two registrations."""
+        """Pins host memory for all devices, in whole pages. A copy must not cross the border
+        between two registrations."""
 
-    def unregister(self, address: int) -> None:
-        """Unregisters the host memory that was registered at `address`."""
+    def unregister(self, address: int) -> None: ...
 
     # Between processes
 
     def open_memory(self, device: int, handle: bytes) -> int:
-        """Opens an allocation of another process and returns its address in this process. If an
-        allocation is opened twice, it has the same address and must be closed twice. `handle`:
-        CUDA's interprocess handle of the allocation, 64 bytes."""
+        """Opens an allocation of another process by its 64-byte handle. Opened twice, it has the
+        same address and must be closed twice."""
 
     def extent(self, device: int, address: int) -> Extent:
-        """Returns the extent of the opened allocation that contains `address`. The extent may begin
-        before the address that `open_memory` has returned."""
+        """Of the opened allocation that contains `address`; it may begin before what
+        `open_memory` returned."""
 
     def close_memory(self, device: int, address: int) -> None:
-        """Closes an opened allocation once. After the last close, its memory becomes free if the
-        owning process has freed it or has died."""
+        """After the last close, memory is freed that its owner has freed, or whose owner has
+        died."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
-        """Opens an event of another process, so that this process can wait for it. `handle`: CUDA's
-        interprocess handle of the event, 64 bytes."""
+        """Opens an event of another process by its 64-byte handle, to wait for it."""
 
     def close_event(self, event: Event) -> None:
-        """Closes an event that `open_event` has returned."""
+        """Closes what `open_event` returned."""

@@ -1,13 +1,11 @@
-"""Finds the devices when the server starts, and makes the objects that serve vLLM engines on GPUs:
-the runtime, a copy engine for each device, and the pinner of the arena.
+"""Finds the devices at the server's start, and makes what serves engines on GPUs: runtime, copy
+engines, the arena's pinner.
 
 The setting `copy.cuda` decides whether CUDA is loaded: never with "off", always with "on", and with
-"auto" if the device file of an NVIDIA GPU exists. If CUDA does not work, the start fails with "on".
-With "auto" the server then runs without devices: it refuses sessions of engines on GPUs, with an
-error message that has the reason.
+"auto" if the device file of an NVIDIA GPU exists. If CUDA then fails, "on" ends the start; with
+"auto" the server refuses sessions of engines on GPUs, with the reason.
 
-At its end the server closes these in order: the memory of engines (with their sessions), then the
-copy engines. Then it unpins the arena, and last it closes the arena.
+At its end the server closes, in order: engines' memory, copy engines, pins, arena.
 """
 
 import logging
@@ -36,17 +34,13 @@ DEVICE_NODES = Path("/dev")
 
 
 class CudaError(Exception):
-    """The settings require a device or memory that this machine lacks. The message says how to fix
-    it."""
+    """The settings require a device or memory that this machine lacks; the message says how to
+    fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundDevices:
-    """The result of `look`: a runtime with its devices, or the reason why there are no devices.
-
-    `runtime`: calls CUDA; None without devices.
-    `why_none`: the reason; empty if there is a runtime.
-    """
+    """`runtime`: None without devices; `why_none` is then the reason."""
 
     runtime: DeviceRuntime | None
     infos: tuple[DeviceInfo, ...] = ()
@@ -54,21 +48,19 @@ class FoundDevices:
 
 
 def has_device_node(folder: Path = DEVICE_NODES) -> bool:
-    """Returns True if this machine or container has the device file of an NVIDIA GPU."""
+    """True if this machine or container has the device file of an NVIDIA GPU."""
     return any(folder.glob("nvidia[0-9]*")) or (folder / "dxg").exists()
 
 
 def new_runtime() -> DeviceRuntime:
-    """Loads CUDA and returns the runtime. Raises DeviceError if CUDA does not work. Takes
-    seconds."""
+    """Loads CUDA, which takes seconds. Raises DeviceError."""
     from hotkv_server.device.cupy_runtime import CupyRuntime
 
     return CupyRuntime()
 
 
 def look(copy: CopySettings) -> FoundDevices:
-    """Finds the devices. Loads CUDA, which takes seconds, if the setting `copy.cuda` is "on", or if
-    it is "auto" and this machine has the device file of a GPU. `copy`: the settings of copies."""
+    """Finds the devices as `copy.cuda` says. Takes seconds if it loads CUDA."""
     if copy.cuda == "off":
         return FoundDevices(None, why_none="it is switched off (copy.cuda = off)")
     if copy.cuda == "auto" and not has_device_node():
@@ -88,8 +80,7 @@ def look(copy: CopySettings) -> FoundDevices:
 
 
 def look_in_background(copy: CopySettings) -> "Future[FoundDevices]":
-    """Runs `look` on a thread, so that the caller can prefault the arena meanwhile. Returns a
-    future of its result."""
+    """`look` on a thread, while the caller prefaults the arena."""
     thread = ThreadPoolExecutor(1, "hotkv-cuda-start")
     found = thread.submit(look, copy)
     thread.shutdown(wait=False)
@@ -98,13 +89,12 @@ def look_in_background(copy: CopySettings) -> "Future[FoundDevices]":
 
 @dataclass(slots=True)
 class CudaPart:
-    """The objects with which the server copies blocks to and from host memory and GPUs.
+    """What copies blocks between host memory and GPUs.
 
-    `devices`: the devices, and the memory of engines on them.
-    `copy_engine`: combines the copy engines of all devices and of host memory.
-    `engines`: the copy engines of devices, by the number of the device.
-    `pinner`: pins the arena; None if the arena is not pinned.
-    `pin_is_required`: True if the server must not serve unless the arena is pinned.
+    `copy_engine`: combines those of all devices and of host memory.
+    `engines`: by device.
+    `pinner`: None if the arena is not pinned.
+    `pin_is_required`: the server must not serve before.
     """
 
     devices: Devices
@@ -114,33 +104,30 @@ class CudaPart:
     pin_is_required: bool = False
 
     def fault(self) -> str:
-        """Returns the reason why the server can't serve: a lost device, or an arena that can't be
-        pinned although the settings require it. Returns "" if there is no such reason."""
+        """Why the server can't serve: a lost device, or a required pin that failed. Empty if it
+        can."""
         lost = [engine.problem for engine in self.engines.values() if engine.problem]
         if self.pin_is_required and self.pinner is not None and self.pinner.error:
             lost.append(f"arena.pin is required, and {self.pinner.error}")
         return "; ".join(lost)
 
     def progress(self) -> str:
-        """Returns a text with the progress of pinning; empty if pinning has ended, has failed or is
-        not wanted."""
+        """Of pinning; empty if it has ended, has failed or is not wanted."""
         pinner = self.pinner
         if pinner is None or pinner.is_done or pinner.error:
             return ""
         return f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB"
 
     def start(self) -> None:
-        """Starts to pin the arena, in the background."""
         if self.pinner is not None:
             self.pinner.start()
 
     def close(self) -> None:
-        """Closes the copy engines and unpins the arena. All sessions must have ended before. Blocks
-        the calling thread."""
+        """All sessions must have ended. Blocks."""
         self.copy_engine.close()
         if (pinner := self.pinner) is not None:
-            # The driver unpins page by page, and a large arena has hundreds of millions of pages.
-            # So ask systemd for more time.
+            # The driver unpins page by page, and there may be hundreds of millions: ask systemd
+            # for more time.
             with systemd.patience("unpinning the arena", lambda: pinner.unpinned_bytes):
                 pinner.close()
 
@@ -148,13 +135,8 @@ class CudaPart:
 def open_part(
     settings: Settings, memory: NodeMemory, host: CopyEngine, found: FoundDevices
 ) -> CudaPart:
-    """Makes the copy engines and the pinner for the devices that `look` has found. The caller must
-    then call `CudaPart.start`. Blocks the calling thread. Raises CudaError.
-
-    `memory`: has the arena, which is pinned for the devices.
-    `host`: the copy engine for host memory.
-    `found`: the result of `look`.
-    """
+    """Copy engines and pinner for the devices of `look`; the caller then calls `CudaPart.start`.
+    Blocks. Raises CudaError. `host`: the copy engine for host memory."""
     copy, arena = settings.copy_, memory.arena
     if found.runtime is None:
         if copy.cuda == "on":
@@ -203,14 +185,8 @@ def open_part(
 def _new_engine(
     runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
 ) -> CudaCopyEngine:
-    """Makes the copy engine of a device. Its threads run on processors near the device. Reads the
-    calibration of the device (the measured speeds of its copy methods) from `folder`. If there is
-    none, the copy engine measures the device in the background, and saves the calibration there.
-
-    `info`: the device.
-    `pinner`: pins the arena for devices, and knows how much of the arena is pinned.
-    `copy`: the settings of copies.
-    """
+    """Its threads run on processors near the device. Without a calibration in `folder`, it
+    measures in the background and saves one."""
     method, file = (
         None if copy.method == "auto" else Method(copy.method),
         folder / f"calibration-{info.uuid.hex()}.json",
@@ -233,8 +209,7 @@ def _new_engine(
 
 
 def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """Returns the calibration that an earlier server has saved; None if it is missing, unusable, or
-    not valid for this device and driver."""
+    """None if it is missing, unusable, or of another device or driver."""
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")
@@ -248,7 +223,7 @@ def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Saves a calibration for the next start. Logs a failure."""
+    """Logs a failure."""
     try:
         replace_file(path, [calibration.to_json()])
     except OSError as error:

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The Numba kernel that sums over the bytes of slots (places for blocks). Load it with
-`hotkv_proto.native.require`, never at import time. `tests/oracles/sums.py` has the same function in
-numpy."""
+"""The Numba kernel that sums over bytes. Load it with `hotkv_proto.native.require`, never at
+import time. `tests/oracles/sums.py` has the same in numpy."""
 
 from typing import Any
 
@@ -23,14 +22,8 @@ _U64 = np.uint64
 
 @intrinsic
 def _products(typingctx: Any, line: Any, salts: Any) -> Any:
-    """Returns a sum of products over a line: adds a salt to each of the 16 words at address `line`,
-    multiplies each pair of neighbouring words, and adds up the 8 products.
-
-    `salts`: address of the 16 salts.
-
-    Uses vector instructions. Word by word, the computation would take as long as reading the line
-    from memory.
-    """
+    """Adds a salt to each of the 16 words at `line`, and adds up the products of neighbours.
+    Uses vectors: word by word it would take as long as reading the line from memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words, pairs = (
@@ -57,14 +50,8 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
-    """Returns the sum of a line of 64 bytes (`_products`), mixed with the two numbers `line` and
-    `seed`, so that equal bytes in another line or shard have another sum.
-
-    `address`: address of the line.
-    `salts`: the 16 constants for `_products`.
-    `line`: number of the line in its shard (a rank's part of a block).
-    `seed`: number that is mixed into the sum; different for each shard.
-    """
+    """Sum of a line, mixed with its number and the shard's seed, so that equal bytes elsewhere
+    differ."""
     total = _products(address, salts.ctypes.data)
     total = (total ^ ((_U64(line) + _U64(1)) * _U64(0x9E37_79B9_7F4A_7C15)) ^ seed) * _U64(
         0xD6E8_FEB8_6659_FD93
@@ -80,21 +67,15 @@ def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
 def add_sums(
     base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, salts: Any, out: Any
 ) -> None:
-    """Computes the sums of one shard (a rank's part) of n blocks: adds to `out[i]` the sum over the
-    sampled lines (of 64 bytes each) of the `num_bytes` bytes at address `base` + `offsets[i]`.
-
-    `seed`: number that is mixed into each line's sum; different for each shard.
-    `strides` [n]: one line in each `strides[i]` lines is sampled, and the last line.
-    `salts`: constants that are added to the 16 words of each line (`_products`).
-    `out` [n]: gets the sums.
-    """
+    """Adds to `out[i]` the sum of the lines of `base` + `offsets[i]`: one in each `strides[i]`,
+    and the last."""
     words = np.zeros(LINE_WORDS, np.uint32)
     num_lines = (num_bytes + LINE_BYTES - 1) // LINE_BYTES
     for i in range(offsets.shape[0]):
         start, stride, last, total = base + offsets[i], strides[i], num_lines - 1, _U64(0)
         following = base + offsets[min(i + 1, offsets.shape[0] - 1)]
-        # From one group of `stride` lines to the next, the sampled line shifts by PHASE_STEP lines.
-        # Compute this without divisions, which would take longer than the sums.
+        # The line shifts by PHASE_STEP from group to group, without divisions, which would take
+        # longer than the sums.
         place, step, further = 0, PHASE_STEP % stride, AHEAD_LINES * PHASE_STEP % stride
         for first in range(0, num_lines, stride):
             line, ahead = first + place, first + AHEAD_LINES * stride

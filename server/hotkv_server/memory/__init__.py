@@ -1,2 +1,1 @@
-"""The files that the server maps into its memory (arena, block table, memory of engines), and the
-state file, which lists the key spaces for the next server."""
+"""The files that the server maps, and the state file."""

@@ -1,12 +1,10 @@
-"""The arena (the file of host memory with all slots) and the files beside it: block table, key
-spaces, and the blocks' times of last use.
+"""The files of a server: arena, block table, state, and the blocks' times of last use.
 
-All files lie in one directory on tmpfs, which the server locks while it runs. The files outlive the
-server: the next server that uses the directory continues with the arena unchanged, and builds a new
-table from the records of the old table (`Leftover`). Always true: the old table and the state file
-stay as the old server left them until `adopt`, so a start that is killed loses no block. Before the
-server is ready, all buckets of the table, some of its records and some of the arena have memory.
-The rest is prefaulted in the background: first the records, then the arena (`memory.filling`).
+They lie in one directory on tmpfs, which the server locks. The next server continues with the
+arena unchanged, and builds a new table from the old records (`Leftover`). Always true: table and
+state file stay as they were until `adopt`, so a start that is killed loses no block. Buckets,
+some records and some of the arena have memory before the server is ready; the rest is prefaulted
+in the background.
 """
 
 import errno
@@ -38,28 +36,16 @@ from hotkv_server.memory.state import (
 )
 
 # ----------------------------------------------------------------------- Records of the block table
-# The block table has a record for each block. Its records get memory in pieces, from the first
-# record on. The start of the server prefaults the first FIRST_ENTRIES records; the thread that
-# fills the arena prefaults the others.
-#
-# Always true: the first `num_entries` records have memory, and `num_entries` only grows. The core
-# has at most `num_entries` entries. So the server never writes to a record without memory: if
-# memory were short, such a write could kill the process.
+# Always true: the first `num_entries` records have memory, and the core has at most so many
+# entries. A write to a record without memory could kill the process.
 
 FIRST_ENTRIES = 1 << 21
-"""Number of records that the start of the server prefaults. They have 144 MiB, and are enough for
-an arena of 32 GiB with the default number of blocks."""
+"""At the start: 144 MiB, enough for 32 GiB with the default number of blocks."""
 PIECE_ENTRIES = 1 << 20
 
 
 class RecordsMemory:
-    """Prefaults the records in a block table's file. The buckets of the table (its hash index) have
-    memory already.
-
-    fd: descriptor of the table's file.
-    geometry: sizes of the table, and offsets of its parts in the file.
-    num_entries: number of records that have memory. The core may have at most this many entries.
-    """
+    """`num_entries`: records that have memory. The buckets have it already."""
 
     def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
         self.num_entries = num_entries
@@ -71,13 +57,10 @@ class RecordsMemory:
 
     @property
     def is_done(self) -> bool:
-        """True if all records of the block table have memory."""
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Prefaults the first `num_entries` records, or all records if the table has fewer. Skips
-        records that have memory already. Blocks the calling thread. Raises OSError if memory is
-        short; `self.num_entries` is then unchanged."""
+        """Prefaults the first records, or all. Blocks. Raises OSError, with nothing changed."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (
@@ -88,51 +71,39 @@ class RecordsMemory:
             self.num_entries = end
 
     def back_rest(self) -> Iterator[int]:
-        """Prefaults the remaining records of the block table, in pieces. Yields the number of
-        records with memory after each piece. Each step blocks for a piece. Raises OSError if memory
-        is short."""
+        """Yields `num_entries` after each piece, for which it blocks. Raises OSError."""
         while not self.is_done:
             self.back(self.num_entries + PIECE_ENTRIES)
             yield self.num_entries
 
 
 # --------------------------------------------------------- For clients that read the arena in place
-# The file of the arena ends with the validity words (`hotkv_proto.words`): numbers by which clients
-# check that the blocks they read were still pinned. The file of the block table ends with the
-# marks: a byte for each entry, 1 if clients may read its block directly in the arena.
-#
-# Always true: the words have memory, so writing a word never fails. The marks are in the table's
-# file, so that they are replaced together with the entry numbers to which they refer. The files of
-# an older version of the server have neither words nor marks. Such an arena's file is extended by
-# the words; such a table counts as a table in which no entry is marked.
+# The arena's file ends with the validity words (`hotkv_proto.words`), the table's with the marks: a
+# byte for each entry, 1 if clients may read it in the arena. The words have memory, so writing one
+# never fails. The marks are replaced together with the entry numbers. Files of an older version
+# have neither: the arena's is extended, the table's counts as unmarked.
 
 Marks = NDArray[np.uint8]
 
 
 def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
-    """Maps the validity words (by which clients check that blocks are still pinned) at the end of
-    an arena's file. Returns them as a writable array; the mapping ends when the array is freed.
-    Extends the file if it has no words. Raises OSError."""
+    """Extends a file without words. The mapping ends when the array is freed. Raises OSError."""
     start = words_offset_bytes(arena_bytes)
     os.posix_fallocate(fd, start, WORD_BYTES)
     return np.frombuffer(mmap.mmap(fd, WORD_BYTES, offset=start), "<u8")
 
 
 def _marks_offset_bytes(geometry: TableGeometry) -> int:
-    """Returns the offset in a table's file at which the marks (of entries that clients may read in
-    the arena) begin."""
     return -(-geometry.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def table_file_bytes(geometry: TableGeometry) -> int:
-    """Returns the size of a block table's file in bytes, including the marks (of entries that
-    clients may read in the arena)."""
+    """With the marks."""
     return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
 def has_arena(directory: Path, arena_bytes: int) -> bool:
-    """Returns True if an earlier server has left a cache in the directory, with an arena of this
-    size. `NodeMemory.open` may refuse the cache for other reasons."""
+    """`NodeMemory.open` may still refuse the cache."""
     try:
         size = (directory / ARENA_FILE).stat().st_size
     except OSError:
@@ -141,9 +112,7 @@ def has_arena(directory: Path, arena_bytes: int) -> bool:
 
 
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
-    """Returns the marks in the mapped file of a block table: a uint8 for each entry number. A mark
-    is 1 if clients may read the entry's block directly in the arena. All marks are 0 if the file
-    has no marks."""
+    """All 0 if the file has none."""
     start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
     return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)
 
@@ -160,9 +129,7 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
 )
 FILLED_FILE, OWNER_FILE, CONTENTS_FILE = "filled", "server.json", "contents"
 KEPT_FILES = ("calibration-*", "ledger*", "names.json*")
-"""Patterns of files that stay in the directory when the cache in it is discarded, because another
-cache can use them: measured copy speeds of devices, the ledger (counts of hits and misses), and
-names of engines and models."""
+"""Patterns of files that stay when a cache is discarded: another can use them."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,
@@ -174,42 +141,33 @@ FILES: Final = (
     OWNER_FILE,
     *(f"{name}.new" for name in (STATE_FILE, USE_FILE, OWNER_FILE)),
 )
-"""The files of a cache, in the order in which they are removed. The state file is removed first:
-without it, the next server ignores the other files. A file that ends in `.new` is left by a server
-that was killed while it wrote."""
+"""In the order of removal: without the state file, the next server ignores the others. `.new` is
+left by a kill."""
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
-"""The start of the server prefaults the arena for FIRST_FILL_S seconds, but at least
-FIRST_FILL_BYTES of it."""
+"""The start prefaults the arena for FIRST_FILL_S, but at least so much."""
 TABLE_HUGE_S = 0.1
-"""Longest time, in seconds, that the start of the server spends on prefaulting the table as huge
-pages. They make lookups faster: with small pages, a lookup in a table that is not in the
-processor's cache waits longer for the page tables than for the table."""
+"""Longest time for prefaulting the table as huge pages. With small ones, a lookup waits longer
+for the page tables than for the table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
-"""Pause between two tries to lock the directory. A try may fail although no server runs, because
-another process that starts or removes an arena there holds the lock for a moment."""
+"""Others that start or remove an arena hold the lock for a moment."""
 LOOK_S = 5.0
-"""Longest time, in seconds, that a start waits for processes that check whether a server runs. Each
-holds a shared lock for microseconds, or for longer if the system stops the process meanwhile."""
+"""Longest wait for processes that check whether a server runs: each holds a shared lock for
+microseconds, unless it is stopped."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
 
 class BusyError(OSError):
-    """Raised if another server has locked the directory. The message names the server's pid."""
+    """Another server has locked the directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """The cache that an earlier server left in the directory.
-
-    table: the block table.
-    state: the size of a slab (a piece of the arena) and the key spaces.
-    last_used_s: time of last use of each entry, float64 by entry number, in seconds of the
-        monotonic clock. nan for an entry without a saved time. None if the file with these times is
-        missing or not valid.
-    marks: by entry number, 1 for entries that clients may read in the arena; valid until `adopt`.
+    """last_used_s: by entry number, on the monotonic clock; nan for an entry without a time, None
+        without a valid file.
+    marks: valid until `adopt`.
     """
 
     table: BlockTable
@@ -220,19 +178,8 @@ class Leftover:
 
 @dataclass(slots=True)
 class NodeMemory:
-    """The files of a server in its directory: arena, block table and state.
-
-    arena: the mapped arena; its `huge_bytes` counts the bytes in huge pages.
-    table_file, table: the mapped file of the block table, and the table in it.
-    filling: prefaults the arena and knows how much of it has memory.
-    records: prefaults the records of the table.
-    words: the validity words, by which clients that read the arena directly check that the blocks
-        which they read were still pinned.
-    marks: by entry number, 1 if clients may read the entry's block directly in the arena.
-    leftover: the cache that an earlier server left; None if there is no such cache, and after
-        `adopt`.
-    why_empty: why the files of an earlier server can't be used; an empty text if they can be used,
-        or if there are no such files.
+    """leftover: None without an earlier cache, and after `adopt`.
+    why_empty: why earlier files can't be used, if there are any.
     """
 
     directory: Path
@@ -256,31 +203,28 @@ class NodeMemory:
         mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Opens the files in the directory if they fit the arguments. Otherwise removes them and
-        makes new files.
+        """Opens the files if they fit the arguments; else removes them and makes new ones.
 
-        capacity: most entries of the block table.
-        fresh_epoch: epoch of a new cache: a random number that identifies the cache.
+        capacity: most entries of the table.
+        fresh_epoch: random number that identifies a new cache.
         mode: permissions of new files.
-        prefault: if True, prefaults the table's buckets, some of its records, and as much of the
-            arena as FIRST_FILL_S allows; `records` and `filling` prefault the rest. If False, pages
-            get memory when they are written, and all of the arena counts as filled.
-        place: function that chooses the NUMA nodes of the arena's memory. Called with (address,
-            num_bytes) of the mapped arena, before the arena is prefaulted.
+        prefault: fills some now, `records` and `filling` the rest. If False, pages get memory when
+            written, and the arena counts as filled.
+        place: chooses NUMA nodes for (address, num_bytes) of the arena before it is prefaulted.
 
         Raises BusyError if another server uses the directory. Raises OSError if memory is short,
-        with a message that names the fix. Also raises OSError if files can't be read at the moment
-        (no permission, too many open files); the cache that they hold is then left unchanged.
+        with a message that names the fix, or if files can't be read at the moment; their cache
+        stays.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
-        # The files that this start makes, which are removed if it fails.
+        # Made by this start, and removed if it fails.
         own_files: tuple[str, ...] = (NEW_TABLE_FILE,)
         try:
             _remove_files(directory, own_files)
             leftover, old_table, why_empty = _usable(directory, arena_bytes, slab_bytes)
             if leftover is None:
-                # The token ids of blocks stay: blocks on the disk outlive the arena.
+                # Token ids stay: blocks on the disk outlive the arena.
                 has_contents = (directory / CONTENTS_FILE).exists()
                 own_files = tuple(
                     name for name in FILES if name != CONTENTS_FILE or not has_contents
@@ -289,8 +233,7 @@ class NodeMemory:
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
             table_bytes = table_file_bytes(geometry)
-            # Require room for two block tables: the next start briefly has an old and a new table,
-            # and should not fail if this start succeeds.
+            # For two tables: the next start briefly has both, and should not fail.
             more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
             _check_room(directory, table_bytes + more_bytes, arena_bytes)
             arena_path = directory / ARENA_FILE
@@ -346,16 +289,12 @@ class NodeMemory:
         return memory
 
     def adopt(self, state: ServerState) -> None:
-        """Writes `state`, then replaces the old table by the new table, into which the caller has
-        restored the entries. Raises OSError.
-
-        state: the key spaces with their numbers. A key space has the same number in both tables, so
-            `state` fits the table also if the server is killed before the replacement.
-        """
+        """Replaces the old table by the new one, into which entries were restored. Key spaces
+        have the same numbers in both, so a kill after writing `state` does no harm. Raises
+        OSError."""
         assert self._old_table is not None, "there is no old table"
         self.save_state(state)
-        # Remove the file with the times of last use of the old table's entries: the same entry
-        # numbers stand for other blocks in the new table.
+        # The same entry numbers stand for other blocks in the new table.
         (self.directory / USE_FILE).unlink(missing_ok=True)
         (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
         self.leftover = None
@@ -363,27 +302,18 @@ class NodeMemory:
         self._old_table = None
 
     def save_state(self, state: ServerState) -> None:
-        """Writes the state file, without which the next server can't interpret the arena. The
-        caller stores no block of a new key space (a model in a configuration) before this call
-        has ended. Raises OSError."""
+        """No block of a new key space is stored before this has ended. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:
-        """Writes the file of the entries' times of last use. Raises OSError.
-
-        last_used_s: float64 by entry number, seconds of the monotonic clock; nan if unknown.
-        """
+        """Raises OSError."""
         epoch, now_s = self.table.geometry.epoch, time.monotonic()
         header = USE_HEADER.pack(USE_MAGIC, epoch, now_s, len(last_used_s))
         ages = (last_used_s - now_s).astype("<f4").data
         replace_file(self.directory / USE_FILE, [header, ages])
 
     def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
-        """Opens new descriptors of the files of arena and block table, read-only. The caller sends
-        and closes them. Raises OSError.
-
-        writes_arena: if True, the arena's descriptor is writable.
-        """
+        """New descriptors of arena and table, which the caller closes. Raises OSError."""
         flags, access = os.O_CLOEXEC | os.O_NOFOLLOW, os.O_RDWR if writes_arena else os.O_RDONLY
         arena = os.open(self.directory / ARENA_FILE, access | flags)
         try:
@@ -393,21 +323,17 @@ class NodeMemory:
             raise
 
     def release(self) -> None:
-        """Unlocks the directory, so that another server can use it, and leaves the files. Blocks
-        while a piece of the arena is being prefaulted."""
+        """Leaves the files. Blocks while a piece is being prefaulted."""
         self.filling.close()
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes all files and unlocks the directory. The files' memory is freed once no process
-        maps them. Blocks while a piece of the arena is being prefaulted."""
+        """Memory is freed once no process maps it. Blocks as `release`."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 
     def discard(self) -> None:
-        """Removes the files of the cache after a failed start, and unlocks the directory. The files
-        that another cache can use (KEPT_FILES) stay, and token ids that an earlier server has left.
-        Blocks while a piece of the arena is being prefaulted."""
+        """After a failed start. KEPT_FILES and earlier token ids stay. Blocks as `release`."""
         self.filling.close()
         _remove_files(self.directory, self._own_files)
         kept = (*KEPT_FILES, CONTENTS_FILE)
@@ -418,32 +344,27 @@ class NodeMemory:
 
 
 def clear(directory: Path) -> None:
-    """Removes all files that servers have left in the directory. Raises BusyError if a server uses
-    the directory, or OSError."""
+    """Raises BusyError if a server uses the directory, or OSError."""
     if directory.is_dir():
         remove_files(directory, _locked(directory))
 
 
 def remove_files(directory: Path, lock_fd: int) -> None:
-    """Removes all files of servers in a locked directory, then the lock file, and the directory if
-    it is empty. `lock_fd`: descriptor of the locked lock file; closed here."""
+    """Removes files of servers, and the directory if it is then empty. `lock_fd`: closed here."""
     _remove_all(directory, lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()
 
 
 def remove_by_descriptor(directory_fd: int) -> None:
-    """Removes the files of servers in an open directory, even if its path has changed. The
-    directory stays.
-
-    Raises BusyError, before it removes a file, if a server uses the directory; or OSError.
-    """
+    """From an open directory, even if its path has changed. Raises BusyError before it removes a
+    file, or OSError."""
     directory = Path(f"/proc/self/fd/{directory_fd}")
     _remove_all(directory, _locked(directory))
 
 
 def _remove_all(directory: Path, lock_fd: int) -> None:
-    """Removes all files of servers and the lock file, and releases the lock."""
+    """Also the lock file; releases the lock."""
     _remove_files(directory)
     for path in [path for pattern in KEPT_FILES for path in directory.glob(pattern)]:
         path.unlink(missing_ok=True)
@@ -457,9 +378,7 @@ def _remove_files(directory: Path, names: tuple[str, ...] = FILES) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Locks the file at `path` and writes this process's pid into the file. Returns the file's
-    descriptor; closing it releases the lock. Raises BusyError if another process holds the lock, or
-    OSError."""
+    """Closing the descriptor releases the lock. Raises BusyError or OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -485,8 +404,7 @@ def lock_file(path: Path) -> int:
 
 
 def _is_shared(fd: int) -> bool:
-    """Returns True if no process holds an exclusive lock on the file. Other processes may still
-    hold shared locks, while they check whether a server runs."""
+    """True if others hold no exclusive lock, but perhaps shared ones to look."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -498,9 +416,8 @@ def _is_shared(fd: int) -> bool:
 def _locked(directory: Path) -> int:
     while True:
         fd = lock_file(directory / LOCK_FILE)
-        # A process that removes the directory's files also removes the lock file, while it holds
-        # the lock. This process may then have locked a file that is no longer in the directory: try
-        # again.
+        # Who removes the directory's files also removes the lock file, while holding it: then
+        # try again.
         try:
             if os.stat(directory / LOCK_FILE).st_ino == os.fstat(fd).st_ino:
                 return fd
@@ -521,8 +438,7 @@ def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Opens a file that belongs to this user. Raises OSError for a symbolic link, StateError for
-    another user's file."""
+    """Raises OSError for a link, StateError for another user's file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     owner = os.fstat(fd).st_uid
     if owner != os.geteuid():
@@ -534,9 +450,8 @@ def _open_own(path: Path, flags: int) -> int:
 def _usable(
     directory: Path, arena_bytes: int, slab_bytes: int
 ) -> tuple[Leftover | None, FileMapping | None, str]:
-    """Returns the cache that an earlier server left, and the mapped file of its table. If the files
-    can't be used, returns None for both and the reason; the reason is empty if there are no files.
-    Raises OSError if the files can't be read at the moment."""
+    """The earlier cache and its table's file, or None for both and the reason; empty without
+    files. Raises OSError if they can't be read at the moment."""
     if not (directory / STATE_FILE).exists() and not (directory / TABLE_FILE).exists():
         return None, None, ""
     try:
@@ -550,8 +465,7 @@ def _usable(
 
 
 def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:
-    """Reads the cache that an earlier server left. Raises StateError, ValueError or OSError if the
-    files are damaged or were made with other settings."""
+    """Raises StateError, ValueError or OSError for damaged files or other settings."""
     state = read_state(directory / STATE_FILE)
     if state.slab_bytes != slab_bytes:
         raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
@@ -575,9 +489,6 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
 
 
 def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None:
-    """Reads the file with the times of last use of the block table's entries. Returns float64 by
-    entry number, in seconds of the monotonic clock (nan if unknown); None if there is no valid file
-    for this table."""
     try:
         content = read_file(path)
     except (OSError, ValueError):
@@ -595,8 +506,7 @@ def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None
         return None
     used_s = np.full(geometry.capacity + 1, np.nan)
     ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)]
-    # First replace values that are not finite: the file may be damaged, and numpy would warn if it
-    # computed with a signalling NaN.
+    # The file may be damaged, and numpy warns of signalling NaNs.
     ages = np.where(np.isfinite(ages), ages, np.float32(np.nan)).astype(np.float64)
     used_s[: len(ages)] = saved_s + np.minimum(ages, 0.0)
     return used_s

@@ -1,9 +1,7 @@
-"""The threads that make calls for an event loop: `Clerk`, `PatientReader` and `full_pool`.
+"""Threads that make calls for an event loop.
 
-A `Clerk` is a thread that reads and writes the files of one place, such as a disk. A system call on
-a file may hang, so it must not run on an event loop. Always true: each clerk has a daemon thread of
-its own. So a call that hangs delays only the later calls of the same clerk. It does not delay calls
-on other places, an event loop, or the end of the process.
+A system call on a file may hang. So each clerk has a daemon thread for the files of one place,
+such as a disk. A call that hangs delays only later calls of this clerk.
 """
 
 import queue
@@ -16,7 +14,7 @@ T = TypeVar("T")
 
 
 class Clerk:
-    """Runs calls on its thread, one after another. Thread-safe."""
+    """Runs calls one after another. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -27,14 +25,12 @@ class Clerk:
         return f"Clerk({self._thread.name!r}, {self._queue.qsize()} calls wait)"
 
     def do(self, call: Callable[[], T]) -> "Future[T]":
-        """Queues a call. Returns a future, which receives the call's result or exception. Does not
-        block."""
+        """Does not block."""
         future: Future[T] = Future()
         self._queue.put((future, call))
         return future
 
     def is_alive(self) -> bool:
-        """Returns True if the clerk's thread is alive."""
         return self._thread.is_alive()
 
     def _work(self) -> None:
@@ -50,15 +46,12 @@ class Clerk:
 
 
 class HungError(OSError):
-    """Raised if a file was not read in time, because its disk hangs."""
+    """A file was not read in time."""
 
 
 class PatientReader(Generic[T]):
-    """Reads files whose disk may hang, for callers that may wait only briefly. Thread-safe.
-
-    name: name of the thread that reads; the thread starts with the first `read`.
-    call: reads the files and returns the result.
-    wait_s: longest time, in seconds, that a caller waits.
+    """Reads files whose disk may hang, for callers that wait at most `wait_s`. Thread-safe.
+    `name`: of the thread, which starts with the first `read`.
     """
 
     def __init__(self, name: str, call: Callable[[], T], wait_s: float) -> None:
@@ -73,9 +66,8 @@ class PatientReader(Generic[T]):
         return f"PatientReader({self._name!r}, {self._clerk!r})"
 
     def read(self) -> T:
-        """Reads the files anew and returns the result. Raises the errors of `call`, and HungError
-        if the disk hangs. Blocks for at most `wait_s`; not at all while the disk still hangs since
-        an earlier call."""
+        """Raises the errors of `call`, and HungError. Does not block while the disk still hangs
+        since an earlier call."""
         with self._lock:
             if self._reading is None or self._reading.done():
                 self._clerk = self._clerk or Clerk(self._name)
@@ -88,12 +80,8 @@ class PatientReader(Generic[T]):
 
 
 def full_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run already. Raises RuntimeError if the system refuses to
-    start one of them. (A pool that started its threads on demand would raise later, in the middle
-    of a transfer, or while a session is closed.)
-
-    name: prefix of the threads' names.
-    """
+    """All threads run already: one that starts them on demand would raise in the middle of a
+    transfer. Raises RuntimeError if the system refuses a thread."""
     pool, started = ThreadPoolExecutor(num_threads, name), threading.Barrier(num_threads)
     try:
         wait([pool.submit(started.wait) for _ in range(num_threads)])

@@ -1,13 +1,10 @@
-"""Fills the arena: prefaults it from its start, in pieces, as huge pages if the kernel provides
-them. The first part is filled while the server starts, the rest by a thread.
+"""Prefaults the arena from its start, in pieces, as huge pages where the kernel has them; a first
+part at the server's start, the rest on a thread.
 
-Always true: the first `filled_bytes` bytes of the arena have memory and retain it, and
-`filled_bytes` only grows. A small file beside the arena, the note, records `filled_bytes` for the
-next server. Beyond `filled_bytes`, other modules touch only slabs (pieces of the arena) that
-`bring_in` has prefaulted. So the server never writes to pages without memory. A piece is not filled
-if the machine or the control group would then have less than `RESERVE_BYTES` of free memory,
-because the kernel might have to kill a process. In that case filling ends for good, and `problem`
-gives the reason.
+Always true: the first `filled_bytes` have memory, and only grow. The *note*, a file beside the
+arena, tells the next server how many. Beyond them, only what `bring_in` has prefaulted is
+touched. A piece that would leave less than RESERVE_BYTES free is not filled, because the kernel
+might kill a process: filling then ends for good, and `problem` says why.
 """
 
 import logging
@@ -27,23 +24,19 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time, in seconds, to fill one piece with huge pages. If the kernel takes longer or
-refuses, the rest of the arena is filled with pages of any size, which `settle` collapses into huge
-pages afterwards."""
+"""For a piece with huge pages. If it takes longer or the kernel refuses, pages of any size fill
+the rest, and `settle` collapses them."""
 HUGE_LOOK_S = 0.05
-"""Longest time, in seconds, that `fill_for` spends on counting the huge pages of an arena that an
-earlier server has filled: enough for some hundred MiB."""
+"""For counting huge pages that an earlier server filled: enough for some hundred MiB."""
 COMING_S = 1.0
-"""`Filling.coming_bytes` is the number of bytes of the arena that get memory within this time, in
-seconds."""
+"""Period of `Filling.coming_bytes`."""
 PAUSE_S = 0.01
 NOTE: Final = struct.Struct("<8sqq")
 NOTE_MAGIC: Final = b"HOTKVFI1"
 
 
 def read_note(path: Path, arena: FileMapping) -> int:
-    """Reads the note, a small file beside the arena: how many bytes of this arena file an earlier
-    server has filled (prefaulted). Returns 0 if the note is missing or belongs to another file."""
+    """0 if the note is missing or of another file."""
     try:
         content = read_file(path, NOTE.size)
     except (OSError, ValueError):
@@ -56,13 +49,8 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """Prefaults the arena: `fill_for` fills the first part while the server starts, and a thread
-    fills the rest. Until `start` is called, only the thread that made this object uses it.
-
-    filled_bytes: number of bytes, from the arena's start, that are known to have memory.
-    problem: why filling ended early; an empty text if it did not end early.
-    note: path of the file that records `filled_bytes` (`read_note`).
-    """
+    """Until `start`, only the thread that made this object uses it. `problem`: why filling ended
+    early."""
 
     def __init__(self, arena: FileMapping, note: Path, filled_bytes: int) -> None:
         self.problem = ""
@@ -71,7 +59,7 @@ class Filling:
         self.filled_bytes = filled_bytes
         self._bytes_per_s = 0.0
         self._note_fd = -1
-        # Offset in the arena up to which `make_huge` has tried to make huge pages.
+        # Up to which `make_huge` has tried.
         self._huge_end = 0
         self._takes_huge = filled_bytes < arena.num_bytes
         self._turn, self._changed = threading.Lock(), threading.Condition()
@@ -86,20 +74,18 @@ class Filling:
 
     @property
     def is_done(self) -> bool:
-        """True if all of the arena has memory."""
         return self.filled_bytes == self._arena.num_bytes
 
     @property
     def coming_bytes(self) -> int:
-        """Number of bytes of the arena that will get memory within COMING_S seconds, at the speed
-        at which the last piece was filled; 0 when filling has ended."""
+        """Bytes that get memory within COMING_S, at the last piece's speed; 0 when filling has
+        ended."""
         if self.problem:
             return 0
         return int(min(self._arena.num_bytes - self.filled_bytes, self._bytes_per_s * COMING_S))
 
     def progress(self) -> str:
-        """Returns how far the arena is filled, or why filling ended early, as text for people;
-        empty once the arena is filled."""
+        """For people; empty once the arena is filled."""
         if self.problem or self.is_done:
             return self.problem
         return (
@@ -107,12 +93,10 @@ class Filling:
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
-        """Fills (prefaults) the arena in pieces, for `budget_s` seconds. Fills at least one piece
-        and at least `least_bytes`, even if that takes longer. Blocks the calling thread. Raises
+        """Fills at least a piece and `least_bytes`, even beyond `budget_s`. Blocks. Raises
         OSError if memory is short for even one piece."""
         if self.filled_bytes:
-            # An earlier server has filled the first `filled_bytes` of the arena. Count the huge
-            # pages among them, for HUGE_LOOK_S at most. `settle` counts the others later.
+            # `settle` counts the rest later.
             self._huge_end = self._arena.make_huge(
                 0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self.filled_bytes
             )
@@ -128,14 +112,13 @@ class Filling:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
-        """Prefaults a part of the arena behind `filled_bytes` in which restored blocks lie. May be
-        called only before `start`. Blocks the calling thread. Raises OSError if memory is short."""
+        """Prefaults a part behind `filled_bytes` with restored blocks; only before `start`.
+        Blocks. Raises OSError."""
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:
-        """Blocks until the first `end` bytes of the arena have memory. If the thread has not been
-        started yet, the calling thread fills these bytes itself. Raises OSError if filling ends
-        before the bytes have memory."""
+        """Waits until the first `end` bytes have memory; before `start`, fills them itself.
+        Raises OSError if filling ends before."""
         while self._thread is None and self.filled_bytes < end:
             self._fill_next()
         with self._changed:
@@ -148,14 +131,10 @@ class Filling:
     def start(
         self, on_filled: Callable[[int, int], None], *, settles: bool, first: Iterable[object] = ()
     ) -> None:
-        """Starts the thread, which fills the rest of the arena.
-
-        on_filled: called on the thread after each piece and when filling ends early, with
-            `filled_bytes` and `coming_bytes`.
-        settles: if True, the thread calls `settle` for the whole arena when it is filled; if False,
-            the caller must call `settle`.
-        first: iterator whose steps the thread runs before it fills the arena, for example to
-            prefault the block table. If a step raises OSError, filling ends.
+        """on_filled: called on the thread with `filled_bytes` and `coming_bytes` after each piece
+            and at an early end.
+        settles: the thread calls `settle` at the end; else the caller must.
+        first: steps to run before; filling ends if one raises OSError.
         """
 
         def work() -> None:
@@ -177,13 +156,12 @@ class Filling:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Returns False if the thread that fills the arena has died before filling ended."""
+        """False if the thread has died before filling ended."""
         ended = self.is_done or bool(self.problem) or self._stop.is_set()
         return ended or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops the thread, once it has filled its present piece of the arena. Blocks until
-        then."""
+        """Stops the thread, and blocks until its present piece is filled."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -196,15 +174,10 @@ class Filling:
     def settle(
         self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S
     ) -> None:
-        """Waits until a part of the arena is filled. The part begins at `start` and has
-        `num_bytes`; without `num_bytes` it ends at `filled_bytes`. Then fills this process's page
-        tables for the part, and collapses the part's pages into huge pages as far as the kernel
-        allows. Raises OSError.
-
-        Blocks the calling thread, which must not be the event loop's. Works in pieces with pauses
-        of `pause_s`, because while a piece is processed, no other thread of this process can map
-        memory.
-        """
+        """Waits until a part is filled (without `num_bytes`: up to `filled_bytes`), fills this
+        process's page tables for it, and collapses it into huge pages where the kernel allows.
+        Blocks, so not on the event loop. Raises OSError. Pauses between pieces, during which no
+        other thread can map memory."""
         end = self.filled_bytes if num_bytes is None else start + num_bytes
         self.wait(end)
         for at in range(start, end, COLLAPSE_BYTES):
@@ -235,11 +208,8 @@ class Filling:
             )
 
     def _fill_next(self) -> None:
-        """Fills (prefaults) the next piece of the arena. Blocks the calling thread. Raises OSError
-        if memory is short."""
-        # Hold the lock, because two threads may want to fill the next piece: the thread that
-        # `start` has started, and a thread that called `wait` before that and still fills pieces
-        # itself.
+        """Blocks. Raises OSError if memory is short."""
+        # The thread of `start`, and one that called `wait` before, may both want the next piece.
         with self._turn:
             start = self.filled_bytes
             length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
@@ -277,8 +247,7 @@ class Filling:
         log.warning("%s", self.problem)
 
     def _write_note(self) -> None:
-        """Writes the note: how far the arena is filled. The note is one small write to a file in
-        memory, so it is complete or unchanged even if the server is killed."""
+        """One small write in memory: complete or unchanged, even after a kill."""
         if self._note_fd == -1:
             self._note_fd = os.open(
                 self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

@@ -1,9 +1,8 @@
-"""Finds arenas that servers have left in shared memory, and removes them. For each arena it reads
-which server used it last, and whether a server uses it now.
+"""Finds arenas that servers left in shared memory, and removes them.
 
-Always true: if an arena's lock is held, neither the arena nor any other file in its directory is
-removed. Of an arena whose lock is free, only files that servers have made are removed. Any user may
-be able to write to the searched folder, so links in it are not followed.
+Always true: while an arena's lock is held, no file in its directory is removed; else only files
+of servers. Any user may be able to write to the searched folder, so links in it are not
+followed.
 """
 
 import contextlib
@@ -31,23 +30,18 @@ from hotkv_server.memory.arena import (
 
 SHARED_MEMORY = Path("/dev/shm")
 DEPTH = 2
-"""Number of directory levels below the folder that are searched, for example /dev/shm/hotkv-1234
-and /dev/shm/mine/arena."""
+"""Levels below the folder that are searched: /dev/shm/hotkv-1234, /dev/shm/mine/arena."""
 MAX_OWNER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLeft:
-    """A directory with the arena of a server that runs or has ended.
-
-    name: path of the directory, relative to the searched folder.
-    uid: user id of the directory's owner.
-    num_bytes: memory that the arena's files use.
-    arena_bytes: size of the arena.
-    is_running: True if a server holds the lock; None if this user may not check.
-    pid, runtime_dir, version: pid, directory of sockets and version of the server that used the
-        arena last; 0 or empty if unknown.
-    idle_s: seconds since one of the arena's files last changed.
+    """name: path relative to the searched folder.
+    uid: of the directory's owner.
+    num_bytes: memory that the files use.
+    is_running: None if this user may not check.
+    pid, runtime_dir, version: of the last server; 0 or empty if unknown.
+    idle_s: since a file last changed.
     """
 
     name: str
@@ -63,14 +57,12 @@ class ArenaLeft:
 
     @property
     def is_stale(self) -> bool:
-        """True if it is certain that no server uses the arena. False if a server uses it, or if
-        this user may not check."""
+        """True if it is certain that no server uses the arena."""
         return self.is_running is False
 
 
 def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
-    """Writes a file beside the arena that names the server which uses the arena, for people and for
-    `find`. Raises OSError."""
+    """Names the server that uses the arena, for people and `find`. Raises OSError."""
     scratch = directory / f"{OWNER_FILE}.new"
     scratch.write_text(
         json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()})
@@ -79,16 +71,13 @@ def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
 
 
 def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
-    """Returns all arenas in directories at most DEPTH levels below a folder, sorted by name. Leaves
-    out directories that this user can't read."""
+    """By name, at most DEPTH levels below, without what this user can't read."""
     return sorted(_below(folder, "", DEPTH), key=lambda found: found.name)
 
 
 def remove(found: ArenaLeft) -> int:
-    """Removes an arena. Returns how many bytes are freed once no engine maps the arena's files.
-
-    Raises BusyError if a server uses the arena, or OSError.
-    """
+    """Bytes that are freed once no engine maps the files. Raises BusyError if a server uses the
+    arena, or OSError."""
     fd = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         num_bytes = _allocated_bytes(fd)
@@ -102,7 +91,7 @@ def remove(found: ArenaLeft) -> int:
     finally:
         os.close(fd)
     with contextlib.suppress(OSError):
-        # Ignore a failure: the directory may have other files, or may have been replaced.
+        # The directory may have other files, or may have been replaced.
         found.path.rmdir()
     return num_bytes
 
@@ -123,7 +112,7 @@ def _below(folder: Path, prefix: str, depth: int) -> Iterator[ArenaLeft]:
 
 
 def _look(path: Path, name: str) -> ArenaLeft | None:
-    """Returns the arena in the directory `path`; None if it has none."""
+    """None without an arena."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -153,7 +142,7 @@ def _look(path: Path, name: str) -> ArenaLeft | None:
 
 
 def _stat(directory_fd: int, name: str) -> os.stat_result | None:
-    """Returns the status of a regular file; None if there is no regular file with this name."""
+    """None if this is no regular file."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
@@ -167,7 +156,7 @@ def _allocated_bytes(directory_fd: int) -> int:
 
 
 def _read(directory_fd: int, name: str) -> bytes:
-    """Returns the first MAX_OWNER_BYTES bytes of a file; empty if the file can't be read."""
+    """First MAX_OWNER_BYTES of a file; empty if it can't be read."""
     try:
         fd = os.open(
             name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd
@@ -196,9 +185,8 @@ def _pid(directory_fd: int) -> int:
 
 
 def _is_locked(directory_fd: int) -> bool | None:
-    """Returns True if a server holds the lock; None if this user may not check. To check, acquires
-    a shared lock for a moment. A server that starts at this moment can't lock the file at once;
-    therefore `arena.lock_file` waits while the lock is only shared."""
+    """None if this user may not check. Takes a shared lock for a moment; `arena.lock_file` waits
+    for that."""
     try:
         fd = os.open(
             LOCK_FILE,

@@ -1,11 +1,8 @@
-"""`FileMapping`: maps a file into memory, and guards the server against clients that truncate their
-files.
+"""`FileMapping` maps a file, and guards the server against clients that truncate theirs.
 
-A mapping owns one descriptor; `close` unmaps the file and closes the descriptor. Always true:
-address and file offset are congruent modulo 2 MiB, because the kernel provides huge pages only
-then. (Python's own mmap does not choose such an address.) A view from `array` must not be used
-after `close`. While the kernel populates or unmaps memory, no other thread of this process can map
-or unmap memory, so both are done in pieces.
+Always true: address and file offset are congruent modulo 2 MiB, or the kernel gives no huge
+pages (Python's mmap does not choose so). Views from `array` end with `close`. While the kernel
+populates or unmaps memory, no other thread can map any: both are done in pieces.
 """
 
 import ctypes
@@ -27,28 +24,23 @@ _libc.syscall.restype = ctypes.c_long
 
 
 # --------------------------------------------------------------------- Files that clients cut short
-# Keeps the server alive when a client truncates a file that the server has mapped.
-#
-# Touching a mapped page beyond the end of its file raises SIGBUS, which by default kills the
-# process. A check beforehand does not help, because the client may truncate the file in the middle
-# of a copy. So mappings of client memory are guarded. At the first access beyond the end of the
-# file, the SIGBUS handler replaces the whole mapping by empty memory of the server and calls the
-# mapping's `on_cut`. The copy continues with zeros, which are discarded later. Any other SIGBUS
-# goes to the handler that was there before, faulthandler's, which writes stacks and ends the
+# An access beyond the end of a mapped file raises SIGBUS, which kills the process. A check
+# beforehand does not help: the client may truncate in the middle of a copy. So the SIGBUS handler
+# replaces a guarded mapping by empty memory and calls its `on_cut`. The copy continues with zeros,
+# which are discarded. Any other SIGBUS goes to faulthandler, which writes stacks and ends the
 # process.
 #
-# The handler is Python code, which needs the GIL. A thread that copies holds neither the GIL nor a
-# lock, so the handler may wait for the GIL in that thread. Known fault: a SIGBUS sent with kill(2)
-# may reach a thread that is just acquiring the GIL. Then the server hangs until its watchdog ends
-# it.
+# The handler waits for the GIL: a thread that copies holds neither it nor a lock. Known fault: a
+# SIGBUS sent with kill(2) may reach a thread that is just acquiring the GIL. Then the server hangs
+# until its watchdog ends it.
 
 _SA_SIGINFO = 4
 _CODE_OFFSET, _ADDRESS_OFFSET = 8, 16
-"""Offsets of the fields si_code and si_addr in siginfo_t, on 64-bit Linux."""
+"""Of si_code, si_addr in siginfo_t, 64-bit Linux."""
 
 
 class _Action(ctypes.Structure):
-    """The C type struct sigaction of glibc and musl, on 64-bit Linux."""
+    """struct sigaction of glibc and musl, on 64-bit Linux."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -60,19 +52,16 @@ class _Action(ctypes.Structure):
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
-"""The guarded mappings, by address: the length, and the function to call when a thread touches the
-mapping beyond the end of its file."""
+"""By address: length, and what to call at an access beyond the file's end."""
 
 
 def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
-    """Guards a mapping. When a thread touches the mapping beyond the end of its file, `on_fault` is
-    called in that thread; it must replace the mapping by anonymous memory."""
+    """`on_fault`, called in the accessing thread, must replace the mapping by anonymous memory."""
     _guarded[address] = num_bytes, on_fault
 
 
 def _release(address: int) -> None:
-    """Ends the guard of the mapping at `address`: an access beyond the end of its file then kills
-    the process. Called before the mapping is unmapped."""
+    """Called before the mapping is unmapped."""
     _guarded.pop(address, None)
 
 
@@ -91,12 +80,11 @@ def _handle(number: int, info: int, context: int) -> None:
 
 _on_bus_error = _Handler(_handle)
 _before = _Action()
-"""The action for SIGBUS before `install_guard`."""
+"""Action for SIGBUS before `install_guard`."""
 
 
 def install_guard() -> None:
-    """Installs the SIGBUS handler, which handles accesses of guarded mappings beyond the end of
-    their files. Called once, at the start of the server. Raises OSError."""
+    """Called once, at the start of the server. Raises OSError."""
     action = _Action(
         ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None
     )
@@ -109,7 +97,7 @@ def install_guard() -> None:
 HUGE_PAGE_BYTES = 2 << 20
 COLLAPSE_BYTES = 32 << 20
 PIECE_BYTES = 8 << 20
-"""Most bytes that the kernel populates or unmaps at a time; some milliseconds."""
+"""Most that the kernel populates or unmaps at a time: some milliseconds."""
 _POPULATE_WRITE = 23
 _COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -138,8 +126,7 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: i
 
 
 def _map_aligned(fd: int, num_bytes: int) -> int:
-    """Maps the file, shared and writable, at an address that is a multiple of 2 MiB. Returns the
-    address."""
+    """Shared and writable, at a multiple of 2 MiB. Returns the address."""
     reserved_bytes = num_bytes + HUGE_PAGE_BYTES
     reserved = _map(
         None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1
@@ -157,13 +144,13 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
     return aligned
 
 
-# A hole is a page of a file that has no memory. The kernel allocates the page when a process first
-# touches it, and charges the memory to that process's control group.
+# A *hole* is a page without memory. The kernel allocates it when first touched, and charges the
+# control group of who touched it.
 
 _CACHESTAT = 451
-"""Number of the system call cachestat(2) of Linux 6.5, on every architecture."""
+"""cachestat(2) of Linux 6.5."""
 _SETTLED_NS = 20_000_000
-"""Longest tick of the clock from which the kernel takes the time of a file's change."""
+"""Longest tick of the clock that times changes of files."""
 
 
 class _Range(ctypes.Structure):
@@ -177,19 +164,17 @@ class _CacheStat(ctypes.Structure):
 
 
 def is_sparse(fd: int) -> bool:
-    """Returns True if a file has less memory than bytes. Memory beyond the file's end counts too,
-    so a client can hide holes from this function."""
+    """Less memory than bytes. Memory beyond the end counts, so a client can hide holes."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
 
 def has_holes(fd: int, num_bytes: int) -> bool:
-    """Returns True if the first `num_bytes` of a file in memory have a hole. Reads the kernel's
-    list of the file's pages: some 50 ms for a GiB in small pages. Any thread.
+    """True if the first `num_bytes` of a file in memory have a hole. Some 50 ms for a GiB in small
+    pages. Any thread.
 
-    Pages that were allocated but never written are no holes. But they count as holes on a kernel
-    without cachestat, older than 6.5. On hugetlbfs, whose pages no control group of memory pays,
-    only counts as `is_sparse` does.
+    Pages allocated but never written are no holes, except before Linux 6.5. On hugetlbfs, whose
+    pages no control group pays, as `is_sparse`.
     """
     end = min(num_bytes, os.fstat(fd).st_size)
     found = _CacheStat()
@@ -208,11 +193,8 @@ def has_holes(fd: int, num_bytes: int) -> bool:
 
 
 class Look(NamedTuple):
-    """What one system call says about a mapped file.
-
-    is_whole: False if the file was truncated since it was mapped.
-    is_sparse: result of `is_sparse`.
-    is_known: True if the file's pages are those in which `has_holes` has found no hole.
+    """is_whole: not truncated since it was mapped.
+    is_known: its pages are those in which `has_holes` found none.
     """
 
     is_whole: bool
@@ -221,11 +203,7 @@ class Look(NamedTuple):
 
 
 class FileMapping:
-    """Maps the first `num_bytes` of a file, shared and writable.
-
-    address: the address at which the mapping begins in this process.
-    huge_bytes: number of bytes that `make_huge` has turned into huge pages, or found in huge pages.
-    """
+    """huge_bytes: that `make_huge` has made or found."""
 
     def __init__(
         self,
@@ -236,16 +214,10 @@ class FileMapping:
         exclusive: bool = False,
         on_cut: Callable[[], None] | None = None,
     ) -> None:
-        """Maps the file. The mapping owns the descriptor `fd` from here on, even if the constructor
-        raises: the caller must not close it. Raises ValueError if the file is shorter than
-        `num_bytes`.
+        """Owns `fd` from here on, even if it raises. Raises ValueError if the file is shorter.
 
-        name: name of the file, for messages.
-        exclusive: True if the file belongs to the server. Only then pages that have no memory may
-            be allocated by this process.
-        on_cut: for a file of a client, which may truncate the file at any time: function that is
-            called, in any thread, after this process has touched a page beyond the file's end. From
-            then on the mapping is empty memory. None for other files.
+        exclusive: the file is the server's; only then this process may allocate its pages.
+        on_cut: for a client's file: called, in any thread, after an access beyond its end.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
@@ -263,8 +235,8 @@ class FileMapping:
         self._exclusive = exclusive
         self._open = True
         self._is_cut = False
-        # Time of the file's last change before `has_holes` last found no hole. The kernel sets this
-        # time whenever a page is freed, and when a process first writes to a page.
+        # The file's last change before `has_holes` last found none. The kernel sets it when a
+        # page is freed, and at a process's first write to one.
         self._whole_at_ns = -1
         if on_cut is not None:
             _guard(self.address, num_bytes, partial(self._replace, on_cut))
@@ -276,27 +248,24 @@ class FileMapping:
 
     @staticmethod
     def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
-        """Replaces the file at `path` by a new file of `num_bytes` with the permissions `mode`, and
-        maps it. Existing mappings keep the old contents."""
+        """Replaces the file and maps it; old mappings keep the old contents."""
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         os.truncate(fd, num_bytes)
         return FileMapping(fd, num_bytes, str(path), exclusive=True)
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns the mapped bytes as an array. It is a view, which must not be used after
-        `close`."""
+        """A view, which must not be used after `close`."""
         assert self._open, "mapping is closed"
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """Returns False if the file was truncated since it was mapped. Then the bytes of the
-        mapping are no longer those of the client, and touching a mapping without `on_cut` could
-        kill this process."""
+        """False if the file was truncated; without `on_cut`, touching it could kill this
+        process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def look(self) -> Look:
-        """Looks at the file with one system call, which takes a microsecond."""
+        """One system call, a microsecond."""
         found = os.fstat(self.fd)
         return Look(
             not self._is_cut and found.st_size >= self.num_bytes,
@@ -305,8 +274,7 @@ class FileMapping:
         )
 
     def has_holes(self) -> bool:
-        """Returns the result of the function `has_holes` for the mapped bytes, and remembers that
-        there was no hole. Any thread."""
+        """As the function; remembers that there was no hole. Any thread."""
         now_ns, changed_ns = time.time_ns(), os.fstat(self.fd).st_ctime_ns
         found = has_holes(self.fd, self.num_bytes)
         # A change within the same tick would not be seen later.
@@ -315,9 +283,8 @@ class FileMapping:
         return found
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
-        """Prefaults every page of a part of the file, and fills this process's page tables for
-        them: `num_bytes` bytes from the offset `start` on; None: up to the end of the mapping.
-        Blocks the calling thread. Raises OSError if memory is short."""
+        """Prefaults a part (`num_bytes` None: to the end) and fills this process's page tables.
+        Blocks. Raises OSError if memory is short."""
         end = self.num_bytes if num_bytes is None else start + num_bytes
         for at in range(start, end, PIECE_BYTES):
             self._populate_piece(at, min(PIECE_BYTES, end - at))
@@ -329,25 +296,20 @@ class FileMapping:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                # This kernel is older than 5.14, and can't populate pages by madvise. Allocate
-                # first: touching a page that can't be allocated would kill the process. Then read
-                # one byte per page; writing could overwrite another process's data.
+                # Before Linux 5.14. Allocate first, because touching a page that can't be
+                # allocated would kill the process. Then read, because writing could overwrite
+                # another process's data.
                 os.posix_fallocate(self.fd, start, num_bytes)
                 self.array()[start : start + num_bytes : mmap.PAGESIZE].max()
 
     def make_huge(
         self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None
     ) -> int:
-        """Prefaults the bytes from `start` to `end` as huge pages, until `budget_s` seconds have
-        passed or the kernel refuses.
+        """Prefaults `start` to `end` as huge pages, until `budget_s` or a refusal: the kernel is
+        slow when it must compact memory. Returns how far it has tried, a multiple of 2 MiB; some
+        may have been refused. Blocks.
 
-        Returns the offset up to which it has tried, a multiple of 2 MiB. The kernel may have
-        refused some of the huge pages before this offset. Adds the bytes in huge pages to
-        `huge_bytes`. Blocks the calling thread. The time is limited because the kernel is slow if
-        it must compact memory first.
-
-        piece_bytes: bytes that are turned into huge pages at a time; a multiple of 2 MiB.
-        end: offset at which to stop; None: the end of the mapping.
+        `piece_bytes`: a multiple of 2 MiB.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -355,8 +317,7 @@ class FileMapping:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)
             if got < length:
-                # The kernel may have refused the piece because one page was in use for a moment:
-                # collapse its huge pages one by one.
+                # One page may have been in use: try them one by one.
                 got = sum(
                     self._collapse(at, HUGE_PAGE_BYTES)
                     for at in range(start, start + length, HUGE_PAGE_BYTES)
@@ -368,11 +329,9 @@ class FileMapping:
         return start
 
     def _collapse(self, start: int, num_bytes: int) -> int:
-        """Collapses the small pages of a range into huge pages. Returns the length of the range, or
-        0 if the kernel refused."""
+        """Length of the range, or 0 if the kernel refused."""
         try:
-            # The kernel makes a huge page only where at least one small page is allocated already.
-            # So allocate the first small page of each huge page.
+            # The kernel makes a huge page only where a small one is allocated.
             for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
                 self._advise(_POPULATE_WRITE, at, mmap.PAGESIZE)
             self._advise(_COLLAPSE, start, num_bytes)
@@ -381,8 +340,7 @@ class FileMapping:
         return num_bytes
 
     def close(self) -> None:
-        """Unmaps the file and closes its descriptor. Does nothing if the mapping is closed
-        already."""
+        """May be called twice."""
         if self._open:
             self._open = False
             _release(self.address)
@@ -391,8 +349,7 @@ class FileMapping:
             os.close(self.fd)
 
     def _replace(self, on_cut: Callable[[], None]) -> None:
-        """Replaces the mapping by empty memory, and calls `on_cut`. Called by the SIGBUS handler,
-        in the middle of the access beyond the file's end."""
+        """In the SIGBUS handler, in the middle of the access."""
         self._is_cut = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)

@@ -1,10 +1,8 @@
-"""NUMA: chooses the NUMA nodes of the arena's memory, and the processors for a device's copy
-threads.
+"""NUMA nodes of the arena's memory, and processors for a device's copy threads.
 
-The nodes are read from /sys and not through CUDA: memory must be placed before it is prefaulted,
-and CUDA may not have started by then. If the kernel refuses a placement, the server continues and
-logs one line. The argument `sys` of several functions is the directory that is read in place of
-/sys, for tests.
+Nodes are read from /sys, not through CUDA: memory is placed before it is prefaulted, when CUDA
+may not run yet. If the kernel refuses, the server continues and logs it. `sys` stands for /sys
+in tests.
 """
 
 import contextlib
@@ -17,17 +15,17 @@ from pathlib import Path
 SYS = Path("/sys")
 NVIDIA_VENDOR = "0x10de"
 DISPLAY_CLASS = "0x03"
-"""First byte of the PCI class of GPUs, with or without a display."""
+"""First byte of a GPU's PCI class, with or without a display."""
 UNKNOWN = -1
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call mbind on each architecture (asm/unistd.h)."""
+"""Number of mbind(2) by architecture (asm/unistd.h)."""
 _PREFERRED, _INTERLEAVE = 1, 3
 _MASK_WORDS = 16
 _WORD_BITS = 64
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Parses a list of numbers in the kernel's notation, such as 0-3,8. Raises ValueError."""
+    """Numbers in the kernel's notation, such as 0-3,8. Raises ValueError."""
     numbers: list[int] = []
     for part in filter(None, (part.strip() for part in text.strip().split(","))):
         first, _, last = part.partition("-")
@@ -36,7 +34,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def _read_list(path: Path) -> tuple[int, ...]:
-    """Returns the list in a file; empty if the file is missing or can't be read."""
+    """Empty if the file can't be read."""
     try:
         return parse_list(path.read_text())
     except (OSError, ValueError):
@@ -44,12 +42,12 @@ def _read_list(path: Path) -> tuple[int, ...]:
 
 
 def memory_nodes(sys: Path = SYS) -> tuple[int, ...]:
-    """Returns the NUMA nodes that have memory; empty if the kernel does not say."""
+    """Nodes that have memory; empty if the kernel does not say."""
     return _read_list(sys / "devices/system/node/has_memory")
 
 
 def processors(node: int, sys: Path = SYS) -> frozenset[int]:
-    """Returns the processors of a NUMA node; empty if the node is UNKNOWN."""
+    """Empty if the node is UNKNOWN."""
     return (
         frozenset(_read_list(sys / f"devices/system/node/node{node}/cpulist"))
         if node >= 0
@@ -58,11 +56,7 @@ def processors(node: int, sys: Path = SYS) -> frozenset[int]:
 
 
 def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
-    """Returns the NUMA node of a PCI device, or UNKNOWN.
-
-    pci_bus_id: the device's PCI address, as CUDA or /sys writes it; CUDA may write eight digits of
-        the domain.
-    """
+    """Node of a PCI device, or UNKNOWN. CUDA may write eight digits of the address's domain."""
     domain, _, rest = pci_bus_id.lower().partition(":")
     try:
         return int(
@@ -73,7 +67,7 @@ def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
 
 
 def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
-    """Returns the NUMA nodes of the machine's NVIDIA GPUs, sorted and each once."""
+    """Nodes of NVIDIA GPUs, sorted, each once."""
     found: set[int] = set()
     for device in sorted((sys / "bus/pci/devices").glob("*")):
         with contextlib.suppress(OSError):
@@ -84,12 +78,9 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
 
 
 def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
-    """Returns the NUMA nodes for the arena's memory that the setting `arena.numa` selects on this
-    machine. Empty if memory may come from any node. Raises ValueError for a node without memory.
-
-    wanted: the setting. `none`: any node. A number: that node. `interleave`: all nodes that have
-        memory; empty on a machine with one node. `auto`: the nodes of all GPUs; empty on a machine
-        with one node, or without GPUs.
+    """Nodes that the setting `arena.numa` selects here; empty for any. Raises ValueError for a
+    node without memory. `none`: any. A number: that node. `interleave`: all that have memory.
+    `auto`: those of all GPUs. On a machine with one node the last two are empty.
     """
     nodes = memory_nodes(sys)
     if wanted == "none":
@@ -108,9 +99,8 @@ def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
 
 
 def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
-    """Asks the kernel to allocate the pages of a memory range on these NUMA nodes: interleaved if
-    `nodes` has several, and on other nodes when these are full. Affects only pages that have no
-    memory yet. Returns why the kernel refused; an empty text on success."""
+    """Asks the kernel to allocate pages on these nodes: interleaved over several, elsewhere when
+    they are full. Only pages without memory. Returns why it refused; empty on success."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how to ask for it on {platform.machine()}"
@@ -140,8 +130,8 @@ def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def on_processors(wanted: frozenset[int]) -> Iterator[None]:
-    """Lets threads that are started in the `with` block run only on the processors in `wanted`. If
-    this process may not use any of these processors, the threads run on any processor."""
+    """Threads started in the `with` block run on `wanted`, or anywhere if this process may use
+    none of them."""
     before = os.sched_getaffinity(0)
     usable = wanted & before
     if not usable or usable == before:

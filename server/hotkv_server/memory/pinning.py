@@ -1,10 +1,8 @@
-"""Pins the arena for devices: a thread registers the arena's memory with CUDA piece by piece, from
-its start.
+"""Pins the arena for devices: a thread registers it with CUDA piece by piece, from its start.
 
-Always true: the first `pinned_bytes` bytes of the arena are registered, in pieces of `piece_bytes`.
-`pinned_bytes` only grows until `close`, which unregisters all pieces. If CUDA refuses to register a
-piece, the thread ends, and `error` says which permission may be missing. Bytes that are not pinned
-are copied too, but slowly.
+Always true: the first `pinned_bytes` are registered, and only grow until `close`. If CUDA
+refuses a piece, the thread ends, and `error` names the permission that may be missing. Bytes
+that are not pinned are copied too, but slowly.
 """
 
 import logging
@@ -20,16 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class ArenaPinner:
-    """Pins the arena piece by piece, on a thread of its own.
-
-    address, num_bytes: address and size of the arena.
-    piece_bytes: bytes that are registered at a time; a multiple of the page size.
-    pinned_bytes: number of bytes, from the arena's start, that are registered.
-    error: why pinning ended early; an empty text if it did not end early.
-    took_s: time that pinning has taken so far, in seconds.
-    prepare: function that makes a part of the arena ready for pinning, for example with huge pages,
-        because pinned pages can't be moved. Called with (start, num_bytes) before the part is
-        pinned.
+    """piece_bytes: a multiple of the page size.
+    error: why pinning ended early.
+    took_s: so far.
+    prepare: called with (start, num_bytes) before a part is pinned, for example to make huge
+        pages: pinned pages can't be moved.
     """
 
     def __init__(
@@ -66,12 +59,10 @@ class ArenaPinner:
 
     @property
     def is_done(self) -> bool:
-        """True if all of the arena is pinned."""
         return self.pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died without a known reason. The known reasons: all of
-        the arena is pinned, pinning has failed (`error`), or `close` was called."""
+        """False if the thread has died without a known reason: all pinned, `error`, or `close`."""
         return (
             self.is_done
             or bool(self.error)
@@ -81,8 +72,7 @@ class ArenaPinner:
         )
 
     def pin_next(self) -> None:
-        """Registers (page-locks) the next piece of the arena with CUDA. Blocks the calling thread.
-        Raises DeviceError."""
+        """Blocks. Raises DeviceError."""
         start = self.pinned_bytes
         count = min(self.piece_bytes, self.num_bytes - start)
         if self._prepare is not None:
@@ -91,12 +81,10 @@ class ArenaPinner:
         self.pinned_bytes = start + count
 
     def start(self) -> None:
-        """Starts the thread, which pins the remaining pieces of the arena."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the thread and unregisters all pieces of the arena. Blocks the calling thread. The
-        caller has closed the copy engines before."""
+        """Unregisters all pieces. Blocks. The copy engines must be closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -127,7 +115,7 @@ class ArenaPinner:
 
 
 def refusal(error: Exception, num_bytes: int) -> str:
-    """Returns why pinning failed and which permission to grant, as text for people."""
+    """Why pinning failed and which permission to grant, for people."""
     granted = limits.memlock_bytes()
     if granted < num_bytes:
         return (

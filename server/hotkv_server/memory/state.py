@@ -1,11 +1,8 @@
-"""The state file: a small file beside arena and block table that lists the server's key spaces
-(each is a model in a configuration). The next server needs it to interpret the blocks.
+"""The state file: the server's key spaces, which the next server needs to interpret the blocks.
 
-Always true: the file is replaced as a whole. A file that has another format version or contradicts
-itself is refused, never read in part.
-
-`node.persistence` replaces the file before the first block of a new key space can be stored. So the
-file has the key space of every ready block in the table, unless a write of the file has failed.
+Always true: it is replaced as a whole. A file of another format version, or one that contradicts
+itself, is refused, never read in part. `node.persistence` replaces it before the first block of
+a new key space can be stored: unless a write failed, it has the key space of every ready block.
 """
 
 import itertools
@@ -24,26 +21,22 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS
 
 FORMAT_VERSION = 1
 MAX_NUMBER = 1 << 31
-"""Numbers of key spaces in a state file are less than this. Records of the block table have 32 bits
-for such a number, so the greater numbers that this server assigns to new key spaces fit too."""
+"""Of key spaces in a file. Records have 32 bits, so the greater numbers of new key spaces fit
+too."""
 MAX_BYTES = 1 << 30
-"""Longest file that `read_file` reads, unless its caller has another limit."""
+"""Longest file that `read_file` reads by default."""
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
-"""The JSON texts of key spaces. Each text is computed once, because all key spaces are written
-whenever a key space is added."""
+"""Computed once: all are written whenever one is added."""
 
 
 class StateError(Exception):
-    """Raised if the state file can't be used. The message gives the reason."""
+    """The state file can't be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space (a model in a configuration) in the state file.
-
-    number: its number in the server that wrote the file.
-    sketches: its kinds of sketches (compact summaries of blocks' attention keys, for
-        sparse attention), in the order of their group indices.
+    """number: in the server that wrote the file.
+    sketches: in the order of their group indices.
     """
 
     number: int
@@ -53,20 +46,15 @@ class KnownKeySpace:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """The content of the state file.
-
-    slab_bytes: size of the arena's slabs (pieces of the arena).
-    key_spaces: the known key spaces (each is a model in a configuration), in the order of their
-        numbers.
-    """
+    """Key spaces are in the order of their numbers."""
 
     slab_bytes: int
     key_spaces: tuple[KnownKeySpace, ...] = ()
 
 
 def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
-    """Replaces the state file as a whole. If it raises OSError, the file has either the old or the
-    new content, complete. `sync`: if True, returns only after the file has reached the disk."""
+    """After an OSError the file has the old or the new content, complete. `sync`: waits for the
+    disk."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
     replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)
@@ -75,12 +63,8 @@ def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
 def replace_file(
     path: Path, pieces: Iterable[str | bytes | memoryview], *, sync: bool = False
 ) -> None:
-    """Replaces the file at `path` as a whole by a file with the text or bytes in `pieces`. If it
-    raises OSError, the old file is unchanged and no part of the new file is left. But the old file
-    may be replaced already if the sync of the directory has failed.
-
-    sync: if True, returns only after the content has reached the disk.
-    """
+    """As a whole. After an OSError the old file is unchanged and nothing is left of the new one,
+    unless the sync of the directory has failed. `sync`: waits for the disk."""
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
     fd = os.open(
@@ -97,8 +81,7 @@ def replace_file(
         scratch.unlink(missing_ok=True)
         raise
     if sync:
-        # Also sync the folder, which names the new file: otherwise the old file may come back after
-        # a power loss.
+        # Else the old file may come back after a power loss.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -107,9 +90,8 @@ def replace_file(
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Returns the content of a file that an earlier server has left. Raises OSError if the file
-    can't be read or is a link; ValueError if it is no regular file, such as a pipe, or has more
-    than `max_bytes` bytes."""
+    """Raises OSError if the file can't be read or is a link, ValueError if it is no regular file
+    or longer than `max_bytes`."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
@@ -121,7 +103,6 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _entry(known: KnownKeySpace) -> str:
-    """Returns the JSON text of a key space (a model in a configuration) in the state file."""
     text = _texts.get(known.key_space)
     if text is None:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))
@@ -134,8 +115,8 @@ def _entry(known: KnownKeySpace) -> str:
 
 
 def read_state(path: Path) -> ServerState:
-    """Reads the state file. Raises StateError if the file is missing, has another format or is
-    damaged; OSError if it can't be read at the moment."""
+    """Raises StateError if the file is missing, foreign or damaged; OSError if it can't be read
+    at the moment."""
     try:
         content = json.loads(read_file(path))
     except (FileNotFoundError, ValueError, RecursionError) as error:
@@ -151,9 +132,8 @@ def read_state(path: Path) -> ServerState:
     numbers = [entry.number for entry in known]
     if numbers != sorted(set(numbers)):
         raise StateError(f"{path.name} is damaged: key spaces are numbered out of order")
-    # The core will register the key spaces under the same numbers. It has arrays with data of key
-    # spaces, in row `number % KEY_SPACE_ROWS`. So no two key spaces may share a row, and row 0 is
-    # for none.
+    # The core's arrays have a row `number % KEY_SPACE_ROWS` for each: no two may share one, and
+    # row 0 is for none.
     rows = {0, *(number % KEY_SPACE_ROWS for number in numbers)}
     if len(rows) <= len(numbers) or (numbers and not 0 < numbers[0] <= numbers[-1] < MAX_NUMBER):
         raise StateError(f"{path.name} is damaged: key spaces have impossible numbers")
@@ -182,5 +162,5 @@ def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
 
 
 def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
-    """Returns the values of the named fields as tuples, because JSON has read them as lists."""
+    """JSON has read tuples as lists."""
     return {name: tuple(fields[name]) for name in names if name in fields}

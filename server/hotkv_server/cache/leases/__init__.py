@@ -1,2 +1,1 @@
-"""Records which leases, loads, stores and retention pins (pins that a request asked for) protect or
-reserve which blocks, and until when. Uses no clock, no I/O and no threads."""
+"""Which leases, loads, stores and retentions pin or reserve which blocks, and until when."""

@@ -1,5 +1,4 @@
-"""`ReadLeases` acquires and ends read leases, which pin blocks. `Loads` begins and ends loads under
-read leases."""
+"""`ReadLeases` acquires and ends read leases. `Loads` begins and ends loads under them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +28,17 @@ from hotkv_server.cache.values import (
     SlotRun,
 )
 
-# Read leases: pin ready blocks, return where they lie, and unpin them.
+# Read leases.
 #
-# A lease without a load is a lease under which no load has begun yet. This section owns one count:
-# the bytes that each tenant pins under leases without a load. Always true: each read lease that
-# lists an entry (a block's record) holds a pin on the entry. A pinned entry keeps its slot, even if
-# a flush deletes all blocks of its key space. Under leases without a load, a tenant pins at most
-# `unadmitted_share` of the bytes that are left for it if every other tenant uses all the arena
-# memory that its settings guarantee (`TenantBook.surely_bytes`).
+# Always true: a read lease holds a pin on each entry that it lists. Under leases without a load
+# so far, a tenant pins at most `unadmitted_share` of what is left for it when every other tenant
+# uses its guarantee (`TenantBook.surely_bytes`). These bytes are counted here.
 
 
 class ReadLeases:
-    """Acquires and ends read leases."""
-
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
-        # For each tenant: the bytes that are pinned by its leases, except leases under which a load
-        # has begun.
+        # By tenant: bytes that are pinned by leases without a load so far.
         self._unadmitted: dict[int, int] = {}
 
     def acquire(
@@ -57,15 +50,7 @@ class ReadLeases:
         now_s: float,
         may_pin: bool,
     ) -> LeaseGrant:
-        """Acquires a read lease: pins the named blocks that are ready. Pins only the first of them
-        if the tenant's budget for leases under which no load has begun is too small. Repeating the
-        call returns the same blocks, with the remaining lifetime. Raises DUPLICATE_ID if the engine
-        already uses `lease_id` for another lease.
-
-        groups: the blocks, a list for each group.
-        ttl_s: lifetime of the lease in seconds; 0 for the default.
-        may_pin: False makes a new lease pin no block.
-        """
+        """As `CacheCore.acquire`. A repeated call gets the remaining lifetime."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -114,11 +99,9 @@ class ReadLeases:
     def _within_budget(
         self, record: KeySpaceRecord, groups: list[HashList], may_pin: bool
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Chooses the blocks that a new lease pins, within the tenant's budget for leases under
-        which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
-        of `groups` its group index and an array of entries (records in the block table), and the
-        bytes of all chosen entries together. An array has 0 for a block that is not ready or that
-        exceeds the budget. `may_pin`: False sets the budget to 0, so that no block is chosen."""
+        """Chooses what a new lease pins within `CoreConfig.unadmitted_share`. Returns (group,
+        entries) for each of `groups`, with 0 for a block that is not ready or exceeds the
+        budget, and the bytes of all chosen entries."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
@@ -140,9 +123,7 @@ class ReadLeases:
         return pinned, total
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
-        """Counts a new lease's hits and misses in one group, and records a use of the pinned
-        blocks. `entries`: the entry (record in the block table) of each block that the call named;
-        0 for a block that is not pinned."""
+        """`entries`: 0 for a block that is not pinned."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)
@@ -155,9 +136,6 @@ class ReadLeases:
             counters.missed_sketches += len(entries) - len(found)
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
-        """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
-        group, in the order of the `acquire` call. The offset is -1 for a block that the lease does
-        not pin, and for a block that must still be compared with its checksum."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise invalid(
@@ -170,15 +148,14 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """Records that a load begins under the lease. From the first load on, the lease's bytes do
-        not count against the tenant's budget for leases without a load."""
+        """Records that a load begins; from the first on, the lease leaves the budget
+        `unadmitted_share`."""
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)
 
     def end(self, lease: ReadLease) -> None:
-        """Ends a live lease and releases its pins. If copies are running under the lease, it ends
-        when the copies end."""
+        """Ends a live lease and releases its pins, or lets it end with its running copies."""
         lease.released = True
         if lease.num_copies:
             return
@@ -195,12 +172,7 @@ class ReadLeases:
         self._books.pin_budget.count(tenant, unadmitted=num_bytes)
 
     def check_invariants(self, others: NDArray[np.int64]) -> None:
-        """Raises AssertionError if the numbers of pins of the blocks, or the bytes counted as
-        pinned, disagree with the leases. Takes time linear in the number of entries.
-
-        others: by entry number, the number of the block's pins that belong neither to a lease nor
-            to a retention pin (which a request asked for).
-        """
+        """`others`: by entry number, the pins that belong neither to leases nor to retentions."""
         index, tenants = self._books.space.index, self._books.space.tenants
         pins = others.copy()
         unadmitted: dict[int, int] = {}
@@ -221,8 +193,7 @@ class ReadLeases:
 
 
 def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
-    """Returns the answer to a repeated `acquire` call: the pinned blocks of the lease and its
-    remaining lifetime."""
+    """Answer to a repeated `acquire` call."""
     return LeaseGrant(
         lease.lease_id,
         tuple(entries != 0 for _, entries in lease.groups),
@@ -230,16 +201,10 @@ def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
     )
 
 
-# Loads copy blocks out of slots that a read lease pins.
-#
-# This section owns no state: `TransferBook` has the loads, `LeaseBook` the leases. Always true: a
-# load names each block once. A lease that ends during a load keeps its pins until the load has
-# ended.
+# A load names each block once. A lease that ends during it keeps its pins until it has ended.
 
 
 class Loads:
-    """Begins and ends loads."""
-
     def __init__(self, books: CacheBooks, read_leases: ReadLeases) -> None:
         self._books = books
         self._read_leases = read_leases
@@ -247,11 +212,8 @@ class Loads:
     def begin(
         self, session: SessionRecord, transfer_id: str, lease_id: str, runs: list[LoadPositions]
     ) -> list[SlotRun]:
-        """Starts a load under a read lease. Returns the slots (places in the arena) to copy from.
-
-        Raises INVALID_FIELD if `runs` names a block that the lease does not pin, or names a block
-        twice.
-        """
+        """As `CacheCore.begin_load`. Raises INVALID_FIELD for a block that the lease does not
+        pin, or that `runs` names twice."""
         books, owner = self._books, self._books.sessions.owner(session)
         books.transfers.check_new(session.number, transfer_id, owner)
         lease = books.leases.live(session, lease_id)
@@ -260,8 +222,7 @@ class Loads:
         books.sessions.check_takes_new("starts no new transfers")
         pinned = dict(lease.groups)
         slots = [self._slots(run, _chosen(run, pinned.get(run.group_index))) for run in runs]
-        # Two different positions in the lease may name the same block, because the lease's list of
-        # hashes may have the block's hash twice.
+        # Different positions may name one block: the lease's list may have its hash twice.
         if repeats([run.entries for run in slots]):
             raise invalid("runs.lease_positions name a block twice; a load copies each block once")
         self._read_leases.admit(lease)
@@ -275,9 +236,7 @@ class Loads:
         return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """Ends a load after its copy has finished. If the load's lease was released meanwhile, and
-        no other copy runs under the lease, also ends the lease. `succeeded`: True if the copy wrote
-        all bytes; the blocks then count as loaded."""
+        """Also ends the lease if it was released meanwhile and no other copy runs under it."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1
@@ -288,11 +247,8 @@ class Loads:
 
 
 def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
-    """Returns the entries (records in the block table) at the positions of `run`, the blocks of one
-    group that a load names. Raises INVALID_FIELD unless the lease pins each of them.
-
-    pinned: the lease's entries for the group of `run`; None if the lease has no such group.
-    """
+    """Entries that the lease has for `run`, all pinned; else raises INVALID_FIELD. `pinned`:
+    None if the lease lacks the group."""
     if pinned is None:
         raise invalid(f"runs.group_index is {run.group_index}, which the lease does not cover")
     if len(run.positions) and (run.positions.min() < 0 or run.positions.max() >= len(pinned)):

@@ -1,10 +1,8 @@
-"""Retention pins: pin entries (records in the block table) until a given time, because requests
-asked to retain their blocks. Such a pin is called a hold here.
+"""`RetentionPins` has the retentions, called holds here.
 
-Always true: an entry has at most one hold, which lasts until the latest time that a request asked
-for. A hold is exactly one pin. All held bytes together never exceed the budget, and a tenant's held
-bytes never exceed the tenant's part of the budget. An entry that would exceed a budget is not held.
-A hold does not belong to a session: it continues when the session that asked for it ends.
+Always true: an entry has at most one hold, which is one pin and lasts until the latest time that
+a request asked for. Held bytes never exceed the budget, nor a tenant's its part; an entry that
+would exceed one is not held. A hold outlives the session that asked for it.
 """
 
 from collections.abc import Iterator
@@ -19,22 +17,15 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
 PART_ENTRIES = 1 << 18
-"""Number of entry numbers (row numbers of the block table) that each step of `expire` examines. A
-step takes a millisecond or two."""
+"""Entry numbers that each step of `expire` examines, in a millisecond or two."""
 
 
 class RetentionPins:
-    """Holds blocks (pins them until a given time, because requests asked for it), within a budget.
-    An entry is a block's record in the block table.
+    """_until_s: by entry number, float64 on the clock of `now_s`; 0 without a hold.
+    _next_end_s: no hold ends before.
 
-    _until_s: by entry number, the end of the entry's hold, float64 seconds on the clock of `now_s`;
-        0 without a hold.
-    _next_end_s: no hold ends before this time.
-
-    Arguments of the constructor: `share` is the largest share of the arena that may be held, 0 to
-    1. `budget` bounds the bytes of all pins that last long: holds, leases, and residencies
-    (requests whose KV stays in host memory). None: only `share` limits the holds. `floors` has the
-    numbers of slots that were promised to residencies; holds must leave room for these slots.
+    `share`: of the arena, 0 to 1, that may be held. `budget` bounds all long pins; None: only
+        `share` does. `floors`: slots promised to residencies, for which holds must leave room.
     """
 
     def __init__(
@@ -46,26 +37,22 @@ class RetentionPins:
         self._index = index
         self._tenants = tenants
         self._share = share
-        # This array uses little memory at first: the kernel allocates a page of it when an entry on
-        # this page is first held (pinned because a request asked for it).
+        # Little memory at first: the kernel allocates a page when an entry on it is first held.
         self._until_s = np.zeros(index.capacity + 1, np.float64)
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # None of the holds that began since the current call of `expire` ends before this time.
-        # `expire` uses it at its end to compute `_next_end_s`.
+        # No hold that began since `expire` was called ends before; `expire` needs it for
+        # `_next_end_s`.
         self._next_new_end_s = np.inf
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the slots that are held (pinned because requests asked for it)."""
         return self._budget.held_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that may be held (pinned because requests asked for it): a share of the
-        arena's bytes whose memory is allocated. The server allocates the arena step by step and
-        never shrinks it, so the budget never falls."""
+        """Never falls: a share of the prefaulted arena, which never shrinks."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
@@ -75,10 +62,8 @@ class RetentionPins:
         return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Holds (pins) ready blocks, all of one tenant, until `until_s`. `entries`: the blocks'
-        entry numbers. If the budget is too small, holds only the first of the entries that were not
-        held before. Returns how many of the entries are held now, including entries that were held
-        before."""
+        """Holds ready blocks of one tenant; if the budget is too small, only the first of those
+        not yet held. Returns how many of `entries` are held now."""
         entries = each_once(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
@@ -99,19 +84,15 @@ class RetentionPins:
         return len(known) + len(fitting)
 
     def _beside_floors(self, entries: Entries) -> Entries:
-        """Returns, for each slot size, the first of the entries: as many as may be held (pinned
-        because a request asked to retain its blocks). Slots that were promised to residencies
-        (requests whose KV stays in host memory) must not be used up by held blocks;
-        `SlabFloors.holdable` knows how many slots are left."""
+        """For each slot size, the first entries: as many as leave the promised slots free
+        (`SlabFloors.holdable`)."""
         sizes, stays = self._index.slot_bytes(entries), np.ones(len(entries), np.bool_)
         for size in distinct(sizes).tolist():
             stays[np.flatnonzero(sizes == size)[self._floors.holdable(size) :]] = False
         return entries[stays]
 
     def _count(self, tenant: int, sizes: Int64s, sign: int) -> None:
-        """Counts entries (records in the block table) of a tenant as held (pinned because a request
-        asked to retain their blocks). With `sign` -1, subtracts them again. `sizes`: slot size of
-        each entry."""
+        """Counts slots of `sizes` as held; `sign` -1 subtracts them."""
         num_bytes = sign * int(sizes.sum())
         self._num_held += sign * len(sizes)
         self._budget.count(tenant, held=num_bytes)
@@ -120,12 +101,10 @@ class RetentionPins:
             self._floors.hold(size, sign * int(np.count_nonzero(sizes == size)))
 
     def _tenants_of(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each block, given by its entry."""
         return self._tenants.of(self._index.key_spaces(entries))
 
     def _room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes may be held (pinned because requests asked for it) for a
-        tenant; 0 or less if no more may be held."""
+        """0 or less if nothing more may be held for the tenant."""
         bound = int(self._share * self._tenants.surely_bytes(tenant))
         return min(
             self.budget_bytes - self.held_bytes,
@@ -134,8 +113,7 @@ class RetentionPins:
         )
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends the holds (retention pins) that have expired. Each step of the iterator examines
-        PART_ENTRIES entry numbers. Any other method may be called between two steps."""
+        """Yields after each step; other methods may be called in between."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf
@@ -148,8 +126,7 @@ class RetentionPins:
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def unpin(self, entries: Entries) -> None:
-        """Ends the holds (retention pins) of these entries (records in the block table) at once.
-        Skips entries that are not held."""
+        """Ends these holds at once; skips entries that are not held."""
         if self._num_held:
             self._end(each_once(entries[self._until_s[entries] > 0]))
 
@@ -164,13 +141,10 @@ class RetentionPins:
             self._count(tenant, sizes[owners == tenant], -1)
 
     def entries(self) -> Entries:
-        """Returns all held entries (pinned because requests asked for it) in rising order. Takes
-        time linear in the capacity."""
+        """Held entries, rising. Linear in the capacity."""
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if held entries (records in the block table), bytes and pins
-        disagree. Takes time linear in the capacity."""
         held = self.entries()
         assert len(held) == self._num_held, "held entries miscounted"
         assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, (

@@ -1,7 +1,4 @@
-"""`Reservations` opens and ends write leases, which reserve slots (places in the arena). `Stores`
-begins and ends stores under write leases. Calls name blocks in runs: a run is a chain of
-consecutive blocks of one group, or of their sketches (compact summaries of a block's
-attention keys, for sparse attention)."""
+"""`Reservations` opens and ends write leases. `Stores` begins and ends stores under them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,30 +39,26 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.integrity.checksums import Sums, sealed
 
-# Reservations: a write lease owns the blocks that it reserves until each is published (made ready)
-# or dropped.
+# Reservations.
 #
-# This section owns no state: `LeaseBook` has the write leases, the index the reserved entries.
-# Always true: the first call under a lease id decides which blocks the lease owns, for all shards
-# (the parts from each rank). Every reserved entry belongs to a single write lease, or to a single
-# move of blocks between tiers. A block that is ready or reserved is not reserved again.
+# Always true: the first call under a lease id decides which blocks the lease owns, for all
+# shards. Every reserved entry belongs to one write lease or one move. A block that is ready or
+# reserved is not reserved again.
 
 
 _END = object()
 NO_SPACE, RESERVED = np.uint8(BlockResult.NO_SPACE), np.uint8(BlockResult.RESERVED)
-"""`BlockResult` values as numpy numbers. With members of the enum, numpy would be slower, because
-it searches every member for array attributes."""
+"""As numpy numbers: with members of the enum, numpy searches each for array attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The entries of the blocks that a call names, at the time they were looked up.
+    """What a call names, when it was looked up.
 
-    words: for each run (chain of consecutive blocks), an entry word per block: the entry number,
-        with the high bit set while the entry is reserved; 0 for a block without an entry.
-    staying: ready entries that must not be evicted to make room for the call: the named entries,
-        the blocks of named sketches (compact summaries of blocks' attention keys), and the
-        entries before them in their chains.
+    words: for each run, an entry number per block, with the high bit set while reserved; 0 without
+        an entry.
+    staying: ready entries that must not be evicted: the named ones, the blocks of named
+        sketches, and the blocks before them in their chains.
     """
 
     words: tuple[Entries, ...]
@@ -74,17 +67,11 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call of a client that stores blocks or reserves slots for them. `Reservations.make_room`
-    has checked the call and made room for its blocks; `Reservations.reserve` executes it.
+    """A call that stores or reserves, between `Reservations.make_room` and `reserve`.
 
-    runs: the blocks that the call names.
-    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without the keys of
-        sketches (compact summaries of blocks' attention keys).
-    named: the entries of the call's blocks. None if the call joins a lease, or if other calls may
-        have run since the entries were looked up.
-    ttl_s: lifetime of the call's lease.
-    weight: bytes that the call's new lease counts against the memory limit of its owner, a tenant
-        or engine (`write_weight`). Valid only if `named` is not None.
+    listed: its blocks by `BlockIndex.mixed`, run after run, without sketches.
+    named: None if it joins a lease, or if other calls may have run since the look-up.
+    weight: of the new lease; valid only if `named` is not None.
     """
 
     runs: list[Run]
@@ -95,9 +82,6 @@ class CheckedCall:
 
 
 class Reservations:
-    """Opens and ends write leases: makes room for the blocks to store, reserves their slots (places
-    in the arena), and frees the slots that are not written."""
-
     def __init__(self, books: CacheBooks, uses: Uses) -> None:
         self._books = books
         self._uses = uses
@@ -113,18 +97,13 @@ class Reservations:
         *,
         promised_bytes: int = 0,
     ) -> Parts[CheckedCall]:
-        """Checks a client's call that stores or reserves the blocks of `runs`, then makes room for
-        as many of these blocks as the owner may reserve. Yields after each part of the work, so
-        that other calls can run in between. The caller calls `reserve` with the result right after
-        the last part. Never evicts a block that `runs` names. Makes no room if the lease exists:
-        its blocks are reserved already.
+        """Checks a call and makes room for as many of its blocks as the owner may reserve. Raises
+        what `reserve` would raise before it evicts anything. Evicts no block that `runs` names.
+        Makes no room for a lease that exists, whose blocks are reserved already.
 
-        Raises the errors that `reserve` would raise, before the first eviction.
-
-        ttl_s: lifetime of the call's lease in seconds; 0 for the default.
-        retention: how long to retain the blocks. Unless it is NO_RETENTION, the eviction policy may
-            not refuse room to the blocks.
-        promised_bytes: bytes that the call's residency may still pin; 0 without a residency.
+        ttl_s: 0 for the default.
+        retention: if not NO_RETENTION, the policy may not refuse room.
+        promised_bytes: what the call's residency may still pin; 0 without one.
         """
         record = self._books.catalog.record(session.key_space_id)
         ttl_s = lifetime_s(self._books.config, ttl_s)
@@ -153,17 +132,14 @@ class Reservations:
         most_bytes: int | None = None,
         first: int = 0,
     ) -> Parts[Named | None]:
-        """Makes room for the blocks of `runs` that have no entry (record in the block table);
-        yields after each part of the work. Returns the entries of the named blocks; None if other
-        calls may have run between two parts, or if the key space lacks a group of `runs`.
+        """Makes room for the blocks of `runs` without an entry. Returns their entries; None if it
+        yielded, so that other calls may have run, or if the key space lacks a group.
 
-        beside: ready entries that must not be evicted, in addition to the blocks of `runs`.
-        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
-            memory).
-        keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
-            used soon; None if it may not.
-        most_bytes: most bytes to make room for; None: no limit.
-        first: number of the first of `runs` to make room for.
+        beside: more ready entries that must not be evicted.
+        has_promise: the room is reserved for a residency.
+        keep_at_s: as in `Policy.victims`.
+        most_bytes: None: no limit.
+        first: the first of `runs` to make room for.
         """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):
@@ -194,16 +170,13 @@ class Reservations:
             )
             beside_bytes += count * aligned(slot_bytes)
             while True:
-                # Pin the entries of `staying`, so that this part does not evict them. Since the
-                # last part, other calls may have removed such an entry, and reused its number for
-                # another block. Pinning that block does no harm: at worst this part does not evict
-                # it.
+                # A pin keeps this part from evicting `staying`. At worst it keeps another block
+                # that has an entry's number by now.
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
-                # If another call has removed one of these entries while it was pinned here, the
-                # entry has become detached: lookups no longer find it, but it has kept its slot.
-                # Free such slots now.
+                # Free the slots of entries that were removed, and so detached, while they were
+                # pinned here.
                 space.removal.reap(staying)
                 if not has_more:
                     break
@@ -212,8 +185,6 @@ class Reservations:
         return None if had_parts else named
 
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
-        """Looks up the entries (records in the block table) of the blocks of these runs (chains of
-        consecutive blocks)."""
         space = self._books.space
         listed: list[Entries] = []
         kept: list[Entries] = []
@@ -241,15 +212,8 @@ class Reservations:
         promised_bytes: int = 0,
         is_private: bool = False,
     ) -> Reservation:
-        """Reserves slots (places in the arena) for the blocks of a call that `make_room` has
-        checked, as far as there is room. The caller calls this method right after the last part of
-        `make_room`.
-
-        asked: the result of `make_room`.
-        retention: how long to retain the blocks; ignored if the call joins a lease.
-        promised_bytes: bytes that the call's residency may still pin; 0 without a residency.
-        is_private: True if the blocks are copied to no tier (`StoreOptions.is_private`).
-        """
+        """For a call that `make_room` has just checked (`asked`), as far as there is room.
+        `retention` is ignored if the call joins a lease."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -298,8 +262,7 @@ class Reservations:
         )
 
     def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
-        """Raises HotKVError if a call may not name these runs (chains of consecutive blocks): an
-        unknown group, too many blocks, or an invalid depth (number of blocks before the run)."""
+        """Raises HotKVError for an unknown group, too many blocks, or an invalid depth."""
         check_named(
             record,
             [run.group_index for run in runs],
@@ -312,9 +275,9 @@ class Reservations:
             )
 
     def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
-        """Returns the lease that a call joins; None if the call is the first with this lease id.
-        Raises HotKVError if the call may not open or join the lease. `listed`: keys of the blocks
-        that the call names; the first call under the lease must have named all of them."""
+        """The lease that a call joins; None if it is the first with this id. Raises HotKVError
+        if it may do neither. `listed`: keys that the call names, all of which the first call
+        must have named."""
         books = self._books
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
@@ -333,10 +296,8 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Returns the keys (uint64) by which the index finds the blocks of these runs (chains of
-        consecutive blocks), run after run. A key is the block's hash, mixed with its key space and
-        group (`BlockIndex.mixed_hashes`). Skips runs of sketches (compact summaries of
-        blocks' attention keys, for sparse attention)."""
+        """Keys (`BlockIndex.mixed_hashes`, uint64) of the blocks, run after run, without
+        sketches."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -354,9 +315,7 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a new write lease for the checked call `asked`. The caller adds the lease to the
-        `LeaseBook`. Raises OVERLOADED if the leases of the same owner (tenant or engine) would then
-        use too much memory."""
+        """The caller adds the lease to the `LeaseBook`. Raises OVERLOADED as `_check_weight`."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.runs)
@@ -374,16 +333,13 @@ class Reservations:
         )
 
     def unwritten_bytes(self, lease: WriteLease) -> int:
-        """Returns the bytes of the slots that the lease still reserves."""
         return int(self._books.space.index.slot_bytes(lease.entries).sum())
 
     def _check_weight(
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
-        """Returns the bytes of memory that a new lease counts against the limit of its owner
-        (tenant or engine). The lease is on the blocks and sketches (compact summaries of
-        blocks' attention keys) of `runs`. Raises OVERLOADED if the owner's leases would then use
-        too much memory."""
+        """`write_weight` of a new lease. Raises OVERLOADED if the owner's leases would use too
+        much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -397,12 +353,9 @@ class Reservations:
         *,
         is_private: bool,
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of a run (chain of consecutive blocks). A block is PRESENT
-        if it is ready, RESERVED if it is reserved under this lease, IN_FLIGHT if it is reserved
-        under another lease, and NO_SPACE if it has no entry (record in the block table). Records a
-        use of the ready blocks, and offers them to the tiers unless `is_private` is True. Clears
-        RESERVED_FLAG in `words` (the run's entry words), so that the words are plain entry
-        numbers."""
+        """`BlockResult` of each block: PRESENT if ready, RESERVED under this lease, IN_FLIGHT
+        under another, NO_SPACE without an entry. Records a use of the ready blocks. Clears
+        RESERVED_FLAG in `words`."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -436,22 +389,17 @@ class Reservations:
         *,
         has_promise: bool,
     ) -> Entries:
-        """Reserves slots for the blocks of the run `runs[at]` that have no entry, as far as there
-        is room and the lease stays within `most_bytes`. Writes the new entry numbers into `words`
-        and the outcome into `results`. Returns the new entries.
-
-        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
-            memory).
-        full: slot sizes for which this call could make no more room; this method adds to them.
-        """
+        """Reserves slots for the blocks of `runs[at]` that have no entry, as far as there is
+        room and `most_bytes` allows. Returns the new entries, and writes them into `words` and
+        the outcome into `results`. `full`: slot sizes for which this call found no more room; it
+        adds to them."""
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
         if not len(absent):
             return absent.astype(np.uint32)
         wanted = absent[first_occurrences(rows(run.hashes, absent))]
         if len(wanted) < len(absent):
-            # A hash that the run lists twice is reserved once; the result at its second position is
-            # IN_FLIGHT.
+            # A hash listed twice is reserved once; its second position is IN_FLIGHT.
             results[absent] = BlockResult.IN_FLIGHT
             results[wanted] = BlockResult.NO_SPACE
         is_block = run.group_index < MAX_GROUPS
@@ -462,9 +410,8 @@ class Reservations:
         may_have = wanted[: max(0, left_bytes) // size]
         has_room = slot_bytes in full or space.has_room(slot_bytes, len(may_have))
         if len(runs) > 1 and not has_room:
-            # Room may be missing, because `make_room` looks at one run after the other and may have
-            # counted the same free slab (piece of the arena) or entry number for several runs: make
-            # more room.
+            # `make_room` looks at the runs one by one, and may have counted the same free slab
+            # or entry number for several of them; make more room.
             making = self.room_for(
                 record.number,
                 runs,
@@ -493,7 +440,7 @@ class Reservations:
             space.chains.link(record.number, run.group_index, words, run.parent)
             self._books.counters.no_space_blocks += len(wanted) - len(entries)
             # The policy learns nothing of blocks that the owner may not reserve: a client could
-            # name any number of them.
+            # name any number.
             left = may_have[len(entries) :]
             if len(left):
                 space.decline(
@@ -514,11 +461,8 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Returns the positions of the blocks whose sketches (compact summaries of blocks'
-        attention keys, for sparse attention) may be reserved. A sketch may be reserved if
-        its block is ready, or reserved under this lease. If its block is reserved under another
-        lease, sets the `results` at this position to IN_FLIGHT. `wanted`: the positions to examine
-        in the run (chain of consecutive blocks)."""
+        """Those of the positions `wanted` whose sketches may be reserved: their block is ready,
+        or reserved under this lease. If it is reserved under another, the result is IN_FLIGHT."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -530,9 +474,7 @@ class Reservations:
         return representable
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries (records in the block table) that will not be written, and frees
-        their slots (places in the arena). `cause`: remembered as the reason (`Removal.causes`)
-        unless it is NONE."""
+        """Removes reserved entries that will not be written. `cause`: remembered unless NONE."""
         if not len(entries):
             return
         space = self._books.space
@@ -540,8 +482,8 @@ class Reservations:
         space.removal.drop(entries, cause)
 
     def end(self, lease: WriteLease) -> None:
-        """Ends a live lease and drops its entries (records in the block table) that are still
-        reserved. If copies are running under the lease, it ends when the copies end."""
+        """Ends a live lease and drops what is still reserved, or lets it end with its running
+        copies."""
         lease.released = True
         if lease.num_copies:
             return
@@ -549,9 +491,6 @@ class Reservations:
         self._books.leases.remove(lease)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the reserved entries (table records of blocks that are not ready
-        yet) disagree with their owners: write leases, and moves of blocks between tiers. Takes time
-        linear in the capacity."""
         index = self._books.space.index
         owned = [np.empty(0, np.uint32), *(one.reserved() for one in self._books.below)]
         for lease in self._books.leases.all():
@@ -570,40 +509,29 @@ class Reservations:
 
 
 def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
-    """Returns the current time if the eviction policy may refuse room to the blocks of a call, so
-    that older blocks stay. Returns None if the policy must make room, because the call has reserved
-    room (`has_promise`) or asks to retain its blocks. The result is the argument `keep_at_s` of the
-    policy."""
+    """`room_for`'s `keep_at_s`: None if the call has reserved room or asks for retention."""
     return None if has_promise or retention != NO_RETENTION else now_s
 
 
-# Stores copy blocks into slots that a write lease has reserved. A block is published (made ready)
-# when all its shards (the parts from each rank) are written.
+# Stores copy blocks into slots that a write lease has reserved.
 #
-# This section owns no state: `TransferBook` has the stores, `LeaseBook` the leases. Always true: a
-# block becomes ready only when every shard is written. A sketch (compact form of a block's
-# keys) becomes ready only if its block is ready by then. No two copies write the same shard of the
-# same block. An aborted entry keeps its slot until no copy can touch it.
+# Always true: a block becomes ready only when every shard is written, a sketch only if its block
+# is ready by then. No two copies write the same shard of a block. An aborted entry keeps its
+# slot until no copy can touch it.
 
 
 ABORTED_MARK = 1 << 31
-"""A bit that marks a reserved entry (record of a block that is being stored) as aborted: it will
-never become ready. It is set in the entry's mask of written shards (the ranks' parts of a block).
-"""
+"""In an entry's mask of written shards: it will never become ready."""
 
 
 class Stores:
-    """Begins and ends stores, and publishes the blocks that they complete."""
-
     def __init__(self, books: CacheBooks, reservations: Reservations, uses: Uses) -> None:
         self._books = books
         self._reservations = reservations
         self._uses = uses
 
     def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
-        """Raises HotKVError if the session may not start this store: the transfer id may not be
-        used (`TransferBook.check_new`), the key space has no shard (a rank's part of each block)
-        with this number, or the server drains (starts no new transfers)."""
+        """Raises HotKVError for a bad transfer id or shard, or while the server drains."""
         books = self._books
         books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
@@ -622,17 +550,9 @@ class Stores:
         options: StoreOptions = NO_OPTIONS,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
-        """Starts a store: reserves slots (places in the arena) for its blocks, for which
-        `Reservations.make_room` has made room. Returns the slots to copy to.
-
-        asked: the result of `Reservations.make_room`: the checked call.
-        shard_index: number of the shard (a rank's part of each block) that the store writes.
-        pins: object that pins the store's blocks for a residency (a request whose KV stays in host
-            memory); None if the store names no residency.
-        """
+        """As `CacheCore.begin_store`, for a call that `Reservations.make_room` has checked."""
         if asked.named is None:
-            # Repeat the checks of the call: `make_room` ran in parts, and other calls may have run
-            # between two parts (`asked.named` is then None).
+            # Other calls may have run since the checks.
             self.check(session, transfer_id, shard_index)
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None
@@ -680,20 +600,13 @@ class Stores:
     def _pin_present(
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
-        """Pins the named blocks that are ready already for the residency of a store. (A residency
-        is a request whose KV stays in host memory.) Skips blocks that must still be compared with
-        their checksum.
-
-        pins: the object that pins blocks for the residency.
-        reservation: the answer of `Reservations.reserve` for `runs`, which says which blocks are
-            ready.
-        """
+        """Pins the ready, verified blocks for the store's residency."""
         index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
             if not len(present):
                 continue
-            # Look the blocks up again: reserving a later run may have evicted some of them.
+            # Reserving a later run may have evicted some.
             words = index.find(key_space_id, run.group_index, run.hashes[present])
             good = table.is_ready(words)
             good[good] = ~index.unverified[words[good]]
@@ -704,12 +617,10 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Sets the `results` of reserved blocks that this store need not copy: ABORTED if the
-        block's entry is aborted, WRITTEN if the store's shard (a rank's part of a block) is written
-        already.
+        """Of reserved blocks that need no copy: ABORTED if the entry is aborted, WRITTEN if the
+        shard is written.
 
-        words: the entry number of each block of the run (chain of consecutive blocks).
-        positions: positions in the run of the reserved blocks.
+        `words`: of the whole run; `positions`: reserved blocks.
         """
         masks = self._books.space.index.mark_written(words[positions], 0)
         results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
@@ -723,16 +634,7 @@ class Stores:
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        (a rank's part) written, then their sketches (compact summaries of attention keys).
-        Returns `BlockResult` values, an array for each run (chain of consecutive blocks) of the
-        call.
-
-        succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
-            dropped.
-        sums: sums of the copied bytes, for checksums; an array for each run. May be
-            empty.
-        """
+        """As `CacheCore.end_store`. Publishes blocks before their sketches."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease
@@ -762,18 +664,12 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> Entries:
-        """Ends the run (chain of consecutive blocks) at position `at` of a store, and sets the
-        run's results.
+        """Ends run `at` of a store and sets its results. After a good copy, marks the shard as
+        written and publishes the blocks that are whole now; after a failed one, marks the entries
+        as aborted. Returns the published entries.
 
-        If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
-        Publishes the blocks whose shards are all written now, and offers them to the tiers unless
-        the store is private. Pins them if the store names a residency (a request whose KV stays in
-        host memory). If the copy failed, marks the entries (records in the block table) as aborted.
-        Returns the published entries.
-
-        whole: the mask of all shards: bit n stands for shard n.
-        sums: sums of the copied bytes of each block of the run, for checksums; None
-            if the copy failed or no sums were computed.
+        whole: one bit per shard.
+        sums: of the run's blocks; None if the copy failed or computed none.
         """
         index = self._books.space.index
         entries, positions, results = (
@@ -818,8 +714,7 @@ class Stores:
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
-        """Makes blocks ready: blocks whose shards (the ranks' parts of a block) are all written.
-        `keys`: the entries' keys (`BlockIndex.mixed`). `checks`: their checksums."""
+        """`keys`: `BlockIndex.mixed` of the entries."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
@@ -827,10 +722,8 @@ class Stores:
         self._books.counters.stored_blocks += len(entries)
 
     def _publish_sketches(self, lease: WriteLease, entries: Entries, checks: Sums) -> BoolMask:
-        """Makes those sketches (compact summaries of attention keys) ready whose blocks are
-        ready, and marks the other sketches as aborted. All given sketches are of one
-        kind. `checks`: their checksums. Returns a mask of the entries (records in
-        the block table) that became ready."""
+        """Makes sketches of one kind ready whose blocks are, and marks the others as aborted.
+        Mask of the ready ones."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space
@@ -844,16 +737,14 @@ class Stores:
         return has_block
 
     def abort(self, lease: WriteLease) -> None:
-        """Marks all entries (records in the block table) that a lease still reserves as aborted, so
-        that they never become ready. They are dropped once no copy runs under the lease."""
+        """No entry that the lease still reserves will become ready; they are dropped once no
+        copy runs."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Drops the aborted entries (records in the block table) of a lease. Then ends the lease in
-        two cases: it was released; or it has no reserved entry left, and a store of every shard (a
-        rank's part of each block) has ended. Does nothing while a copy runs under the lease.
-        `whole`: the mask of all shards (`_whole`)."""
+        """If no copy runs: drops the lease's aborted entries, and ends the lease if it was
+        released, or if nothing is reserved and a store of every shard has ended."""
         if lease.num_copies:
             return
         if len(lease.entries):
@@ -866,19 +757,13 @@ class Stores:
             self._reservations.end(lease)
 
     def _whole(self, lease: WriteLease) -> int:
-        """Returns the mask of all shards (the ranks' parts) of the lease's blocks: bit n stands for
-        shard n."""
+        """Mask with one bit per shard."""
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 
 def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) -> None:
-    """Sets the result IN_FLIGHT for blocks that a store must not write: blocks that another copy is
-    writing, and a block that the same call has named before.
-
-    busy: entries (records in the block table) that another copy writes.
-    reserved: for each run (chain of consecutive blocks), the positions of the blocks that the store
-        may write.
-    """
+    """Sets IN_FLIGHT for reserved blocks that another copy writes (`busy`), or that the call
+    named before."""
     pairs = zip(reservation.entries, reserved, strict=True)
     entries = np.concatenate([busy, *(words[positions] for words, positions in pairs)])
     again = np.ones(len(entries), np.bool_)

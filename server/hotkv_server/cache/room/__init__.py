@@ -1,2 +1,1 @@
-"""The slots of the arena: the pool that allocates them, the tenants' shares of the arena, eviction
-policies, and making room for new blocks. Pure: no clock, no I/O, no threads."""
+"""The slots of the arena, tenants' shares of it, eviction policies, and making room."""

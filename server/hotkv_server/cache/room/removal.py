@@ -1,14 +1,9 @@
-"""`Books` is the state of a tier. `Removal` removes entries from it: by eviction, by a flush
-(deletion of all blocks of a key space) or by a drop (of entries that never became ready).
+"""`Books` is the state of a tier. `Removal` removes entries: by eviction, flush, or drop (of
+entries that never became ready). `Rebalancer` empties slabs for another slot size; runs as in
+`slabs`.
 
-A slab is a piece of the arena that is lent to one slot size: divided into slots of this size.
-`Rebalancer` empties slabs, so that they can be lent to another slot size. Slabs are lent in runs:
-ranges of adjacent slabs that are lent, and returned, together.
-
-Always true: an entry of the index owns exactly one slot (place for a block) of the pool, and no two
-entries own the same bytes. The bytes of every slot in use count for its key space and tenant. A
-pinned or reserved entry is never evicted. Entries are blocks or sketches (compact summaries
-of a block's attention keys, for sparse attention).
+Always true: an entry owns exactly one slot, and no two entries share bytes. Slots in use count
+for their key space and tenant. A pinned or reserved entry is never evicted.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -30,13 +25,12 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, EvictionNotice, 
 
 T = TypeVar("T")
 Parts = Generator[None, None, T]
-"""Type of a generator that does long work in parts: it yields after each part, and returns its
-result at the end. Any other method may be called between two parts."""
+"""Yields after each part of long work, returns the result. Other methods may be called in
+between."""
 
 
 def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T:
-    """Runs a generator, which does long work in parts, to its end at once. Returns the generator's
-    result. `between`: called after each part."""
+    """Runs `parts` to the end; `between` is called after each."""
     while True:
         try:
             next(parts)
@@ -47,16 +41,11 @@ def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T
 
 
 PART_ENTRIES = 1 << 16
-"""Number of entry numbers (row numbers of the block table) that each part of long work examines. A
-part takes a few milliseconds."""
+"""Entry numbers that a part examines, in a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
-"""Most entries that each part of long work removes."""
 
 
 class Books:
-    """The state of a tier: index, pool of slots (places for blocks), tenants, eviction policy and
-    sketches (compact summaries of blocks' attention keys, for sparse attention)."""
-
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
     ) -> None:
@@ -70,9 +59,7 @@ class Books:
         return f"Books({self.index!r}, {self.pool!r})"
 
     def free_slots(self, parts: list[Words]) -> None:
-        """Frees the slots (places for blocks) of removed entries. `parts`: the records that the
-        entries had; each array has records of one key space (a model in a configuration) and
-        slot size (`BlockIndex.parts`)."""
+        """`parts`: records of removed entries, from `BlockIndex.parts`."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
@@ -80,30 +67,25 @@ class Books:
             self.pool.free(slot_bytes, offsets)
 
     def free_numbers(self) -> int:
-        """Returns how many more entries (records in the block table) the index can have."""
+        """Entries that the index can still take."""
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry (block or sketch)."""
+        """Tenant numbers."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the heat of each entry: entries (records in the block table) with the lowest heat
-        are evicted first. A sketch (compact summary of a block's attention keys, for sparse
-        attention) has the heat of its block."""
+        """A sketch has its block's."""
         return self.policy.heat(self.sketches.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
-        """Yields all entries (blocks and sketches) that are not free, in parts. Each part
-        examines the next PART_ENTRIES entry numbers."""
+        """All entries that are not free, PART_ENTRIES numbers at a time."""
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
                 np.uint32
             )
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if index, pool, policy and counts of bytes disagree. Takes time
-        linear in the capacity."""
         self.index.check_invariants()
         self.pool.check_invariants()
         self.policy.check_invariants()
@@ -127,24 +109,15 @@ class Books:
         )
 
 
-# Removing entries (records of blocks), with the notices that this causes. There are three ways:
-# eviction, flush (deletion of all blocks of a key space), and drop (of entries that never became
-# ready).
+# Removal.
 #
-# `Removal` owns the eviction notices that were not returned yet, and the keys of the blocks that
-# were removed last. Always true: a pinned or reserved entry is never evicted. Every evicted or
-# flushed block has a notice; a dropped block has none. A pinned block that is flushed becomes
-# detached: lookups can't find it, and it keeps its slot until `reap`.
+# Always true: every evicted or flushed block has a notice, a dropped one has none. A pinned
+# block that is flushed becomes detached until `reap`: lookups can't find it.
 
 
 class Removal:
-    """Removes entries (blocks and sketches) of a tier.
-
-    effects: eviction notices that `take_effects` has not returned yet.
-    now_s: approximately the current time: `CacheCore` sets it when a client connects and when
-        leases expire. 0 before that.
-    ages_s: histogram of the seconds between the last use of a block that was evicted to make room
-        and its eviction. Not counted while `now_s` is 0.
+    """now_s: about now: `CacheCore` sets it when a client connects and when leases expire.
+    ages_s: from last use to eviction for room; not counted while `now_s` is 0.
     """
 
     def __init__(self, books: Books) -> None:
@@ -161,34 +134,27 @@ class Removal:
         return f"Removal({self.evicted_blocks} evicted, {len(self.effects)} notices not taken)"
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns the eviction notices that were added since the last call."""
         effects, self.effects = self.effects, []
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns the given entries (blocks or sketches) that `evict` would evict: entries
-        that are ready and not pinned."""
+        """Those that `evict` would evict."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts the given entries (records in the block table) that are ready and not pinned.
-        Returns how many it evicted. Adds an eviction notice for the evicted blocks, but not for the
-        evicted sketches (compact summaries of attention keys). `cause`: remembered as the
-        reason of the removal (`causes`)."""
+        """Evicts what is ready and unpinned, with notices for blocks but not for sketches.
+        Returns how many."""
         going = self.going(entries)
         alone = self._sketches.among(going)
         count = self.evict_blocks(going[~alone], cause)
-        # `evict_blocks` has removed some sketches (compact forms of keys) together with
-        # their blocks: evict the remaining sketches.
+        # Some sketches have gone with their blocks.
         rest = going[alone]
         rest = rest[self.index.evictable(rest)]
         self._sketches.drop(rest)
         return count + len(rest)
 
     def evict_blocks(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts blocks and adds an eviction notice for them. The caller has checked that the
-        blocks are ready and not pinned. Returns how many blocks it evicted. `cause`: remembered as
-        the reason of the removal (`causes`)."""
+        """As `evict`, for blocks checked to be ready and unpinned."""
         if len(entries):
             keys = self.index.mixed(entries)
             if self.now_s and cause is Cause.ROOM:
@@ -203,9 +169,7 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
-        """Removes ready blocks, even if they are pinned, and adds an eviction notice for them. A
-        pinned block becomes detached: lookups miss it, but it keeps its slot (place for a block)
-        until `reap` frees the slot. `cause`: remembered as the reason of the removal (`causes`)."""
+        """Removes ready blocks; pinned ones become detached."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -216,9 +180,7 @@ class Removal:
         self._sketches.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries (blocks or sketches) that will not be written, without an
-        eviction notice. `cause`: remembered as the reason of the removal, so that `causes` returns
-        it; NONE is not remembered."""
+        """Removes reserved entries without a notice. NONE is not remembered."""
         keys = self.index.mixed(entries)
         if cause is not Cause.NONE:
             self._removed.add(keys, cause)
@@ -226,18 +188,13 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches entries (records in the block table) that are reserved and pinned, without an
-        eviction notice: lookups and stores no longer find the entries, and their slots (places for
-        blocks) stay in use until `reap` frees them. Called if a tier hangs while it reads blocks
-        into these slots, or if these blocks are flushed (deleted with all blocks of their key
-        space) meanwhile: the tier may still write to the slots."""
+        """Detaches reserved, pinned entries without a notice: for a tier that hangs while it
+        reads into their slots, or whose blocks are flushed meanwhile. It may still write there."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots (places for blocks) of those given entries (records in the block table)
-        that are detached (removed by `flush` or `forsake` while pinned) and have no pin any more.
-        Skips all other entries."""
+        """Frees the slots of those that are detached and no longer pinned."""
         if not len(entries):
             return
         detached = (
@@ -245,7 +202,7 @@ class Removal:
         )
         if detached.any():
             gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
-            # Work in small parts, so that the copied records stay in the processor's cache.
+            # Small parts: the copied records stay in the processor's cache.
             for start in range(0, len(gone), EVICTED_PER_PART):
                 part = gone[start : start + EVICTED_PER_PART]
                 rows = self.index.table.records[part]
@@ -253,18 +210,15 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def causes(self, key_space_id: int, group_index: int, hashes: Words) -> Causes:
-        """Returns for each block the `Cause` of its last removal; NONE if no removal of the block
-        is remembered."""
+        """NONE if not remembered."""
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
-        """Remembers `cause` as the reason why blocks with these keys were removed, so that `causes`
-        returns it. Used for blocks that were removed from another tier."""
+        """For blocks removed from another tier, or not stored."""
         self._removed.add(keys, cause)
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys, cause: Cause) -> None:
-        """Adds an eviction notice for each array in `parts`, which has records of one key space and
-        group. Also remembers `cause` for the blocks of all records, whose keys are `keys`."""
+        """`parts`: records, each array of one key space and group; `keys`: of all."""
         for rows in parts:
             key_space_id = int(rows[0, table.W_KEY_SPACE])
             group_index = int(rows[0, table.W_GROUP_STATE]) & 0xFFFF
@@ -278,25 +232,18 @@ class Removal:
 
 
 WINDOWS_PER_PART = 64
-"""Most windows (ranges of adjacent slabs of the arena, to be emptied for another slot size) that
-each part of `choose_windows` chooses."""
 HOT_SHARE = 0.25
-"""A slab (piece of the arena) may be emptied for another slot size although some of its blocks are
-hotter than the coldest blocks of that size: at most this share of its blocks. If the share were 0
-and every slab had a few hot blocks, no slab could be emptied. An evicted hot block is soon stored
-again."""
+"""Share of a slab's blocks that may be hotter than the coldest of the receiving size. With 0, a
+few hot blocks would keep a slab; they are soon stored again."""
 
 
-# The following functions choose the slabs (pieces of the arena) to empty for a slot size. They
-# compute with arrays that have a value for each slab. A run is a range of adjacent slabs that get a
-# slot size together. A window is a range of as many slabs as a run of that size needs. The cost of
-# a window is the highest cost of its slabs. A slab that can't be emptied costs inf; a free slab
-# costs -inf.
+# Choosing slabs to empty for the *receiving* slot size. Arrays are by slab. A *window* is as
+# many adjacent slabs as a run of that size; it costs as much as its dearest slab. A slab that
+# can't be emptied costs inf, a free one -inf.
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Returns the highest cost in each window of `length` adjacent slabs (pieces of the arena). The
-    windows overlap: one begins at each slab. `cost`: cost of emptying each slab."""
+    """Cost of the window that begins at each slab."""
     highest, width = cost, 1
     while width < length:
         step = min(width, length - width)
@@ -313,17 +260,9 @@ def choose_windows(
     *,
     skips_free: bool = False,
 ) -> Parts[int]:
-    """Chooses the windows (ranges of `length` adjacent slabs of the arena) to empty for another
-    slot size, the cheapest first. A window costs as much as the most costly of its slabs. Stops
-    when the i-th window would cost `limits[i]` or more. Marks the slabs of chosen windows in
-    `chosen` and sets their `cost` to inf. Yields after each part; returns how many windows were
-    chosen.
-
-    cost: cost of emptying each slab; inf if the slab can't be emptied, -inf if it is free.
-    limits: for each window to choose, in order, the cost that it must not reach (`limits_of`).
-    chosen: mask over the slabs, to which the chosen slabs are added.
-    skips_free: ignores windows in which all slabs are free already.
-    """
+    """Chooses the cheapest windows, until the i-th would cost `limits[i]`; returns how many.
+    Chosen slabs are added to `chosen` and cost inf from then on. `skips_free`: not windows in
+    which all slabs are free."""
     if length == 1 and not skips_free:
         order = np.argsort(cost, kind="stable")[: len(limits)]
         is_cheap = np.append(cost[order] < limits[: len(order)], False)
@@ -348,19 +287,12 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`: the i-th window that is chosen must cost less than
-    the i-th limit. A window is a range of adjacent slabs (pieces of the arena). The cache can empty
-    it to make room for slots of one size, the receiving size.
+    """Costs that the windows must not reach. Each spares `slots_per_run` of the coldest blocks of
+    the receiving size, which would go instead: its limit is the heat of the coldest not spared yet;
+    inf if too few can go, because emptying is better than refusing slots.
 
-    Instead of emptying a window, the cache can evict blocks of the receiving size. Each emptied
-    window spares `slots_per_run` of these blocks, the coldest first. So the limit of a window is
-    the heat of the coldest block that the windows before it have not spared. If too few blocks of
-    the receiving size can be evicted, the limit is inf: emptying any window is better than refusing
-    the slots.
-
-    own: heats of the coldest blocks of the receiving size, in rising order.
-    num_slots: number of slots to make room for.
-    slots_per_run: slots of the receiving size for which each window has room.
+    own: heats of the coldest blocks of the receiving size, rising.
+    num_slots: to make room for.
     """
     spared = np.arange(0, num_slots, slots_per_run)
     next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
@@ -369,9 +301,8 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
 
 
 def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
-    """Counts, for each slab (piece of the arena), the blocks that lie in the slab wholly or in
-    part. Leaves out blocks for which `counted` is False. Block i lies in the slabs from `first[i]`
-    to `last[i]`."""
+    """Blocks in each slab, wholly or in part, that are `counted`. Block i lies in `first[i]` to
+    `last[i]`."""
     starts, ends = (
         np.bincount(at[counted] + after, minlength=num_slabs + 1)
         for at, after in ((first, 0), (last, 1))
@@ -381,24 +312,21 @@ def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) ->
 
 
 Ranked = tuple[Int64s, Int64s, Entries]
-"""Entries from cold to hot, as three arrays. First: a rank for each entry, which rises with its
-heat (`ranks_of`). Second: how many bytes are freed if the first 0, 1, 2… of the entries are
-removed. Third: the entries."""
+"""Entries from cold to hot: `ranks_of` their heats; bytes freed with the first 0, 1, 2… of them;
+the entries."""
 
 
 def ranks_of(heat: NDArray[np.float64]) -> Int64s:
-    """Converts heats (floats, by which entries are ordered for eviction) to integers that sort in
-    the same order."""
+    """Integers in the order of the heats."""
     bits = heat.view(np.int64)
-    # Read as integers, the bits of negative floats fall while the floats rise: flip them.
+    # As integers, the bits of negative floats fall while the floats rise: flip them.
     ranks: Int64s = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
     return ranks
 
 
 def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
-    """Finds the coldest entries (records in the block table) of all `parts` together. Stops before
-    they would free more than `most_bytes`. Yields an empty array after each step of the search. At
-    the end, yields for each part an array of the entries found in it."""
+    """The coldest entries of all `parts` that free at most `most_bytes`. Yields an empty array
+    after each step of a bisection, then the entries found in each part."""
 
     def bytes_below(rank: int) -> int:
         return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)
@@ -409,8 +337,7 @@ def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if bytes_below(middle) <= most_bytes else (low, middle - 1)
         yield np.empty(0, np.uint32)
-    # Choose all entries colder than the rank `low`. The entries with exactly this rank would free
-    # too many bytes together: choose as many of them as fit.
+    # All colder than rank `low`; of those with just this rank, as many as fit.
     left_bytes = most_bytes - bytes_below(low)
     for ranks, sums, entries in parts:
         begin, end = np.searchsorted(ranks, (low, low + 1))
@@ -421,20 +348,15 @@ def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
 
 
 MayGo = Callable[[Entries], BoolMask]
-"""Function that returns a mask of the entries that may be evicted."""
+"""Mask of the entries that may be evicted."""
 
 
 class Rebalancer:
-    """Makes room for slots of one size, the receiving size: empties slabs (pieces of the arena)
-    that are divided into slots of other sizes, so that they can be divided into slots of the
-    receiving size. Holds no state between two calls.
+    """Empties slabs of other sizes for slots of the receiving size.
 
-    Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
-    entries may be evicted for a tenant. A slab is emptied if its blocks are colder than the blocks
-    of the receiving size that would otherwise be evicted, or if too few blocks of that size can be
-    evicted. A run (range of slabs that get a slot size together) is emptied as a whole, so each of
-    its slabs costs the heat of the run's hottest block. A sketch (compact summary of a
-    block's attention keys, for sparse attention) has the heat of its block.
+    Always true: a slab with a pinned or reserved entry is not chosen. A slab is emptied if its
+    blocks are colder than those of the receiving size that would go instead, or if too few of
+    those can go. Runs are emptied as a whole: a slab costs the heat of its run's hottest block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -455,14 +377,8 @@ class Rebalancer:
         *,
         is_enough: Callable[[], bool] | None = None,
     ) -> Parts[None]:
-        """Empties slabs (pieces of the arena) of other sizes until `num_slots` slots of this size
-        are free, or no slab is worth emptying. Yields after each part of the work.
-
-        taker: number of the tenant that needs the slots.
-        payers: groups of blocks that may be evicted, tried in this order (`Payers`).
-        is_enough: if given, the work ends when `is_enough` returns True, not when the slots are
-            free.
-        """
+        """Empties slabs until `num_slots` slots are free, or `is_enough` if given, or no slab is
+        worth it, for each of `payers` in turn."""
 
         def has_free_slots() -> bool:
             return self._pool.available_slots(slot_bytes) >= num_slots
@@ -471,21 +387,16 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # A run is a range of adjacent slabs (pieces of the arena) that get a slot size
-            # together. Choose the slabs to empty in three ways, each only if the ways before it
-            # freed too few slots:
-            # - room for runs of full length, which have the fewest useless bytes behind their last
-            #   slot;
-            # - room for the shortest runs, because pinned blocks may leave only short gaps;
-            # - room for the shortest runs, but not where all slabs are free already. Such slabs may
-            #   lie in gaps that are too short for a slot; emptying further slabs lengthens a gap.
+            # Three ways, each only if those before it freed too few slots: runs of full length,
+            # which lose the fewest bytes; shortest runs, because pinned blocks may leave only
+            # short gaps; and shortest runs, but not where all slabs are free: gaps too short for
+            # a slot become longer.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
                 (whole, False), (shortest, False), (shortest, True)
             ]  # fmt: skip
             for run, skips_free in ways:
-                # Repeat: choosing a slab empties its whole run, so other slabs of the run are free
-                # now, and the next choice costs less.
+                # Choosing a slab empties its whole run, so the next choice costs less.
                 while not is_enough():
                     taking = self._take(slot_bytes, num_slots, run, taker, paying, skips_free)
                     if not (yield from taking):
@@ -495,20 +406,9 @@ class Rebalancer:
         self, slot_bytes: int, num_slots: int, run: tuple[int, int], taker: int, paying: Payers,
         skips_free: bool,
     ) -> Parts[int]:  # fmt: skip
-        """Empties slabs (pieces of the arena) with slots of other sizes than `slot_bytes`, to make
-        room for `num_slots` slots. Yields after each part; returns how many entries (records in the
-        block table) were evicted.
-
-        First chooses slabs whose blocks are all colder than the coldest blocks of this size. If
-        these are too few, also chooses slabs in which at most the share `HOT_SHARE` of the blocks
-        is hotter.
-
-        run: number of slabs, and number of slots, of the run (range of slabs that get a slot size
-            together) to make room for.
-        taker: number of the tenant that needs the slots.
-        paying: which blocks may be evicted for this tenant.
-        skips_free: True if ranges of slabs that are free already may not be chosen.
-        """
+        """Returns how many entries went. First from slabs whose blocks are all colder than the
+        coldest of this size, then from those in which at most HOT_SHARE is hotter. `run`: slabs
+        and slots of a run."""
         if skips_free:
             num_slots = max(1, num_slots - self._pool.available_slots(slot_bytes))
         may_go = yield from self._may_go(taker, paying)
@@ -524,16 +424,8 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Finds the entries (records in the block table) that may be evicted for the tenant
-        `taker`. Returns a function that takes entries and returns a mask of them: True if the entry
-        may be evicted. It is valid only for entries that exist now. Yields after each part of the
-        work.
-
-        If another tenant has a guarantee (bytes that it is assured of), so that it may lose only
-        some entries, these are its coldest entries.
-
-        paying: whose blocks may be evicted (`Payers`).
-        """
+        """Valid only for entries that exist now. Of a tenant with a guarantee, its coldest may
+        go."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -546,7 +438,7 @@ class Rebalancer:
             yield
             for owner in distinct(owners[owners != taker]).tolist():
                 mine = going[owners == owner]
-                # Leave out entries that other calls have pinned or evicted since the last yield.
+                # Some may have been pinned or evicted since the last yield.
                 if len(mine := mine[self.index.evictable(mine)]):
                     others.setdefault(owner, []).append(self._ranked(mine))
                 yield
@@ -565,16 +457,8 @@ class Rebalancer:
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
     ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Returns two arrays: the cost of emptying each slab (piece of the arena), and the heats of
-        the `num_slots` coldest blocks of this slot size in rising order. (Blocks with the lowest
-        heat are evicted first.) Yields after each part.
-
-        The cost of a slab is the heat of the hottest block in its run, the slabs that are emptied
-        together. A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or
-        already has slots of this size.
-
-        may_go: returns a mask of the entries (records in the block table) that may be evicted.
-        """
+        """Cost of each slab, and heats of the `num_slots` coldest blocks of this size, rising.
+        inf also for a slab that has no memory or this size already."""
         cost, own = np.full(self._pool.num_slabs, -np.inf), np.empty(0)
         for live in self._books.walk():
             heat, (first, last) = self._heat(live, may_go), self._slabs_of(live)
@@ -597,12 +481,7 @@ class Rebalancer:
         return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
 
     def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
-        """Combines the values of all slabs of a run (range of adjacent slabs of the arena). Returns
-        for each slab the combined value of its run.
-
-        of_slabs: a value for each slab.
-        put_together: the ufunc that combines two values, for example np.maximum.
-        """
+        """Combines the values of each run's slabs with a ufunc."""
         heads = self._pool.slab_head()
         of_runs = of_slabs.copy()
         is_later = heads != np.arange(len(heads))
@@ -610,15 +489,8 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets `cost` to inf for slabs (pieces of the arena) that must not be emptied or used for
-        this slot size, because slots of other sizes were promised (`SlabFloors`). For each of these
-        other sizes, protects as many of its slabs as its promised slots need, the most costly
-        first. If it has too few slabs, protects free slabs too.
-
-        cost: cost of emptying each slab; changed in place.
-        owner: for each slab, the size of its slots, FREE or ABSENT.
-        slot_bytes: the slot size that needs slabs; the slots promised of this size do not count.
-        """
+        """Makes `cost` inf for slabs that floors of other sizes need: of each size the dearest,
+        then free ones."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:
@@ -631,14 +503,8 @@ class Rebalancer:
     def _hot_blocks(
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
     ) -> Parts[NDArray[np.float64]]:
-        """Returns, for each slab (piece of the arena), the number of hot blocks in its run (the
-        slabs that are emptied together). A block is hot if it is at least as hot as the coldest
-        block of the size that needs the slabs, or if it may not be evicted. The value is inf in two
-        cases: more than `HOT_SHARE` of the run's blocks are hot, or the slab can't be emptied (its
-        `cost` is inf). Yields after each part.
-
-        own_heat: heat of that coldest block.
-        """
+        """By slab, the hot blocks in its run: at least as hot as `own_heat`, the coldest of the
+        receiving size, or not to be evicted. inf above HOT_SHARE, or if `cost` is."""
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
         for live in self._books.walk():
@@ -650,13 +516,7 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts all entries (records in the block table) in the chosen slabs, slab by slab, except
-        entries for which `may_go` returns False. Slabs that belong to the same run (range of
-        adjacent slabs of the arena) are emptied together. Yields after each part; returns how many
-        entries it evicted.
-
-        chosen: mask over all slabs; a run is emptied if one of its slabs is chosen.
-        """
+        """Evicts what may go in the runs of chosen slabs, slab by slab; returns how many."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
@@ -674,8 +534,7 @@ class Rebalancer:
         going = np.concatenate(found)[np.argsort(np.concatenate(slabs), kind="stable")]
         count = 0
         for start in range(0, len(going), EVICTED_PER_PART):
-            # Between two parts an entry number may be reused. The new entry is evicted too if it
-            # lies in a chosen slab, and skipped otherwise.
+            # A reused entry number goes too, if its new entry lies in a chosen slab.
             part = going[start : start + EVICTED_PER_PART]
             part = part[may_go(part)]
             count += self._removal.evict(part[lies_there(part)])
@@ -684,14 +543,11 @@ class Rebalancer:
         return count
 
     def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
-        """Returns the first and the last slab (piece of the arena) that each entry's slot
-        touches."""
+        """First and last slab that each slot touches."""
         offsets = self.index.offsets(entries)
         ends = offsets + self.index.slot_bytes(entries) - 1
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
-        """Returns the heat of each entry (record in the block table); the entry with the lowest
-        heat is evicted first. The heat of an entry that may not be evicted (`may_go` returns False)
-        is inf."""
+        """inf for what may not go."""
         return np.where(may_go(entries), self._books.heat(entries), np.inf)

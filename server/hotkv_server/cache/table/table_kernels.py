@@ -1,13 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that write the block table, and kernels of `BlockIndex` and `SlabPool`. Import them
-through `hotkv_proto.native.require`. `tests/core/test_index.py` compares their results with a
-simple model.
+"""Numba kernels that write the block table, and those of `BlockIndex` and `SlabPool`. Import them
+through `hotkv_proto.native.require`. `tests/core/test_index.py` compares them with a model.
 
-Always true: the server is the table's only writer. Records and buckets have the layout of
-`hotkv_proto.table`. The record of a free entry number holds the next free number in place of the
-slot's offset. Arguments named `mixed` are 64-bit keys of entries, as `BlockIndex.mixed` returns
-them. A slab is a piece of the arena. `SlabPool` divides slabs into slots of one size in runs:
-ranges of adjacent slabs.
+Always true: the server is the table's only writer. The layout is that of `hotkv_proto.table`. A
+free entry's record has the next free number in place of the slot's offset. `mixed` are keys from
+`BlockIndex.mixed`. Runs of slabs are as in `cache.room.slabs`.
 """
 
 from typing import Any
@@ -55,8 +52,6 @@ AHEAD = 8
     "void(uint32[:, ::1], uint64[:, ::1], uint32[::1], uint64[::1])", nogil=True, cache=True
 )
 def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
-    """Writes the 64-bit keys by which the table finds these entries (`BlockIndex.mixed`) into
-    `out`."""
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
             prefetch(records, np.int64(entries[i + AHEAD]))
@@ -74,8 +69,7 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
     "void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True
 )
 def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> None:
-    """Sets `out[i]` to True if entry i is ready, is not pinned and has this slot size; otherwise to
-    False. `size`: in units of SLOT_ALIGN; 0 accepts any size."""
+    """Ready, unpinned, and of this slot size in units of SLOT_ALIGN; 0 for any."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         is_ready = records[entry, GROUP_STATE] >> np.uint32(16) == READY
@@ -84,8 +78,7 @@ def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> Non
 
 @numba.njit("boolean(uint32[::1], uint32[::1], int64)", nogil=True, cache=True)
 def add_pins(pins: Any, entries: Any, change: Any) -> bool:
-    """Adds `change` to the number of pins of each entry (record in the block table). Returns False
-    if a number would fall below 0."""
+    """False if a number would fall below 0."""
     good = True
     for i in range(entries.shape[0]):
         good &= change > 0 or pins[entries[i]] > 0
@@ -102,16 +95,12 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Counts slots as used or free. A run is a range of adjacent slabs of the arena. For each slot
-    of `offsets`, adds `change` to the number of used slots of the run in which the slot lies.
-    Returns the number of runs whose count reached 0, and writes their first slabs to the front of
-    `emptied`, which is as long as `offsets`.
+    """Adds `change` to the used slots of each slot's run. Returns the number of runs that reached
+    0, and writes their first slabs into `emptied`. -1, with nothing changed, if a slab has slots of
+    another size; -2 if a count fell below 0.
 
-    Returns -1, with nothing changed, if a slot lies in a slab that is not divided into slots of
-    `slot_bytes`. Returns -2 if a count fell below 0.
-
-    used: used slots of each run, by its first slab.
-    owner: slot size that each slab is lent to.
+    used: of each run, by its first slab.
+    owner: slot size of each slab.
     head: first slab of each slab's run.
     """
     for i in range(offsets.shape[0]):
@@ -138,27 +127,20 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs (pieces of the arena) for `want` slots of `slot_bytes`, at most `usable`
-    slabs in all. Slabs get a slot size in runs (ranges of adjacent slabs).
+    """Chooses at most `usable` free slabs for `want` slots: whole runs from the start of each gap,
+    then what is left at its end. That lengthens the run before it, if it has the same slot size,
+    stays within `longest`, and gains as many slots as a new run; else it is a new run.
 
-    First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
-    then the slabs that are left at the end of a gap. These slabs are added to the run before them
-    if three conditions hold: that run has the same slot size; it has at most `longest` slabs
-    afterwards; and it gains at least as many slots as a new run of these slabs would have.
-    Otherwise the slabs become a new run.
+    Returns the numbers of pieces and of their slots. `plan`, unless empty, gets a row for each
+    piece: first slab of its run, first slab of the piece, number of slabs.
 
-    Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
-    them. Unless `plan` is empty, also writes a row of three numbers for each piece to the front of
-    `plan`: the first slab of the piece's run, the first slab of the piece, and the piece's number
-    of slabs.
-
-    owner: slot size that each slab is lent to; -1 for a free slab.
+    owner: slot size of each slab; -1 if free.
     head: first slab of each slab's run.
-    length: number of slabs of each run, by its first slab.
+    length: slabs of each run, by its first slab.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
-    # The first pass of the loop takes whole runs, the second pass the slabs that are left.
-    # `reached`: the first pass has taken slabs only before this slab.
+    # First whole runs, then the rest. `reached`: no slab from here on was taken by the first
+    # pass.
     reached = 0
     for is_rest in range(2):
         at = 0
@@ -191,7 +173,7 @@ def plan_runs(
                     slots = gain
                 else:
                     before = old = 0
-                # Count only slabs in which a slot lies: leave out unused slabs at the end.
+                # Without unused slabs at the end.
                 slabs = (slots + old) * slot_bytes
                 slabs = (slabs + slab_bytes - 1) // slab_bytes - before
             while slots > 0 and slabs <= min(end - first, usable) and num_slots < want:
@@ -212,8 +194,7 @@ def plan_runs(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Finds the offsets that lie in the slabs (pieces of the arena) chosen by the mask `slabs`.
-    Sets `out[i]` to True if offset i lies in such a slab, otherwise to False."""
+    """Mask of the offsets that lie in chosen slabs."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1
@@ -225,9 +206,8 @@ def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _open_way(buckets: Any, home: Any) -> Any:
-    """Finds a free way (place for an entry) in the first bucket that has one, from bucket `home`
-    on. Returns the bucket, the way and the distance from `home` in buckets. The way is -1 if none
-    of MAX_PROBE_BUCKETS buckets has a free way."""
+    """First free way from bucket `home` on: bucket, way, distance in buckets. Way -1 if none of
+    MAX_PROBE_BUCKETS has one."""
     num_buckets = buckets.shape[0]
     bucket = home
     for distance in range(MAX_PROBE_BUCKETS):
@@ -282,20 +262,14 @@ def insert(
     next_unused: Any,
     entries: Any,
 ) -> Any:
-    """Adds reserved entries (records in the block table) for keys, which must not be in the table
-    yet. Stops at the first key for which there is no free place. Writes the entries' numbers into
-    `entries`.
+    """Adds reserved entries for keys that are not in the table; stops at the first without a place.
+    Returns how many, the new `free_head` and the new `next_unused`.
 
-    Returns how many entries were added, the new head of the list of free numbers, and the first
-    number that was never used.
-
-    hashes, offsets, depths: a value for each key: its block hash (eight uint32 words), the offset
-        of its slot (place for a block) in bytes, and the number of blocks before it in its chain.
-    salt: number that is mixed into the hashes to make keys.
-    lease: number of the write lease, or of the move between tiers, that owns the entries.
-    size: slot size in units of SLOT_ALIGN.
-    free_head, next_unused: head of the list of free numbers (0: empty), and the first number that
-        was never used.
+    salt: mixed into the hashes to make keys.
+    lease: owner of the entries.
+    size: in units of SLOT_ALIGN.
+    free_head: of the list of free numbers; 0 if empty.
+    next_unused: first number that was never used.
     """
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
@@ -349,9 +323,7 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
 def link(records: Any, entries: Any, first: Any) -> None:
-    """Links consecutive blocks of a prompt: writes into each block's record the entry number of the
-    block before it; 0 if that block has no entry. `first`: the entry before the first entry of
-    `entries`."""
+    """Writes each block's parent; 0 if that has no entry. `first`: the entry before the first."""
     before = first
     for i in range(entries.shape[0]):
         if entries[i] != 0:
@@ -361,9 +333,8 @@ def link(records: Any, entries: Any, first: Any) -> None:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
-    """Adds the bit `mark` to each reserved entry's mask of written shards: bit n stands for shard
-    n, the part of a block from one rank. Writes the new masks into `masks`. While an entry is
-    reserved, its record stores the mask in the upper half of the checksum."""
+    """Adds `mark` to each entry's mask of written shards and returns the masks. A reserved entry
+    has it in the upper half of its checksum."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
@@ -375,9 +346,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries (records in the block table) ready and writes their checksums
-    (checksums), `checks`, uint64. Skips entries that are not in the table. Returns how many entries
-    became ready."""
+    """Makes reserved entries ready. Skips entries that are not in the table; returns how many
+    are ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -389,8 +359,7 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
         store32(buckets, bucket, SEQ, seq + np.uint32(1))
         records[entries[i], CHECK] = np.uint32(checks[i] & LOW_HALF)
         records[entries[i], CHECK + 1] = np.uint32(checks[i] >> np.uint64(32))
-        # Write the state last: so after a kill, the record of an entry that is marked ready is
-        # complete.
+        # The state last: after a kill, the record of a ready entry is complete.
         store32(
             records,
             entries[i],
@@ -409,13 +378,9 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
     cache=True,
 )
 def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
-    """Removes entries (records in the block table) with the keys `mixed` from the buckets of the
-    table, and sets their state to `state` (0: free). Writes the records that the entries had before
-    into `rows`. Returns how many entries were found.
-
-    Sets the state in one write: if the server is killed, an entry that should become detached
-    (flushed while pinned) must not be left marked free.
-    """
+    """Removes entries from the buckets, sets their state (0: free), and writes their former
+    records into `rows`. Returns how many were found. The state is one write: a kill must not
+    leave free what should be detached."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -440,8 +405,7 @@ def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, stat
 
 @numba.njit("boolean(uint32[:, ::1])", nogil=True, cache=True)
 def is_uniform(rows: Any) -> bool:
-    """Returns True if all records have the same key space (a model in a configuration), group
-    and slot size."""
+    """True if key space, group and slot size are the same in all records."""
     for i in range(1, rows.shape[0]):
         different = (rows[i, KEY_SPACE] ^ rows[0, KEY_SPACE]) | (rows[i, SIZE] ^ rows[0, SIZE])
         if different | ((rows[i, GROUP_STATE] ^ rows[0, GROUP_STATE]) & np.uint32(0xFFFF)):
@@ -451,9 +415,7 @@ def is_uniform(rows: Any) -> bool:
 
 @numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
 def release(records: Any, entries: Any, free_head: Any) -> int:
-    """Adds entry numbers (indices of records) to the front of the linked list of free numbers, so
-    that new entries can use them. `free_head`: the first number of the list. Returns the new first
-    number."""
+    """Puts entry numbers in front of the list of free numbers; returns its new head."""
     for i in range(entries.shape[0]):
         records[entries[i], OFFSET] = np.uint32(free_head)
         free_head = np.int64(entries[i])
@@ -462,14 +424,12 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Writes the ready entries (records in the block table) before a block in its prompt into
-    `out`, the nearest first. Follows the links from each block to the block before it. Stops when
-    `out` is full, or at a link that is not valid (`Chains` defines a valid link). Returns how many
-    entries it wrote."""
+    """Writes the ready entries before a block, nearest first, until `out` is full or a link is
+    not valid (`Chains`). Returns how many."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]
-        # Check the link: the entry number that it names may have been reused for another block.
+        # The number may have been reused for another block.
         if (
             parent == 0
             or records[parent, GROUP_STATE] >> np.uint32(16) != READY

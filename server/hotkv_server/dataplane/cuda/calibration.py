@@ -1,9 +1,6 @@
-"""Calibration: the measured speeds of a device's copy methods, by direction and page size. (A page
-is the bytes of a block in one layer.) The copy engine uses them to choose its method.
-
-A calibration is valid for one device and one driver. `measure` makes it, and it can be saved as
-JSON.
-"""
+"""Measured speeds of a device's copy methods, by direction and page size, from which the copy
+engine chooses its method. Valid for one device and driver. `measure` makes it; it is saved as
+JSON."""
 
 import json
 import math
@@ -24,28 +21,25 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, 
 # ------------------------------------------------------------------------ What is known of a device
 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Page sizes (a page is the bytes of a block in one layer) for which speeds are measured. For other
-page sizes, the speeds of the nearest size are used."""
+"""Page sizes that are measured; others use the nearest."""
 STAGED_RUN_PAGES = 8
-"""The method STAGED is measured with runs (contiguous byte ranges in the arena) of this many pages.
-So it is chosen only for runs that are at least as long."""
+"""STAGED is measured with runs of so many pages, so it is chosen only for runs as long."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""Factors by which the measured speeds are multiplied before they are compared. The methods are in
-the order of preference: those that use least of the device's time come first.
+"""Factors of the speeds before they are compared. In the order of preference: those that use least
+of the device's time first.
 
-The method KERNEL uses much of the device's time: without MPS a device runs kernels of only one
-process at a time, so the kernels of vLLM wait while the server's kernel waits for PCIe. The kernels
-of the method STAGED are short, because they only move bytes on the device."""
+Without MPS a device runs kernels of one process at a time, so vLLM's kernels wait while KERNEL
+waits for PCIe. Those of STAGED are short: they only move bytes on the device.
+"""
 NEGLIGIBLE_RATIO = 0.03
-"""A copy method that uses less of the device's time (see `WORTH`) is preferred to the fastest
-method if it is slower by at most this share."""
+"""A method earlier in `WORTH` is preferred to the fastest if it is slower by at most this share."""
 FORMAT = 2
-"""Version of the JSON format. (Speeds in format 1 were measured with one piece at a time.)"""
+"""Version of the JSON. (Speeds of format 1 were measured with one piece at a time.)"""
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
 def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
-    """Returns the version of the kernel's NVIDIA driver; empty if it can't be read."""
+    """Version of the kernel's NVIDIA driver; empty if it can't be read."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError):
@@ -54,14 +48,8 @@ def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The measured speeds of a device's copy methods. The copy engine uses them to choose its
-    method.
-
-    `uuid`, `name`: the device.
-    `driver`: version of the driver.
-    `speeds`: by direction, method and page size in bytes, the speed in GB/s (1e9 bytes per second);
-        0 for a method that does not work on this device.
-    """
+    """`speeds`: by direction, method and page bytes, in GB/s (1e9 bytes); 0 for a method that
+    does not work here."""
 
     uuid: bytes
     name: str
@@ -75,16 +63,12 @@ class Calibration:
         )
 
     def holds_for(self, info: DeviceInfo, driver: str) -> bool:
-        """Returns True if this calibration was made on this device with this driver."""
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """Returns the method to use for a direction and page size. Compares the measured speeds,
-        each multiplied by the method's factor in `WORTH`. Of the methods that are slower than the
-        best by at most NEGLIGIBLE_RATIO, returns the first in the order of `WORTH`.
-
-        `slot_run_bytes`: mean length of the runs (contiguous byte ranges) in the arena. If they
-            are shorter than STAGED_RUN_PAGES pages, the method STAGED is not considered.
+        """Best method by speed times `WORTH`, or an earlier one within NEGLIGIBLE_RATIO.
+        `slot_run_bytes`: mean length of the runs in the arena; STAGED needs STAGED_RUN_PAGES
+        pages.
         """
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
@@ -106,8 +90,7 @@ class Calibration:
         )
 
     def table(self) -> str:
-        """Returns the speeds as a text table in GB/s, with a line for each direction and page size
-        and a column for each method. An asterisk marks the fastest method of a line."""
+        """In GB/s; an asterisk marks the fastest of a line."""
         lines = [f"{'':6}{'page':>9}" + "".join(f"{method.value:>10}" for method in Method)]
         for direction in Direction:
             for size in sorted({size for _, _, size in self.speeds}):
@@ -146,7 +129,7 @@ class Calibration:
 
     @staticmethod
     def from_json(text: str) -> "Calibration":
-        """Parses a result of `to_json`. Raises ValueError that names the wrong field."""
+        """Raises ValueError that names the wrong field."""
         try:
             fields = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -194,8 +177,7 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """Returns the method to use without a calibration: MEMCPY for pages of 256 KiB or more,
-    BATCH for smaller pages. Both methods work on every device."""
+    """The method without a calibration; both methods work on every device."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH
 
 
@@ -203,27 +185,22 @@ def rule_of_thumb(page_bytes: int) -> Method:
 # The measurement copies scratch memory only, and does not touch the arena.
 
 NUM_REPEATS = 3
-"""Largest number of measured repetitions, of which the fastest counts. Before them, the scratch
-memory is copied once without measuring, as a warm-up."""
+"""Most measured repetitions, the fastest of which counts. One unmeasured goes before, as a
+warm-up."""
 LONG_S = 0.05
-"""If a measured repetition takes longer than this, in seconds, no further repetition is made."""
+"""No further repetition after one that took longer."""
 DEPTH = 4
-"""Number of pieces (parts of jobs) in the device's queue during a measurement, as many as a lane
-has by default. With one piece at a time, the time to submit it and to wait for it would count as
-copying time."""
+"""Pieces in flight while measuring, as in a lane by default; with one, the time to submit it and
+wait for it would count."""
 NUM_ROUNDS = 4
-"""Number of times that a repetition copies the scratch memory, if the method is not slow. With
-several rounds, the time until the first piece is submitted and the wait for the last piece count
-little."""
+"""Copies of the scratch memory in a repetition, if the method is not slow, so that its begin and
+end count little."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """The memory for a measurement.
-
-    `slots`: DEPTH slots of the copy engine (`methods.Slot`), with staging memory.
-    `device`, `host`: addresses of `num_bytes` of scratch memory on the device and in pinned host
-        memory.
+    """`slots`: DEPTH, with staging memory.
+    `device`, `host`: addresses of `num_bytes` of scratch memory, on the device and pinned.
     """
 
     runtime: DeviceRuntime
@@ -241,15 +218,9 @@ def measure(
     num_bytes: int,
     should_stop: Callable[[], bool],
 ) -> Calibration | None:
-    """Measures the speeds of all methods on a device, and returns the calibration. Blocks for about
-    a second. Raises DeviceError if memory is short or the device is lost.
-
-    `info`: the device.
-    `driver`: version of the driver, for the calibration.
-    `num_bytes`: size of the scratch memory on the device and in host memory.
-    `should_stop`: called between measurements. If it returns True, the measuring stops, and the
-        result is None.
-    """
+    """Measures all methods. Blocks for about a second. Raises DeviceError if memory is short or
+    the device is lost. `num_bytes`: of the scratch memory; `should_stop`: called in between,
+    True makes it return None."""
     speeds: dict[tuple[Direction, Method, int], float] = {}
     sizes = [size for size in PAGE_BYTES if size <= num_bytes]
     staging_bytes = max([num_bytes // DEPTH, *sizes])
@@ -295,8 +266,7 @@ def _bench(
 
 
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
-    """Measures how fast a copy method copies pages of `page_bytes` bytes in one direction. Returns
-    the speed in GB/s; 0 if the method fails."""
+    """GB/s; 0 if the method fails."""
     pieces = _pieces(bench, direction, method, page_bytes)
     begun_s = time.perf_counter()
     if not _copied(bench, pieces):
@@ -316,14 +286,11 @@ def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int)
 
 
 def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> list[Piece]:
-    """Divides the scratch memory of the measurement (`bench`) into pieces (parts that are copied at
-    once), about DEPTH pieces in total. A piece has pages of `page_bytes`. On the device, these
-    pages are scattered. In host memory, each run of at most STAGED_RUN_PAGES pages is followed by
-    an unused page."""
+    """About DEPTH pieces of the scratch memory. Pages are scattered on the device; in host
+    memory, each run of at most STAGED_RUN_PAGES is followed by an unused page."""
     num_pages = max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1)
     num_pages = min(num_pages, DEPTH * MAX_PIECE_RUNS)
-    # In host memory, leave a page unused after each run (contiguous byte range), so that the runs
-    # do not adjoin.
+    # A page unused after each run, so that runs do not adjoin.
     numbers = np.arange(num_pages, dtype=np.int64)
     host = bench.host + (numbers + numbers // STAGED_RUN_PAGES) * page_bytes
     device = (
@@ -344,8 +311,8 @@ def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int
 
 
 def _copied(bench: _Bench, pieces: Sequence[Piece]) -> bool:
-    """Copies the pieces (parts that are copied at once) of a measurement, DEPTH at a time, and
-    waits for them. Returns False if the method fails. Raises DeviceError if the device is lost."""
+    """Copies pieces, DEPTH at a time, and waits. False if the method fails. Raises DeviceError
+    if the device is lost."""
     runtime, failure = bench.runtime, None
     for number, piece in enumerate(pieces):
         slot = bench.slots[number % DEPTH]
@@ -355,7 +322,7 @@ def _copied(bench: _Bench, pieces: Sequence[Piece]) -> bool:
             GIVE[piece.method](runtime, bench.stream, piece, slot)
         except DeviceError as error:
             failure = error
-        # Record the event even after a failure: a part of the failed call may still be under way.
+        # Even after a failure: part of the call may be under way.
         runtime.record(slot.event, bench.stream)
         if failure is not None:
             break

@@ -1,11 +1,8 @@
-"""The copy engine of a CUDA device (`CudaCopyEngine`). It has two lanes: one for loads, one for
-stores. A lane splits its jobs into pieces, the parts that it submits to the device at once. Each
-piece in the device's queue has a slot (`methods.Slot`; not a slot of the arena). A calibration,
-which measures the device, chooses the copy methods.
+"""The copy engine of a CUDA device, with a lane for loads and one for stores. Each piece in flight
+has a slot (`methods.Slot`, not one of the arena). A calibration chooses the copy methods.
 
-Always true: if the device is lost (CUDA can no longer use it), it stays lost: `problem` has the
-reason, and every job fails. Copies to or from parts of the arena that are not pinned yet use plain
-calls, one for each contiguous byte range (`methods.memcpy`).
+Always true: a lost device stays lost: `problem` has the reason, and every job fails. Parts of
+the arena that are not pinned yet are copied by plain calls, one for each run (`methods.memcpy`).
 """
 
 import logging
@@ -33,35 +30,30 @@ from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priority
 
 # -------------------------------------------------------------------------------------------- Lanes
-# A lane executes the copies of one direction: it has a stream of the device, and three threads.
-# Thread `give` plans the pieces of jobs and submits them to the stream. Thread `follow` waits for
-# the submitted pieces, in the stream's order. Thread `finish` reports the ends of jobs, which may
+# A lane copies in one direction, in one stream, with three threads. `give` plans pieces and submits
+# them. `follow` waits for them, in the stream's order. `finish` reports ends of jobs, which may
 # take a while.
 #
-# Always true: the owners of jobs (tenants or vLLM engines) take turns, a piece each, and so do the
-# jobs of an owner. At most `depth` pieces are in the device's queue, each with its own slot
-# (`methods.Slot`). A slot is used again only after the device has passed the event behind its last
-# piece. A job ends once: when the device has passed all of its pieces, or is lost and accesses no
-# memory any more. A failure affects only its job, unless the device is lost.
+# Always true: at most `depth` pieces are in flight, each with its own slot, which is free again
+# only after the event behind its piece has passed. A job ends once: when the device has passed all
+# of its pieces, or is lost and accesses no memory any more. A failure affects only its job, unless
+# the device is lost.
 
 PAGEABLE = "pageable"
-"""Name, in place of a method's name, under which copies to or from host memory that is not pinned
-are counted (`Moved.method`)."""
+"""`Moved.method` of copies with host memory that is not pinned."""
 MAX_TRIES = 3
-"""Most tries to record an event or to wait for it. If all tries fail, the device counts as lost,
-because it is unknown when it stops accessing memory."""
+"""Tries to record an event or wait for it. After that the device counts as lost: it is unknown
+when it stops accessing memory."""
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A copy job and its progress. The job is split into pieces, the parts that are submitted to
-    the device at once.
+    """A job and its progress.
 
-    `pieces`: yields the pieces that are not submitted yet.
-    `bytes_left`: bytes of these pieces.
-    `num_in_flight`: number of pieces in the device's queue.
-    `ended`: True if no further piece will be submitted.
-    `error`: why the job fails; empty if it has not failed.
+    `pieces`: not yet submitted.
+    `bytes_left`: of these.
+    `ended`: no further piece will be submitted.
+    `error`: why the job fails; else empty.
     """
 
     job: CopyJob
@@ -74,12 +66,11 @@ class _Work:
 
 @dataclass(slots=True)
 class _Given:
-    """A piece (part of a job) in the device's queue.
+    """A piece in flight.
 
-    `slot`: the event to wait for, and memory that the copy uses.
-    `begun_s`: when the piece was submitted, a time of time.monotonic.
+    `begun_s`: when it was submitted, monotonic.
     `is_recorded`: False if there is no event to wait for, because the device is lost.
-    `error`: why the submission failed; empty if it did not fail.
+    `error`: why the submission failed; else empty.
     """
 
     work: _Work
@@ -91,16 +82,12 @@ class _Given:
 
 
 class Lane:
-    """Executes the copies of a device in one direction, loads or stores. The owners of jobs
-    (tenants or vLLM engines) take turns, a piece each, and so do the jobs of an owner. The pieces
-    are submitted to a stream of the device, at most `settings.depth` at a time.
+    """Copies in one direction. Owners take turns, a piece each, and so do the jobs of an owner.
 
-    `arena`: the arena, and how much of it is pinned (registered with CUDA).
-    `choose`: returns the copy method for a piece.
-    `on_lost`: called with the reason if the device is lost, from one of the threads.
-    `num_failed`: number of jobs that have failed.
-    `busy_s`: seconds in which the device's queue had pieces of this lane. The time of a piece is
-        added when it ends.
+    `choose`: returns the method for a piece.
+    `on_lost`: called with the reason, from one of the threads.
+    `num_failed`: jobs.
+    `busy_s`: time in which pieces were in flight; a piece counts when it ends.
     """
 
     def __init__(
@@ -122,8 +109,7 @@ class Lane:
         )
         self._choose, self._on_lost = choose, on_lost
         self._changed = threading.Condition()
-        # For each owner (tenant or engine), its jobs with pieces that are not submitted yet. The
-        # owner whose turn is next comes first, and so does the next job of each owner.
+        # By owner: jobs with pieces left. The owner and job whose turn is next come first.
         self._works: dict[str, deque[_Work]] = {}
         self._in_flight: deque[_Given] = deque()
         self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
@@ -161,7 +147,7 @@ class Lane:
     # From outside
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a copy job. All its plans must have the direction of this lane (load or store)."""
+        """All plans must have this lane's direction."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice
         work = _Work(
@@ -174,14 +160,13 @@ class Lane:
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
-        """Marks the device as lost (CUDA can no longer use it), so that all queued and new jobs
-        fail. `why`: the reason."""
+        """All queued and new jobs fail."""
         with self._changed:
             self._problem = self._problem or why
 
     @property
     def num_queued(self) -> int:
-        """Estimated number of pieces (parts of jobs) that are not in the device's queue yet."""
+        """Estimated pieces that are not yet in flight."""
         with self._changed:
             return sum(
                 -(-work.bytes_left // self._settings.piece_bytes)
@@ -191,38 +176,26 @@ class Lane:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of pieces (parts of jobs) in the device's queue."""
         return len(self._in_flight)
 
     def moved(self) -> tuple[Moved, ...]:
-        """Returns the numbers of bytes and pieces (parts of jobs) that were copied since the start,
-        by copy method."""
         with self._changed:
             return tuple(
                 Moved(self.direction, method, *sums) for method, sums in sorted(self._moved.items())
             )
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the lane (the copies in one direction) has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest of three times, in seconds; 0 if the lane is idle. The three times
-        are:
-
-        - how long the oldest piece (part of a job) has been in the device's queue;
-        - how long the present submission of a piece has lasted;
-        - how long the present report of a job's end has lasted.
-
-        `now_s`: a time of time.monotonic.
-        """
+        """Longest of: the oldest piece in flight, the present submission, the present report of
+        a job's end. 0 if idle. `now_s`: monotonic."""
         with self._changed:
             begun = [given.begun_s for given in list(self._in_flight)[:1]]
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
 
     def close(self) -> None:
-        """Waits until all jobs have ended, stops the threads, and frees the memory of the slots
-        (`methods.Slots`), which copies need."""
+        """Waits until all jobs have ended, and frees the slots."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -235,9 +208,7 @@ class Lane:
         self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Chooses the copy method for a piece (part of a job) if there is no staging memory.
-        Ignores `run_bytes`, the mean length of the runs in the arena, which matters only for the
-        method STAGED."""
+        """`choose` without staging memory."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -262,9 +233,8 @@ class Lane:
             del work, piece
 
     def _next(self) -> _Work | None:
-        """Waits until a slot of the lane (`methods.Slots`) is free and a job has pieces (parts)
-        that are not submitted yet. Returns this job. Returns None once the lane is closed and has
-        no jobs left."""
+        """Waits for a free slot and a job with pieces left. None once the lane is closed and has
+        no jobs."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (self._works and self._free) or (self._closing and not self._works)
@@ -287,8 +257,7 @@ class Lane:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
         except Exception as failure:  # noqa: BLE001 If a call fails, the thread goes on.
             given.error = work.error = self._judge(failure)
-        # Record the event even if the call has failed: some copies of the piece (part of a job) may
-        # be in the queue.
+        # Even after a failure: some copies of the piece may be in the queue.
         given.is_recorded, error = self._insist(
             partial(self._runtime.record, given.slot.event, self._stream)
         )
@@ -296,16 +265,15 @@ class Lane:
         self._given.put(given)
 
     def _end(self, work: _Work, error: str) -> None:
-        """Submits no further pieces (parts) of a job. The job ends when its pieces in flight have
-        ended. `error`: the reason if the device is lost, otherwise empty."""
+        """Submits no further pieces; the job ends with those in flight. `error`: if the device
+        is lost."""
         with self._changed:
             works = self._works[work.job.owner]
             works.remove(work)
             if not works:
                 del self._works[work.job.owner]
             work.ended = True
-            # If the device is lost (`error`), the job fails. Exception: a job that was cancelled
-            # and has no piece in the device's queue ends as cancelled.
+            # A lost device fails the job, unless it was cancelled and has nothing in flight.
             work.error = work.error or (
                 "" if work.job.cancelled and not work.num_in_flight else error
             )
@@ -344,9 +312,8 @@ class Lane:
             self._finished.put(work)
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
-        """Runs `call`, a call of CUDA. If it fails, repeats it, up to MAX_TRIES times in all. If
-        all tries fail, reports the device as lost. Returns two values: True if a try has succeeded,
-        and the text of the first failure, empty if no try has failed."""
+        """Tries a call of CUDA up to MAX_TRIES times, then reports the device as lost. Returns
+        whether a try succeeded, and the text of the first failure."""
         first = ""
         for _ in range(MAX_TRIES):
             try:
@@ -361,8 +328,7 @@ class Lane:
         return False, first
 
     def _judge(self, failure: Exception) -> str:
-        """Returns the text of a failure. If the failure means that the device is lost, also reports
-        the device as lost."""
+        """Text of a failure; reports the device if it is lost."""
         if isinstance(failure, DeviceError):
             if failure.is_lost:
                 self._on_lost(f"device {self._device} is lost: {failure}")
@@ -385,17 +351,13 @@ log = logging.getLogger(__name__)
 
 
 class CudaCopyEngine:
-    """The copy engine of a CUDA device. It has two lanes, one for loads and one for stores. The
-    constructor raises DeviceError if CUDA can't make the streams, events or buffers that the copies
-    need.
+    """The constructor raises DeviceError if CUDA can't make streams, events or buffers.
 
-    `device`: number of the device.
-    `arena`: the arena, and how much of it is pinned.
-    `calibration`: the measured speeds, from an earlier start. None: the copy engine measures in the
-        background, if the settings don't fix a method.
-    `driver`: version of the driver, for a new calibration (`calibration.driver_version`).
-    `on_calibrated`: called with a new calibration, from the thread that has measured it.
-    `problem`: why the device is lost; empty if it is not.
+    `calibration`: from an earlier start. None: measures in the background, unless the settings fix
+        a method.
+    `driver`: version, for a new calibration.
+    `on_calibrated`: called from the thread that has measured.
+    `problem`: why the device is lost; else empty.
     """
 
     def __init__(
@@ -461,33 +423,25 @@ class CudaCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Estimated number of pieces (parts of jobs) that are not in the device's queue yet."""
         return sum(lane.num_queued for lane in self._lanes.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device's queue had pieces (parts of jobs), summed over both lanes
-        (loads and stores)."""
         return sum(lane.busy_s for lane in self._lanes.values())
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes (sets of threads that copy in one direction): one for loads, one for
-        stores."""
         return len(self._lanes)
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the copy engine has died. If the device is lost but all
-        threads run, returns True; `problem` has the reason of the loss."""
+        """True on a lost device whose threads run."""
         return all(lane.is_alive() for lane in self._lanes.values())
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest stall of the two lanes (loads, stores), in seconds; see
-        `Lane.stalled_s`."""
         return max(lane.stalled_s(now_s) for lane in self._lanes.values())
 
     def figures(self) -> CudaCopyFigures:
-        """Returns the figures of the copy engine. Callable from any thread."""
+        """Any thread."""
         lanes = list(self._lanes.values())
         return CudaCopyFigures(
             device=self.info.number,
@@ -510,8 +464,7 @@ class CudaCopyEngine:
         if not self.problem:
             self.problem = why
             log.error("device lost device=%d error=%s", self.info.number, why)
-        # Copy the list: the first lane (loads) may find out that the device is lost while the
-        # second lane (stores) is being made and added.
+        # A copy: the first lane may find the device lost while the second is being added.
         for lane in list(self._lanes.values()):
             lane.lose(why)
 

@@ -1,8 +1,7 @@
-"""Submits pieces (parts of jobs) to a CUDA stream, with a function for each copy method. All these
-functions return at once. A *run* is a contiguous byte range of a piece.
+"""Submits pieces to a CUDA stream, with a function for each copy method. All return at once.
 
-For each piece in the device's queue there is a slot: an event, and memory that the copy needs. The
-slot is in use until the stream has passed the event, which is recorded behind the piece.
+Each piece in flight has a slot: an event, and memory that the copy needs. It is in use until the
+event, recorded behind the piece, has passed.
 """
 
 import logging
@@ -23,14 +22,11 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The event and the memory that a piece (part of a job) uses while it is in the device's queue.
-    (Not a slot of the arena.)
+    """What a piece uses while it is in flight; not a slot of the arena.
 
-    `event`: is recorded in the stream behind the piece's copies, so it passes when they have ended.
-    `table`: address of TABLE_BYTES pinned bytes of host memory, for the addresses and sizes of the
-        runs. A kernel reads the table from host memory, because a copy of the table to the device
-        would queue behind the copies of the other lane (`engine.Lane`).
-    `staging`: address of staging memory on the device; 0 without staging.
+    `table`: TABLE_BYTES of pinned host memory for the runs' addresses and sizes. A kernel reads it
+        from the host: a copy of it would queue behind those of the other lane.
+    `staging`: address on the device; 0 without staging.
     """
 
     event: Event
@@ -39,9 +35,7 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies each run (contiguous byte range) of the piece (part of a job) with a separate call.
-    Also works for host memory that is not pinned. `slot` (the table and staging memory of a piece,
-    which other methods need) is not used."""
+    """Also works for host memory that is not pinned."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -49,24 +43,17 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs (contiguous byte ranges) of the piece (part of a job) with a single call.
-    `slot` (the table and staging memory of a piece, which other methods need) is not used."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs (contiguous byte ranges) of the piece (part of a job) with a kernel, which
-    reads or writes host memory directly over the bus. The table of `slot` tells the kernel the
-    addresses and sizes."""
+    """A kernel copies over the bus, by the addresses and sizes in the slot's table."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies the piece by way of the staging memory of `slot`, which is on the device. For a store,
-    a kernel first gathers the piece's runs (contiguous byte ranges) in the staging memory. Then
-    runs that adjoin in the arena are copied there by one call. For a load, runs that adjoin in the
-    arena are copied to the staging memory by one call. Then a kernel scatters them to their
-    addresses on the device."""
+    """Copies by way of staging memory. For a store, a kernel gathers the runs there, then one
+    call copies those that adjoin in the arena. For a load, the reverse."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(
@@ -106,28 +93,18 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
     Method.KERNEL: kernel,
     Method.STAGED: staged,
 }
-"""Maps each copy method to the function that submits a piece (part of a job) by this method. The
-key None has the function for host memory that is not pinned."""
+"""What submits a piece, by method; None is for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
-# A lane executes the copies of one direction, loads or stores. Each piece (part of a job) that is
-# in the device's queue uses a slot (not a slot of the arena): an event, a table of the piece's
-# addresses in pinned host memory, and staging memory if the device has room for it.
-#
-# Always true: either all slots of a lane have staging memory, or none of them has it. If a slot
-# can't be made, the memory of all slots is freed.
+# Always true: all slots of a lane have staging memory, or none. If one can't be made, all are
+# freed.
 
 log = logging.getLogger(__name__)
 
 
 class Slots:
-    """The slots of a lane (the copies in one direction). A slot is needed for each piece in the
-    device's queue.
-
-    `all`: the slots, used or not: `settings.depth` of them.
-    `can_stage`: True if the slots have staging memory.
-    """
+    """`all`: `settings.depth` of them, used or not."""
 
     def __init__(
         self,
@@ -136,8 +113,7 @@ class Slots:
         settings: CudaCopySettings,
         direction: Direction,
     ) -> None:
-        """Allocates the slots: for each piece in the device's queue an event, and memory that its
-        copies need. Raises DeviceError."""
+        """Raises DeviceError."""
         self._runtime = runtime
         self._device = device
         self._direction = direction
@@ -158,8 +134,7 @@ class Slots:
         return f"Slots({len(self.all)}, {'with' if self.can_stage else 'no'} staging)"
 
     def _add_staging(self, num_bytes: int) -> None:
-        """Allocates `num_bytes` of staging memory for each slot, or none at all if the device is
-        short of memory."""
+        """For each slot, or for none if the device is short of memory."""
         staging: list[int] = []
         try:
             staging.extend(self._runtime.allocate(self._device, num_bytes) for _ in self.all)
@@ -182,7 +157,7 @@ class Slots:
         ]
 
     def close(self) -> None:
-        """Frees the memory of all slots, which must not be in use. Logs failures."""
+        """No slot may be in use. Logs failures."""
         for slot in self.all:
             try:
                 if slot.staging:

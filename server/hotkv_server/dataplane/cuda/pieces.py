@@ -1,14 +1,11 @@
-"""Splits the plans of a job into pieces. A piece has the runs (contiguous byte ranges) that are
-submitted to a device at once.
+"""Splits the plans of a job into pieces.
 
-The arena is registered with CUDA in several parts, the registrations. Always true: no run crosses
-the border between two registrations. The host memory of a piece is either pinned as a whole or not
-at all. The bytes and the number of runs of a piece are bounded.
+Always true: no run crosses the border between two registrations of the arena. The host memory of a
+piece is pinned as a whole or not at all. Its bytes and runs are bounded.
 
-The runs of all plans are sorted together by their addresses in the arena. So if the layers of a
-block lie in several memories of the engine, the block's runs still adjoin in the arena. Runs are
-planned in windows. The first window is small, so that the first bytes of a large job need not wait
-until its last bytes are planned.
+Runs of all plans are sorted together by their addresses in the arena, so that a block's runs
+adjoin there even if its layers lie in several memories of the engine. They are planned in
+windows, the first a small one, so that a large job begins before all of it is planned.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,27 +25,23 @@ from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import Int64s
 
 Choose = Callable[[int, int], Method]
-"""Returns the copy method for a piece, given the bytes of a page, and the bytes of a run
-(contiguous byte range) in the arena."""
+"""Method for a piece, given the bytes of a page and of a run in the arena."""
 FIRST_WINDOW_RUNS = 512
-"""Number of runs (contiguous byte ranges) that are planned first, as the first window. Their
-planning takes 50 us. Each further window is GROWTH times as large, up to MAX_PIECE_RUNS."""
+"""Runs of the first window, planned in 50 us. Each further one is GROWTH times as large, up to
+MAX_PIECE_RUNS."""
 GROWTH = 4
 ALIGN_BYTES = 16
-"""A range that is contiguous in the arena begins in staging memory at a multiple of this, because a
-kernel moves this many bytes at a time."""
+"""A contiguous range begins in staging memory at a multiple of this: a kernel moves so many
+bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a job: runs (contiguous byte ranges) that are copied at once.
+    """Runs that are copied at once; arrays are int64 [runs].
 
-    `method`: the copy method; None if the host memory is not pinned.
-    `device`: addresses of the runs on the device, int64 [runs].
-    `host`: addresses of the runs in host memory, int64 [runs].
-    `num_bytes`: sizes of the runs, int64 [runs].
-    `registration`: for each run, the number of its registration (part of the arena, as registered
-        with CUDA), int64 [runs].
+    `method`: None if the host memory is not pinned.
+    `device`, `host`: addresses.
+    `registration`: number of each run's registration.
     """
 
     direction: Direction
@@ -73,17 +66,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """The layout of a piece in staging memory on the device. A piece is a part of a job; its runs
-    are contiguous byte ranges.
+    """A piece's layout in staging memory.
 
-    `offsets`: offsets of the piece's runs in staging memory, int64 [runs].
+    `offsets`: of its runs there, int64 [runs].
 
-    The copies between staging memory and host memory; each of them covers runs that adjoin in host
-    memory:
+    Copies between staging and host memory, each of runs that adjoin in host memory; int64 [copies]:
 
-    `starts`: offsets in staging memory, int64 [copies].
-    `hosts`: addresses in host memory, int64 [copies].
-    `num_bytes`: sizes, int64 [copies].
+    `starts`: offsets in staging memory.
+    `hosts`: addresses.
+    `num_bytes`: sizes.
     """
 
     offsets: Int64s
@@ -99,14 +90,8 @@ def pieces(
     settings: CudaCopySettings,
     choose: Choose,
 ) -> Iterator[Piece]:
-    """Yields the pieces (parts) of a job. Together the pieces copy each byte of the plans once.
-    Whether the host memory of a piece is pinned is determined when the piece is made.
-
-    `plans`: the plans of the job; all have the direction `direction`.
-    `arena`: the arena, and how much of it is pinned.
-    `settings`: has the bounds of a piece.
-    `choose`: returns the method for a piece in pinned memory (see `Choose`).
-    """
+    """Yields pieces that copy each byte of the plans once. Whether memory is pinned is
+    determined when a piece is made. `choose`: for pinned memory; `settings`: bounds of a piece."""
     for device, host, num_bytes in _windows(plans, direction):
         device, host, num_bytes = _cut(
             device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes
@@ -135,10 +120,8 @@ def pieces(
 def _windows(
     plans: Sequence[Plan], direction: Direction
 ) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Yields the runs (contiguous byte ranges) of all plans in windows. A window has the same
-    fraction of the runs of each plan. It consists of three arrays: the runs' addresses on the
-    device, their addresses in host memory, and their sizes. The first window is small, so that
-    copying can begin early; later windows are larger. Leaves out empty runs."""
+    """Yields the runs of all plans, without empty ones, in windows with the same fraction of
+    each plan: addresses on the device, in host memory, and sizes."""
     num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
@@ -170,14 +153,8 @@ def _windows(
 def _cut(
     device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Splits runs (contiguous byte ranges) at multiples of `grain_bytes`. Returns arrays like the
-    arguments, with a value for each smaller run.
-
-    `device`, `host`: addresses of the runs on the device, and in host memory.
-    `num_bytes`: sizes of the runs.
-    `phase`: for each run, the distance in bytes of its first byte from the preceding multiple of
-        `grain_bytes`.
-    """
+    """Splits runs at multiples of `grain_bytes`. `phase`: distance of each run's first byte from
+    the multiple before it."""
     counts = (phase + num_bytes - 1) // grain_bytes + 1
     if not len(counts) or int(counts.max()) == 1:
         return device, host, num_bytes
@@ -189,22 +166,16 @@ def _cut(
 
 
 def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
-    """Returns the two sizes, in bytes, by which the copy method for runs (contiguous byte ranges)
-    is chosen. The first is the size of a page: the upper median of `num_bytes`. The second is the
-    mean size of a run in host memory after adjoining runs are merged. The arrays must not be empty.
-
-    `host`: addresses of the runs in host memory.
-    `num_bytes`: sizes of the runs.
-    """
+    """Sizes by which the method is chosen: of a page, the upper median of `num_bytes`; and the
+    mean of a run in host memory after merging. The arrays must not be empty."""
     num_runs = 1 + int(np.count_nonzero(host[1:] != host[:-1] + num_bytes[:-1]))
     middle = len(num_bytes) // 2
     return int(np.partition(num_bytes, middle)[middle]), int(num_bytes.sum()) // num_runs
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """Splits a piece that may be too large. Yields pieces of at most MAX_PIECE_RUNS runs
-    (contiguous byte ranges) and `settings.piece_bytes` bytes. If the method is STAGED, the pieces
-    must instead fit into the staging memory of a slot (`settings.slot_staging_bytes`)."""
+    """Splits a piece to at most MAX_PIECE_RUNS runs and `settings.piece_bytes`; for STAGED, to
+    what fits into a slot's staging memory."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
@@ -214,10 +185,8 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
     )
     registration = piece.registration
     if len(host) > len(registration):
-        # Some runs were cut into several smaller runs. Give each smaller run the registration (part
-        # of the arena that is registered with CUDA) of the run from which it was cut. The order is
-        # the same. So that run is the first that ends, counted in bytes, at or after the end of the
-        # smaller run.
+        # A smaller run has the registration of the run it was cut from: the first that ends,
+        # counted in bytes, at or after its end.
         registration = registration[
             np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
         ]
@@ -239,14 +208,9 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
-    """Plans the layout of a piece in staging memory. Runs (contiguous byte ranges) that adjoin in
-    host memory, in the same registration, also adjoin in staging memory, so that a single copy
-    moves them. Alignment adds at most ALIGN_BYTES for each run.
-
-    `host`, `num_bytes`: addresses of the runs in host memory, and their sizes, int64 [runs].
-    `registration`: for each run, the number of the registration (part of the arena, as registered
-        with CUDA) in which it lies, int64 [runs].
-    """
+    """Runs that adjoin in host memory, in one registration, also adjoin in staging memory, so
+    that one copy moves them. Alignment adds at most ALIGN_BYTES for each. Arrays are int64
+    [runs]."""
     apart = (host[1:] != host[:-1] + num_bytes[:-1]) | (registration[1:] != registration[:-1])
     begins: NDArray[np.bool_] = np.concatenate(([True], apart))
     firsts = np.flatnonzero(begins)

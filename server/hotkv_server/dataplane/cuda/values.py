@@ -1,6 +1,5 @@
-"""Values of the CUDA copy engine: settings, directions, methods, figures. A *piece* is the part of
-a copy job that is submitted to the device at once; a *run* is a contiguous byte range of a
-piece."""
+"""Values of the CUDA copy engine. A *piece* is the part of a job that is submitted to the device
+at once; a *run* is a contiguous byte range of it."""
 
 import enum
 from collections.abc import Mapping
@@ -8,61 +7,54 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs (contiguous byte ranges) of a piece (part of a job). This limits the size of the table
-that a kernel reads, and the time to plan a piece."""
+"""Limits the table that a kernel reads, and the time to plan a piece."""
 
 
 class Direction(enum.Enum):
-    """Direction of a copy, from the view of the vLLM engine: a load writes device memory, a store
-    reads it."""
+    """A load writes device memory, a store reads it."""
 
     LOAD = "load"
     STORE = "store"
 
 
 class Method(enum.Enum):
-    """The method by which a device copies the runs (contiguous byte ranges) of a piece, which is a
-    part of a copy job."""
+    """How a device copies the runs of a piece."""
 
     MEMCPY = "memcpy"
-    """One copy call for each run. The best method for long runs."""
+    """A call for each run; best for long runs."""
     BATCH = "batch"
-    """A single copy call for all runs."""
+    """One call for all runs."""
     KERNEL = "kernel"
-    """A kernel on the device reads or writes the arena directly."""
+    """A kernel reads or writes the arena directly."""
     STAGED = "staged"
-    """A kernel gathers the runs into a staging buffer on the device, or scatters them from it. A
-    copy between the buffer and the arena moves all runs that adjoin in the arena."""
+    """A kernel gathers runs into a staging buffer on the device, or scatters them from it.
+    Between it and the arena, one copy moves all runs that adjoin in the arena."""
 
 
 class PinnedArena(Protocol):
-    """The part of the arena that is registered with CUDA: its first `pinned_bytes` bytes."""
+    """The arena, of which the first `pinned_bytes` are registered with CUDA."""
 
     @property
-    def address(self) -> int:
-        """Address at which the arena is mapped."""
+    def address(self) -> int: ...
 
     @property
     def piece_bytes(self) -> int:
-        """Size of the registrations (parts of the arena that are registered separately); the last
-        may be shorter. A copy must not cross the border between two registrations."""
+        """Size of a registration; the last may be shorter. A copy must not cross a border."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Number of bytes, from the start of the arena, that are registered. Any thread may
-        increase it, in steps of `piece_bytes`. It never falls while a copy engine is open."""
+        """From the arena's start. Grows by `piece_bytes`, on any thread; never falls while a
+        copy engine is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaCopySettings:
-    """Settings of a device's copy engine.
-
-    `method`: the copy method; None: the calibration chooses it.
-    `piece_bytes`: largest size of a piece (part of a job). Jobs take turns, a piece each.
-    `depth`: largest number of pieces of a direction that are in the device's queue at a time.
-    `staging_bytes`: device memory for staging, for both directions together; 0: no staging.
-    `calibration_bytes`: size of the scratch memory, on the device and in host memory, for measuring
-        the speeds if there is no calibration. 0: no measurement; a rule of thumb chooses methods.
+    """`method`: None lets the calibration choose.
+    `piece_bytes`: largest piece. Jobs take turns, a piece each.
+    `depth`: most pieces of a direction in flight, that is in the device's queue.
+    `staging_bytes`: device memory for both directions; 0: no staging.
+    `calibration_bytes`: scratch memory, on the device and on the host, for measuring if there is
+        no calibration. 0: a rule of thumb chooses.
     """
 
     method: Method | None = None
@@ -84,19 +76,14 @@ class CudaCopySettings:
 
     @property
     def slot_staging_bytes(self) -> int:
-        """Staging memory for each piece (part of a job) in the device's queue, in bytes; a multiple
-        of 256."""
+        """For each piece in flight; a multiple of 256."""
         return min(self.staging_bytes // (2 * self.depth), self.piece_bytes) // 256 * 256
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Counts of the bytes and pieces (parts of jobs) that were copied since the start, in one
-    direction and by one method.
-
-    `method`: name of a `Method`, or "pageable" for copies to or from host memory that was not
-        pinned yet.
-    """
+    """What was copied since the start, in one direction by one method. `method`: of `Method`, or
+    "pageable" for host memory that was not pinned yet."""
 
     direction: Direction
     method: str
@@ -106,14 +93,11 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Figures of a device's copy engine.
-
-    `device`: number of the device.
-    `num_queued`: estimated number of pieces (parts of jobs) that are not in the device's queue yet.
-    `num_in_flight`: number of pieces in the device's queue.
-    `num_failed`: number of jobs (transfers) that have failed.
-    `busy_s`: for each direction, the seconds in which the device's queue had pieces.
-    `problem`: why every job fails; empty while the copy engine works.
+    """`num_queued`: estimated pieces that are not yet in flight.
+    `num_in_flight`: pieces.
+    `num_failed`: jobs.
+    `busy_s`: time in which pieces were in flight.
+    `problem`: why every job fails; else empty.
     """
 
     device: int

@@ -14,7 +14,6 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "arc": ARC,
     "s3fifo": S3FIFO,
 }
-"""Functions that make a policy, by the policy's name. The argument is the capacity: the number of
-entries (blocks, numbered from 1 on) that the policy must be able to order."""
+"""By name. The argument is the capacity: the number of entries, numbered from 1."""
 
 __all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "Hotness", "Policy"]

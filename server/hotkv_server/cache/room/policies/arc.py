@@ -1,10 +1,8 @@
-"""The ARC policy. ARC keeps two lists: blocks used once, and blocks used again. It also remembers
-evicted blocks: a ghost is the record of one. If a block with a ghost is stored again, the list from
-which it was evicted gets a larger share of the cache.
+"""The ARC policy: one list of blocks used once, one of blocks used again. When a block with a ghost
+is stored again, the list it was evicted from gets a larger share of the cache.
 
-Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The
-paper handles one block at a time; here a call handles many blocks, and all of them use the shares
-as they were before the call.
+Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The paper
+handles one block at a time; here all blocks of a call use the shares as they were before it.
 """
 
 from functools import partial
@@ -20,12 +18,8 @@ ONCE, AGAIN = 1, 2
 
 
 class ARC(StampedPolicy):
-    """The policy ARC: evicts from two lists, blocks that were used once and blocks that were used
-    again, whose shares of the cache it adapts (see the module). Entry numbers go from 1 to
-    `capacity`.
-
-    _list: the list of each entry: ONCE, AGAIN, or 0 for an unknown entry; uint8 by entry number.
-    _target: number of blocks that the list ONCE should hold.
+    """_list: ONCE, AGAIN, or 0 for an unknown entry; uint8 by entry number.
+    _target: blocks that the list ONCE should hold.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -121,8 +115,6 @@ class ARC(StampedPolicy):
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the lists or the ghosts (records of evicted blocks) are
-        miscounted."""
         values = self._ghosts.values[self._ghosts.tags != 0]
         for number in (ONCE, AGAIN):
             assert self._num[number] == int((self._list == number).sum()), "list miscounted"

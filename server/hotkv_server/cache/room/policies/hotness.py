@@ -1,17 +1,12 @@
-"""The eviction policy Hotness. It evicts the block with the lowest heat first. A block's heat is
-the time of its last use, plus a bonus for frequent use.
+"""The eviction policy Hotness: evicts the block with the lowest heat first.
 
-The policy stores two numbers for each block: t, the time of its last use, and c, the log2 of its
-number of uses. (A use counts half as much after each `memory_s` seconds.) From these it computes
-heat = ±t + H·c, in seconds: twice as many uses count as much as a last use H seconds later. The
-sign of t is a parameter too (`Contender.recency`). The heat itself is not stored, so new parameters
-apply to all blocks at once. Ghosts (records of evicted blocks) store t and c too; there are four
-for each block of the capacity.
+For each block it stores t, the time of the last use, and c, the log2 of its uses, of which each
+counts half after `memory_s`. Heat is ±t + H·c, in seconds: twice as many uses count as a use H
+seconds later. It is not stored, so new parameters apply at once. Ghosts have t and c too.
 
-Which parameters get the most hits depends on the traffic. So a `Duel` compares contenders: sets of
-H (`half_life_s`) and the other parameters. Each contender has a shadow cache, a simulated cache
-that stores keys without bytes. The policy uses the parameters of the contender whose shadow cache
-has the most hits.
+Which parameters get the most hits depends on the traffic. A `Duel` compares *contenders*, sets
+of parameters, by *shadow caches*, which hold keys without bytes; the one with the most hits is
+used.
 """
 
 import math
@@ -34,71 +29,50 @@ from hotkv_server.cache.room.policies.shared import (
     spread,
 )
 
-# The duel measures, while the cache serves, which setting of the hotness formula would get the most
-# hits.
-#
-# Each contender is a setting of the policy's formula and has a shadow cache, which stores keys
-# without bytes: the keys that the real cache would hold with this setting. Shadow caches see only a
-# small sample of all keys, and are smaller than the real cache in the same proportion. After every
-# round (ROUND_S), the contender whose shadow cache had the most hits becomes the setting of the
-# real cache; hits of older rounds count less. Source of the sampling: Waldspurger et al., "Cache
-# modeling and optimization using miniature simulations", USENIX ATC 2017.
+# The duel. Shadow caches see a small sample of all keys, and are smaller in the same proportion:
+# Waldspurger et al., "Cache modeling and optimization using miniature simulations", USENIX ATC
+# 2017. After every ROUND_S the contender with the most hits wins; hits of older rounds count
+# less.
 
 
 ROUND_S = 60.0
 KEEP = 0.5
-"""At the end of each round (ROUND_S seconds), the scores of a `Duel` are multiplied by this factor
-before the hits of the round are added. So old hits count less."""
+"""Factor of the old scores at the end of a round."""
 MARGIN = 1.01
-"""A contender (setting of the policy's formula) replaces the current winner only if it has more
-than this many times the winner's hits."""
+"""A contender must have more than this many times the winner's hits."""
 HOLD_MARGIN = 1.04
-"""The score of a contender (setting of the policy's formula) that holds blocks back (`hold_s`) is
-divided by this factor before scores are compared. Such a score is less certain: the contender's
-shadow cache (simulated cache of keys) holds only a sample of the keys, so it counts hits of blocks
-without knowing whether the cache would hold the blocks before them."""
+"""Divides the score of a contender that holds back: its shadow cache counts hits of sampled
+blocks without knowing whether the blocks before them would be there."""
 SAMPLE_SHARE = 1 / 32
-"""Share of all keys that the shadow caches (simulated caches of keys without bytes) see. The share
-is larger while the real cache holds so few blocks that a shadow cache would hold less than
-MIN_SHADOW_BLOCKS."""
+"""Of all keys; more while a shadow cache would hold less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
-"""If the real cache comes to hold so few blocks that the share of sampled keys must grow by this
-factor, all shadow caches (simulated caches of keys without bytes) start empty with the larger
-share."""
+"""When the sample must grow by this factor, all shadow caches start empty."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
-"""All shadow caches (simulated caches) share one table of sampled keys. For each block that a
-shadow cache may hold, the table has this many places. A place has a key that some shadow cache
-holds, or a key that was evicted from all shadow caches."""
+"""Places in the common table for each block of a shadow cache: keys that some hold, or all have
+evicted."""
 
 
 LEAK = 1e-3
-"""Weight of the last term, LEAK · c, in the formula of `Contender` for a block's heat. c (log2 of
-the block's uses) has an upper bound in the other term, but not in this one. So this term orders
-blocks that were used more often than the bound, and makes the first blocks of a chain hotter than
-the last."""
+"""Weight of an unbounded c: orders blocks used more often than the bound, and the first blocks
+of a chain above the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A setting of the formula heat = recency · (time of last use) + half_life_s · (min(c,
-    most_doublings) + LEAK · c), in seconds.
+    """heat = recency · (time of last use) + half_life_s · (min(c, most_doublings) + LEAK · c), in
+    seconds.
 
-    c is log2 of the number of uses; each use counts half as much after `memory_s`.
-
-    half_life_s: small values order by recency, large values by frequency.
-    most_doublings: bounds c. With 1, the formula distinguishes only blocks that were used again
-        from other blocks. With 1 and a short `memory_s`, it distinguishes only blocks that were
-        used again recently.
-    recency: 1 or -1. With -1, frequency decides; of blocks with equal frequency, the most recently
-        used is evicted first. This suits traffic that uses, again and again in the same order, more
-        blocks than the cache can hold.
-    hold_s: a block is not evicted within this time after its last use. If room could be made only
-        by evicting such blocks, a new block is not stored. So if a conversation's next turn comes
-        within this time, its blocks are still there; blocks of further conversations are not
-        stored meanwhile.
+    half_life_s: small values order by recency, large ones by frequency.
+    memory_s: after which a use counts half in c.
+    most_doublings: with 1, only blocks used again stand out; with a short `memory_s` too, only
+        recent reuse.
+    recency: 1 or -1. With -1, of equally frequent blocks the most recently used goes first, for
+        traffic that cycles through more blocks than fit.
+    hold_s: a block stays so long after its last use; new ones are refused instead, so that a
+        conversation's next turn finds its blocks.
     """
 
     half_life_s: float
@@ -122,18 +96,12 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""Settings of the heat formula that the `Duel` compares, at most 16 (the number of bits in an
-element of `Duel._holders`). The policy uses the first setting until another setting wins."""
+"""At most 16, the bits of `Duel._holders`. The first is used until another wins."""
 
 
 class Duel:
-    """Compares contenders (settings of the formula of `Contender`) by the hits of their shadow
-    caches, which hold keys without bytes. All shadow caches see the same sample of keys.
-
-    share: share of keys that are in the sample.
-    current: index of the winning contender in `contenders`.
-
-    Argument `capacity` of the constructor: the most blocks that the real cache can hold.
+    """share: of keys in the sample.
+    current: index of the winner.
     """
 
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
@@ -141,9 +109,7 @@ class Duel:
         self.current = 0
         self._may_hold = True
         self.share = 1.0
-        # Bounds of the number of blocks in the real cache within which `share` (the share of
-        # sampled keys) need not change. With the value 0, the first use calls `_resample`, which
-        # sets the bounds.
+        # Real blocks for which `share` may stay. 0 makes the first use call `_resample`.
         self._too_few = self._too_many = 0
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
@@ -176,26 +142,17 @@ class Duel:
 
     @property
     def hold_s(self) -> float:
-        """Seconds after a block's last use in which the block is held back (not evicted): the
-        `hold_s` of the winning contender (setting of the policy's formula). 0 while the policy may
-        not hold blocks back (`allow_holding`)."""
+        """0 while the policy may not hold back."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """The score of each contender (setting of the policy's formula). It is the number of hits
-        in the contender's shadow cache (simulated cache of keys) up to the end of the last round
-        (period of ROUND_S). Hits of older rounds count less."""
+        """Hits up to the last round's end; older ones count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Records in all shadow caches (simulated caches of keys without bytes) that a request used
-        some blocks, whether or not the real cache has them. If the round (ROUND_S seconds) is over,
-        updates the scores and chooses the winner. Returns True if the winner changed.
-
-        keys: the keys of the blocks, in the order of the prompt.
-        num_resident: number of blocks in the real cache.
-        """
+        """A request used these keys, in prompt order, whether or not the real cache has them.
+        Ends a round that is over; True if the winner changed. `num_resident`: real blocks."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -220,10 +177,7 @@ class Duel:
         return self._end_round(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
-        """Sets whether a contender (setting of the policy's formula) with a `hold_s` may win. Such
-        a contender holds recently used blocks back from eviction. If `allowed` is False and such a
-        contender is the winner, chooses another winner at once. Returns True if the winner changed.
-        """
+        """True if the winner changed."""
         self._may_hold = allowed
         if allowed or not self.winner.hold_s:
             return False
@@ -231,21 +185,13 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Returns a score for each contender (setting of the policy's formula); the contender with
-        the highest score wins. A contender that holds blocks back from eviction (`hold_s` is not 0)
-        needs a clear lead, so its score is divided by HOLD_MARGIN. If holding back is not allowed
-        (`allow_holding`), its score is -inf."""
+        """-inf for a contender that may not win."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
     def _resample(self, num_resident: int) -> None:
-        """Adapts the share of sampled keys to `num_resident`, the number of blocks in the real
-        cache.
-
-        If the share falls, keys that are no longer in the sample are removed from all shadow caches
-        (simulated caches of keys without bytes). If the share rises, all shadow caches are emptied,
-        because they have not seen the uses of the keys that are new in the sample.
-        """
+        """Adapts `share`. When it rises, all shadow caches are emptied: they have not seen the
+        new keys' uses."""
         if num_resident < self._too_few:
             self.share = 1.0
             self._keys[:], self._holders[:] = 0, 0
@@ -260,8 +206,7 @@ class Duel:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Removes from all shadow caches (simulated caches of keys without bytes) the keys that are
-        no longer in the sample, because `share` has fallen."""
+        """Removes the keys that have left the sample."""
         left_out = (
             (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)
@@ -289,8 +234,6 @@ class Duel:
         return True
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the arrays of the shadow caches (simulated caches of keys
-        without bytes) disagree."""
         holders = self._holders.reshape(-1)
         leaves = self._trees.shape[1] // 2
         for number in range(len(self.contenders)):
@@ -307,9 +250,7 @@ class Duel:
 
 
 def _share_for(num_resident: int) -> float:
-    """Returns the share of all keys that the shadow caches (simulated caches of keys without bytes)
-    sample while the real cache holds `num_resident` blocks. With more blocks the share is equal or
-    smaller."""
+    """Never rises with more blocks."""
     blocks = max(1, num_resident)
     return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)
 
@@ -318,38 +259,27 @@ def _share_for(num_resident: int) -> float:
 
 
 TICKS_PER_S = 64
-"""Resolution of t, the time of a block's last use: t counts ticks of 1/64 second in 32 bits, which
-last two years."""
+"""Resolution of t, which counts in 32 bits for two years."""
 GHOSTS_PER_BLOCK = 4
 MAX_GHOSTS = 1 << 24
-"""Most ghosts (records of evicted blocks) that the policy remembers; this many take 512 MiB. The
-limit is needed for large disks. Capacities are computed for small blocks, so a disk of 1 TiB would
-have ghosts of 8 GiB, most of them for blocks that were evicted very long ago."""
+"""They take 512 MiB. Large disks need the limit: capacities are for small blocks, so 1 TiB would
+have ghosts of 8 GiB, most of them very old."""
 KEPT_S = 1e9
-"""Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended, so that these
-blocks are evicted after all others."""
+"""More heat until `Retention.ttl_s` ends, so that such blocks go last."""
 DEMOTED, DEMOTED_STEP = -1e9, -128.0
-"""Values of c (log2 of the uses) for demoted entries, which are not expected to be used again. The
-values are so low that every setting of the formula evicts these entries before all others. The
-first entry of a demoted chain gets DEMOTED; for each next entry, DEMOTED_STEP is added, a
-difference that 32-bit floats can represent."""
+"""c of demoted entries, which go first with every contender: DEMOTED for the first of a chain,
+DEMOTED_STEP more for each next, a step that float32 can represent."""
 DEPTH_STEP = 4e-6
-"""The c (log2 of the uses) of a block is at least this much larger than the c of the next block in
-its chain. So among blocks with equal uses, the last block of a chain is evicted first."""
+"""A block's c is at least so much above the next one's in its chain, so that the end goes first."""
 
 
 class Hotness:
-    """The policy Hotness: evicts the block with the lowest heat first. The heat is computed from
-    the time of the last use and the number of uses (see the module). Entry numbers go from 1 to
-    `capacity`.
+    """By entry number; times in ticks since the first use of any entry.
 
-    The arrays have a value for each entry number. A tick is 1/TICKS_PER_S seconds.
-
-    _used: time of the last use, uint32, in ticks since the first use of any entry; the end of the
-        entry's time to live if that is later. 0 for an entry that the policy does not know.
-    _uses: c (log2 of the uses), float32.
-    _held_until: time until which `hold` holds the entry back, in ticks, uint32. Not reset when an
-        entry number is reused, so a new block may be held back for the few seconds that are left.
+    _used: last use, uint32; the end of the time to live if later. 0 if unknown.
+    _uses: c, float32.
+    _held_until: of `hold`. Not reset when a number is reused: a new block may be held back for
+        the rest.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -416,17 +346,15 @@ class Hotness:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         known = entries[self._used[entries] != 0]
         self._uses[known] = DEMOTED + DEMOTED_STEP * np.arange(len(known))
-        # If the time of use lies in the future, because the entry had a time to live, set it to
-        # now: a demotion ends the time to live.
+        # A demotion ends a time to live, which lies in the future.
         self._used[known] = np.minimum(self._used[known], self._latest)
         self._demoted.add(known[::-1])
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        # Ignore blocks beyond the size of the whole cache, counted from the beginning of their
-        # chain. The cache could not have stored them in any case, so their misses do not show
-        # whether holding other blocks back from eviction is right.
+        # Blocks beyond the size of the cache would not fit in any case: their misses say nothing
+        # about holding back.
         keys = keys[: max(0, self._num_known - depth)]
         if not len(keys) or not self._holds(self._ticks(now_s)):
             return
@@ -446,9 +374,7 @@ class Hotness:
         self._watch(keys, now_s)
 
     def _watch(self, keys: Keys, now_s: float) -> None:
-        """Passes the keys of a request to the `Duel`, which compares settings of the policy's
-        formula. If another setting wins now, empties the queues of blocks to evict (`ColdQueue`),
-        because they are ordered by the earlier setting."""
+        """A new winner empties the queues, which its predecessor ordered."""
         if self.duel.observe(keys, now_s, self._num_known):
             self._queues.clear()
 
@@ -488,28 +414,21 @@ class Hotness:
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries (blocks) that are held back from eviction. These are
-        entries that `hold` named, and entries that were used in the last `hold_s` seconds (a
-        parameter of the policy, which comes from the setting that would have had the most hits
-        lately). `now`: the present time in ticks."""
+        """By `hold`, or used within the winner's `hold_s`."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
-        # Leave out entries whose time to live (`Retention.ttl_s`) has not ended. They need not be
-        # held back from eviction, because they are hotter than all other entries and so are evicted
-        # last.
+        # Without those in their time to live, which go last anyway.
         return is_held & (used <= self._latest)
 
     def _holds(self, now: int) -> bool:
-        """Returns True if any entry (block) may be held back from eviction at the time `now`, in
-        ticks."""
+        """True if any entry may be held back at tick `now`."""
         return self._may_keep and (self.duel.hold_s > 0 or self._last_hold > now)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         rule = self.duel.winner
         heat = np.empty(len(entries), np.float64)
-        # Until its time to live ends, a block gets KEPT_S more heat, whatever weight the formula
-        # gives to recency.
+        # KEPT_S counts whatever weight the formula gives to recency.
         self._kernels.heat(
             self._used,
             self._uses,
@@ -535,8 +454,7 @@ class Hotness:
         return self.duel.winner.memory_s * TICKS_PER_S
 
     def _advance(self, now_s: float) -> int:
-        """Returns the time of a use in ticks (of 1/TICKS_PER_S seconds). It never goes back, even
-        if `now_s` does."""
+        """Never goes back, even if `now_s` does."""
         if self._first_s == np.inf:
             self._first_s = now_s - 1.0
         self._latest = max(self._latest, self._ticks(now_s))
@@ -556,8 +474,6 @@ class Hotness:
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if entries, ghosts (records of evicted blocks) or shadow caches
-        (simulated caches of keys without bytes) disagree."""
         assert self._num_known == int((self._used != 0).sum()), "known entries miscounted"
         self._ghosts.check_invariants()
         self.duel.check_invariants()

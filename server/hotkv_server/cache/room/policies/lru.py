@@ -1,6 +1,5 @@
-"""The policy `LRU` (least recently used), and two classes that other policies use too: `Stamps`,
-the time stamps of entries (blocks), and `StampedPolicy`, the base class of policies with such
-stamps."""
+"""The policy `LRU`, and what other policies use too: `Stamps`, and `StampedPolicy`, the base
+class of policies with stamps."""
 
 from collections.abc import Iterator
 
@@ -12,20 +11,16 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import ColdQueues, DemotedEntries, Highest, others
 
 STEP_S = 1e-7
-"""Distance, in seconds, between the time stamps of two blocks of the same call. It is larger than
-the spacing of float64 numbers near 2e8 (DEMOTED_S), so the stamps of demoted blocks differ too."""
+"""Between the stamps of two blocks of a call. Above the spacing of float64 near 2e8 (DEMOTED_S),
+so that demoted stamps differ too."""
 DEMOTED_S = 2e8
-"""Subtracted, in seconds, from the time stamp of a demoted entry (block), so that the entry is
-evicted before all others. Larger than any stamp."""
+"""Subtracted from the stamp of a demoted entry; larger than any stamp."""
 
 
 class Stamps:
-    """A time stamp for each entry; the entry with the earliest stamp is evicted first. The stamp is
-    0 if the entry has none, and negative if the entry is demoted (marked to be evicted first).
+    """By entry; the earliest is evicted first. 0 for none, negative if demoted.
 
-    A use sets the stamp to the time of the use plus the time to live (`ttl_s`). Of two uses without
-    a time to live, the later use gives the later stamp. Within a call, a block gets a later stamp
-    than the blocks after it in its prompt.
+    A use sets it to its time plus `ttl_s`; earlier blocks of a call get later stamps.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -36,14 +31,12 @@ class Stamps:
 
     @property
     def state(self) -> NDArray[np.uint64]:
-        """The bits of the time stamps as integers: a view of `stamp_s`. A `ColdQueue` (queue of the
-        next blocks to evict) compares them to find out whether an entry (block) was used since it
-        was queued."""
+        """The stamps' bits, by which a `ColdQueue` sees that an entry was used since it was
+        queued."""
         return self.stamp_s.view(np.uint64)
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
-        """Stamps entries (blocks), given in the order of their prompt, with the time `now_s` plus
-        `ttl_s`. The stamp of an entry never falls."""
+        """In prompt order. A stamp never falls."""
         self.highest.add(entries)
         start_s = max(now_s, self._latest_s)
         stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
@@ -51,22 +44,18 @@ class Stamps:
         self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
 
     def demote(self, entries: Entries) -> None:
-        """Marks entries (blocks) that have a stamp as demoted: they are evicted before all others.
-        `entries`: in the order of their prompt; the last of them will be evicted first."""
+        """In prompt order; the last goes first. Skips entries without a stamp."""
         entries = entries[self.stamp_s[entries] > 0]
         self.stamp_s[entries] -= DEMOTED_S
         self.demoted.add(entries[::-1])
 
     def restore(self, entries: Entries) -> None:
-        """Undoes the demotion of entries (a mark by which they are evicted first): they get the
-        stamp back that they had before. A policy whose `touch` does not call `use` calls this
-        method instead, since a use ends a demotion."""
+        """Undoes demotions without a use, for a policy whose `touch` does not call `use`."""
         demoted = entries[self.stamp_s[entries] < 0]
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the time stamp of each entry (block); for a demoted entry (marked to be evicted
-        first), the stamp that it had before its demotion."""
+        """Stamps, as if not demoted."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 
@@ -74,14 +63,13 @@ class Stamps:
         self.stamp_s[entries] = 0.0
 
     def members(self, first: int, stop: int) -> Entries:
-        """Returns the entries (blocks) numbered `first` to `stop` - 1 that have a stamp."""
+        """Entries from `first` to `stop` - 1 with a stamp."""
         return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
 
 
 class StampedPolicy:
-    """Base class of the policies with `Stamps`: the methods that are the same in all of them. These
-    policies evict demoted entries (marked by `demote`) first; `_victims` chooses among the other
-    entries (blocks). Entry numbers go from 1 to `capacity`."""
+    """Base class of policies that never hold back. Demoted entries go first; `_victims` chooses
+    among the others."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -94,21 +82,14 @@ class StampedPolicy:
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
-    ) -> None:
-        """Does nothing. A policy that refuses to evict some blocks learns here which new blocks
-        found no room; LRU, ARC and S3-FIFO never refuse to evict a block."""
+    ) -> None: ...
 
-    def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing. The method allows or forbids a policy to refuse to evict blocks; LRU, ARC
-        and S3-FIFO never do so."""
+    def allow_keeping(self, allowed: bool) -> None: ...
 
-    def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing. The method asks a policy not to evict blocks before a time; LRU, ARC and
-        S3-FIFO never refuse to evict a block."""
+    def hold(self, entries: Entries, until_s: float) -> None: ...
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Prepares nothing, because `victims` decides from which of several queues it evicts
-        blocks. LRU, which has one queue, overrides this method."""
+        """Not for `victims` that decide from which of several queues they evict; LRU has one."""
         return iter(())
 
     def victims(
@@ -129,8 +110,7 @@ class StampedPolicy:
 
 
 class LRU(StampedPolicy):
-    """Evicts the least recently used entry (block) first. Ignores priorities. An entry with a time
-    to live (`Retention.ttl_s`) counts as in use until that time ends."""
+    """Evicts the least recently used block first; ignores priorities."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -163,5 +143,4 @@ class LRU(StampedPolicy):
     def figures(self) -> dict[str, float]:
         return {}
 
-    def check_invariants(self) -> None:
-        """Does nothing: there are no counts that could disagree with the stamps."""
+    def check_invariants(self) -> None: ...

@@ -1,13 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the eviction policies. Importing Numba takes a second, so import this module
-only when it is first used, through `hotkv_proto.native.require`. If Numba is missing, that function
-raises an error that says how to install it. `tests/core/test_hotness.py`, `test_duel.py` and
-`test_policy.py` compare the kernels with plain Python implementations of the same rules.
-
-Terms: a ghost is a record of an evicted block. A contender is a setting of the formula of
-`Hotness`. Its shadow cache stores keys without bytes, and shows how many hits the setting would get
-(`hotness.Duel`).
-"""
+"""Numba kernels of the eviction policies. Import them through `hotkv_proto.native.require`:
+importing Numba takes a second. Tests in `tests/core` compare them with plain Python."""
 
 from typing import Any
 
@@ -23,13 +16,12 @@ LEAK = 1e-3
 LOW_HALF = np.uint64(0xFFFF_FFFF)
 AHEAD = 8
 LIFT = 1e15
-"""A number above any heat. `observe` adds it to the heat of keys that must not be evicted during
-the call."""
+"""Above any heat: `observe` adds it to keys that must not be evicted during the call."""
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _spread(key: Any) -> Any:
-    """Mixes all bits of a key. Returns the same value as `shared.spread`."""
+    """As `shared.spread`."""
     mixed = (key ^ (key >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -46,9 +38,7 @@ def _tag(mixed: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
-    """Prefetches, into the processor's cache, the bucket of the key that comes AHEAD places after
-    key `i` in `keys`, because the table of ghosts (records of evicted blocks) is far larger than
-    that cache. `tags`, `values`, `ages`: the arrays of a `shared.GhostTable`."""
+    """Prefetches the bucket of a key AHEAD: the table is far larger than the processor's cache."""
     if i + AHEAD < keys.shape[0]:
         bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
         prefetch(tags, bucket)
@@ -58,7 +48,7 @@ def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _log2_of_sum(a: Any, b: Any) -> Any:
-    """Returns log2(2^a + 2^b); `a` is finite."""
+    """log2(2^a + 2^b); `a` is finite."""
     top, bottom = max(a, b), min(a, b)
     return top + np.log2(1.0 + 2.0 ** (bottom - top))
 
@@ -78,23 +68,15 @@ def use(
     memory: Any,
     depth_step: Any,
 ) -> None:
-    """Records a use of each entry. `uses` has c, the log2 of the entry's number of uses, in which
-    older uses count less. The new c is log2(2^(c - age/memory) + 2^weight_log2); `age` is the time
-    since the last use. All times are in ticks (of 1/TICKS_PER_S seconds).
+    """Records a use of each entry, in prompt order. Times are in ticks.
 
-    The entries are in the order of their prompt. The `uses` of a block become at least the `uses`
-    of the block after it plus `depth_step`, even if earlier uses of the block were forgotten. So
-    the end of a prompt is evicted first.
+    The new c is log2(2^(c - age/memory) + 2^weight_log2), and at least that of the block after it
+    plus `depth_step`, so that the end of a prompt goes first. `weight_log2` -inf is a refresh: it
+    counts no use, and skips entries without one.
 
-    If `weight_log2` is -inf, the call is a refresh. It sets the time of last use of entries that
-    have one, and counts no use. It skips the other entries.
-
-    used: time of the last use, by entry; set to `until` if that is later.
-    uses: c, by entry.
-    now: time of this use.
-    until: end of the time to live; `now` without a time to live.
-    weight_log2: log2 of the number of uses as which this use counts.
-    memory: time after which a use counts half as much.
+    used, uses: time of last use (becomes `until` if later) and c, by entry.
+    until: end of the time to live, or `now`.
+    memory: after which a use counts half.
     """
     least = -np.inf
     for i in range(entries.shape[0] - 1, -1, -1):
@@ -129,16 +111,12 @@ def heat(
     kept_s: Any,
     out: Any,
 ) -> None:
-    """Computes the heat of entries (the entry with the lowest heat is evicted first) by the formula
-    of `Contender`, and writes it into `out`.
+    """Writes heats by `Contender`'s formula into `out`.
 
-    used: time of each entry's last use, in ticks. For an entry (block) with a time to live, `used`
-        is the end of that time, which may lie in the future: after `latest`. Until that end,
-        `kept_s` is added to the entry's heat, so that it is evicted after the other entries.
-    uses: c (log2 of the uses), by entry.
-    half_life_s, most, recency: parameters of the formula; `most` is `most_doublings`.
-    tick_s: length of a tick in seconds.
-    latest: the latest time of a call, in ticks.
+    used: in ticks; after `latest` for an entry in its time to live, which gets `kept_s` more heat.
+    uses: c, by entry.
+    most: `most_doublings`.
+    latest: tick of the latest call.
     """
     for i in range(entries.shape[0]):
         entry = entries[i]
@@ -154,9 +132,8 @@ def heat(
     "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
 )
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Resets the state of the given entries (blocks) to 0. Returns how many entries had another
-    state. For these entries, writes the keys into `gone_keys` and the former states into
-    `gone_states`."""
+    """Sets the entries' states to 0. Returns how many were not; writes their keys and states
+    out."""
     count = 0
     for i in range(entries.shape[0]):
         state = states[entries[i]]
@@ -176,14 +153,9 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any
 ) -> int:
-    """Adds ghosts (records of evicted blocks, by key) in order. A new ghost replaces the ghost with
-    the same tag, or, in a full bucket, the oldest ghost. Returns how many ghosts were replaced, and
-    writes their values into `gone`.
-
-    tags, values, ages: the arrays of a `shared.GhostTable`.
-    new_values: value of each new ghost.
-    next_age: running number of the first new ghost; a higher number is newer.
-    """
+    """Adds ghosts in order. One replaces the ghost with its tag, or in a full bucket the oldest.
+    Returns how many were replaced, and writes their values into `gone`. `next_age`: of the
+    first."""
     num_gone = 0
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
@@ -194,8 +166,7 @@ def remember(
             if tags[bucket, way] == tag:
                 place = way
                 break
-            # Prefer a free way (place in the bucket) to a way with a ghost: a free way has age 0,
-            # the age of a ghost is higher.
+            # A free way has age 0, below any ghost's.
             if ages[bucket, way] < ages[bucket, place]:
                 place = way
         if tags[bucket, place] != 0:
@@ -214,13 +185,8 @@ def remember(
     cache=True,
 )
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
-    """Removes the ghosts (records of evicted blocks) of these keys from the table. Writes into
-    `found` whether each key had a ghost, and into `out` the ghost's value.
-
-    `tags`, `values`, `ages`: the arrays of a `shared.GhostTable`. `ages` has each ghost's running
-        number, which grows from ghost to ghost.
-    `oldest`: ghosts with a lower running number have expired and are ignored.
-    """
+    """Removes the keys' ghosts; writes into `found` whether each had one, and its value into
+    `out`. Ghosts older than `oldest` have expired."""
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
@@ -259,22 +225,15 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Returns the heat of a key that is used at `now_s`, by the formula of `hotness.Contender`; the
-    key with the lowest heat is evicted first. A key is slightly colder than the keys before it in
-    its prompt.
-
-    rule: parameters of the formula, a contender's half_life_s, most_doublings, recency and hold_s.
-    count: c (log2 of the key's uses).
-    depth: number of keys before it in its prompt.
-    """
+    """Heat of a key used at `now_s`; slightly below the keys before it in its prompt. `rule`: a
+    contender's half_life_s, most_doublings, recency, hold_s; `count`: c."""
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)
 
 
 @numba.njit(nogil=True, cache=True)
 def _take_least(holders: Any, trees: Any, held: Any, c: Any) -> None:
-    """Removes the coldest key from the shadow cache (simulated cache of keys) of contender `c`, a
-    setting of the policy's formula. The other arguments are arrays of `hotness.Duel`."""
+    """Removes the coldest key from contender `c`'s shadow cache."""
     victim = _least_leaf(trees[c])
     holders[victim // WAYS, victim % WAYS] &= ~np.uint16(1 << c)
     _set_leaf(trees[c], victim, np.inf)
@@ -294,14 +253,8 @@ def _raise(
     now_s: Any,
     lift: Any,
 ) -> None:
-    """Raises the heat of sampled keys of `asked` in all shadow caches (simulated caches of keys
-    without bytes) that hold them; the key with the lowest heat is evicted first. The new heat is
-    `lift` more than the heat of a key that is used at `now_s`. The other arguments are arrays of
-    `hotness.Duel`.
-
-    asked: keys of the blocks of a request, from the first block on.
-    threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.
-    """
+    """Raises the heat of the sampled keys of `asked` in the shadow caches that hold them, to
+    that of a key used at `now_s` plus `lift`."""
     for i in range(asked.shape[0]):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)
@@ -341,18 +294,13 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records a use of each sampled key of `asked` in all shadow caches (simulated caches of keys).
-    Each contender (setting of the policy's formula) has a shadow cache. A shadow cache holds at
-    most `limit` keys; the coldest key is evicted for a new key.
+    """Records a use of each sampled key of `asked`, a request's keys from its first block on, in
+    all shadow caches, of at most `limit` keys each. Other arguments are arrays of `hotness.Duel`.
 
-    asked: keys of the blocks of a request, from the first block on.
-    threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.
-    hits: number of hits of each contender, to which this call adds.
-    now_s: time of the use, in seconds. The other arguments are arrays of `hotness.Duel`.
+    A key is not stored if a key of the same call would have to go for it: the real cache too stores
+    a request's first blocks. Nor if the key to evict was used within the contender's `hold_s`.
 
-    A key is not stored if another key of the same call would have to be evicted for it. The real
-    cache does the same: it stores a request's blocks from the first on, until no room is left. Nor
-    is a key stored if the key to evict for it was used within the contender's `hold_s`.
+    threshold: sampled if the low 32 bits of the mixed key are below it.
     """
     num_contenders = rules.shape[0]
     for c in range(num_contenders):
@@ -370,9 +318,8 @@ def observe(
             if keys[bucket, way] == key:
                 place, known = way, True
                 break
-            # A new key gets a free place (way) in its bucket. If the bucket has no free place, the
-            # key replaces the oldest ghost (evicted key). If the bucket has no ghost either, it
-            # replaces the oldest key of a shadow cache.
+            # A new key takes a free way, else that of the oldest evicted key, else of the oldest
+            # held key.
             rank = (keys[bucket, way] != 0) + (holders[bucket, way] != 0)
             least = (keys[bucket, place] != 0) + (holders[bucket, place] != 0)
             if rank < least or (rank == least and used_s[bucket, way] < used_s[bucket, place]):
@@ -398,9 +345,8 @@ def observe(
                 hits[c] += 1
             else:
                 if held[c] >= limit and lift == 0.0:
-                    # The shadow cache is full. From here on, add LIFT to the heat of the keys of
-                    # this call, so that they are hotter than all other keys and are not evicted for
-                    # each other.
+                    # Full: from here on the keys of this call get LIFT more heat, so that none
+                    # is evicted for another.
                     lift = LIFT
                     so_far = asked[: i + 1]
                     _raise(

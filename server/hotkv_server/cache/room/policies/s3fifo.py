@@ -1,10 +1,9 @@
-"""S3-FIFO: two queues, from whose front blocks are evicted. New blocks enter the small queue, which
-gets a tenth of the room. A block at the front of the small queue that was used at least
-USES_TO_STAY times moves to the main queue instead of being evicted. A block at the front of the
-main queue that was used moves to the end of the queue. A ghost is a record of a block that was
-evicted from the small queue; if a block with a ghost is stored again, it enters the main queue.
+"""S3-FIFO. New blocks enter the small queue, which gets a tenth of the room. At its front, a block
+used at least USES_TO_STAY times moves to the main queue instead of being evicted; at the front of
+the main queue, a used block moves to its end. A block with a ghost, left by the small queue, enters
+the main queue.
 
-Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
 from functools import partial
@@ -21,18 +20,13 @@ SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.1
 MAX_USES = 3
 USES_TO_STAY = 2
-"""A block in the small queue that was used this often moves to the main queue instead of being
-evicted."""
 
 
 class S3FIFO(StampedPolicy):
-    """The policy S3-FIFO: evicts from two queues in the order of arrival, but lets blocks that were
-    used stay (see the module). Entry numbers go from 1 to `capacity`. `last_used_s` returns when
-    entries (blocks) entered their queue, because this policy does not store the time of later uses.
+    """`last_used_s` is when an entry entered its queue: later uses have no time here.
 
-    _queue_of: the queue of each entry: SMALL, MAIN, or 0 for an unknown entry; uint8 by entry
-        number.
-    _uses: uses of each entry since `victims` last considered it, at most MAX_USES.
+    _queue_of: SMALL, MAIN, or 0 for an unknown entry; uint8.
+    _uses: since `victims` last considered the entry, at most MAX_USES.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -71,8 +65,7 @@ class S3FIFO(StampedPolicy):
         self._stamps.restore(entries)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Undoes the demotion of entries (a mark by which they are evicted first). Their order does
-        not change, because only the order of arrival counts in this policy."""
+        """Only undoes demotions: the order is that of arrival."""
         self._stamps.restore(entries)
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
@@ -117,9 +110,7 @@ class S3FIFO(StampedPolicy):
         return self._queues[number].of(slot_bytes).take(count, may_go)
 
     def _stay(self, entries: Entries, number: int) -> None:
-        """Moves entries (blocks) to the end of the main queue instead of evicting them; their order
-        stays.
-        `number`: the queue that the entries were in, SMALL or MAIN."""
+        """Moves entries from the queue `number` to the end of the main queue, in their order."""
         self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
         self._num[number] -= len(entries)
         self._num[MAIN] += len(entries)
@@ -133,6 +124,5 @@ class S3FIFO(StampedPolicy):
         return {"small_blocks": float(self._num[SMALL]), "main_blocks": float(self._num[MAIN])}
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the queues are miscounted."""
         for number in (SMALL, MAIN):
             assert self._num[number] == int((self._queue_of == number).sum()), "queue miscounted"

@@ -1,5 +1,4 @@
-"""Parts that several policies use: `GhostTable` (records of evicted blocks), `ColdQueue` (the next
-blocks to evict) and `DemotedEntries`."""
+"""What several policies use: `GhostTable`, `ColdQueue` and `DemotedEntries`."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,46 +12,36 @@ from hotkv_proto import native
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.slabs import MAX_SIZES
 
-# Ghosts: records of evicted blocks.
+# Ghosts, in a hash table of fixed size by 64-bit key.
 #
-# A `GhostTable` is a hash table of fixed size. It stores a ghost by the 64-bit key of its block;
-# each ghost carries 64 bits that the policy chooses. Always true: a key has at most one ghost; the
-# oldest ghosts are dropped first.
-#
-# The blocks of a chain become ghosts together. Their ghosts should also be dropped together,
-# because a chain from which a ghost is missing is of little use. So the table has twice as many
-# places as ghosts: few buckets are then full before their oldest ghosts expire. Two keys of one
-# bucket with equal tags are mistaken for each other, with odds of 1 in 2^31; the cost is a wrong
-# estimate of heat.
+# Always true: a key has at most one; the oldest are dropped first. There are twice as many
+# places as ghosts, so that few buckets are full before their oldest expire: a chain's ghosts,
+# which come together, should go together. Two keys of a bucket are mistaken for each other with
+# odds of 1 in 2^31, which costs a wrong heat.
 
 
 WAYS = 8
 ROOM = 2
-"""A `GhostTable` has this many places for each ghost (record of an evicted block) that it should
-hold."""
+"""Places for each ghost."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 Values = NDArray[np.uint64]
 
 
 def spread(keys: Keys) -> Keys:
-    """Mixes all bits of keys, and returns 64 bits for each key. In a `GhostTable` (records of
-    evicted blocks), the high half selects the bucket, and the low half is the tag there. The low
-    half also decides whether the key is in the sample of a `Duel` (comparison of settings by
-    simulation)."""
+    """The high half of the mixed bits selects a bucket; the low half is the tag there, and
+    decides whether a `Duel` samples the key."""
     mixed: Keys = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
 
 class GhostTable:
-    """The newest `num_ghosts` ghosts: records of evicted blocks by key, each with a 64-bit value
-    that the policy chooses.
+    """The newest `num_ghosts`. Rows are buckets of WAYS places.
 
-    tags: uint32, a row for each bucket, with WAYS places: 31 bits of each ghost's mixed key
-        (`spread`), and the lowest bit set; 0 for an empty place.
-    values: uint64, value of the ghost in each place.
+    tags: uint32, 31 bits of the mixed key and the lowest bit set; 0 if empty.
+    values: uint64, of the policy.
+    _ages: running number, higher is newer; 0 if empty.
 
-    `_ages`: running number of the ghost in each place; higher is newer, 0 for an empty place.
-    `is_lasting`: True if ghosts never expire, and are dropped only when their bucket is full.
+    `is_lasting`: dropped only from a full bucket.
     """
 
     def __init__(self, num_ghosts: int, *, is_lasting: bool = False) -> None:
@@ -72,9 +61,7 @@ class GhostTable:
         return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Adds a ghost (record of an evicted block) for each key, in order. Returns the values of
-        the older ghosts that were dropped because their bucket was full or they had the same
-        key."""
+        """Adds a ghost for each key, in order. Returns the values of the ghosts that gave way."""
         if self._next_age + len(keys) >= 1 << 32:
             self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
@@ -87,8 +74,7 @@ class GhostTable:
         return gone[:num_gone]
 
     def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
-        """Removes the ghosts (records of evicted blocks) of these keys. Returns for each key
-        whether it had a ghost, and the ghost's value."""
+        """Removes the keys' ghosts. For each key, whether it had one, and its value."""
         found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
         self._kernels.take(
             self.tags,
@@ -102,80 +88,57 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Drops the ghosts (records of evicted blocks) with high tags: `tag` or higher. A ghost's
-        tag consists of bits of its mixed key (see `tags`). So this method can reduce the ghosts to
-        a sample of all keys."""
+        """Drops ghosts with tags of `tag` or more, to keep a sample of all keys."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Adds ghosts (records of evicted blocks) that were saved from an earlier table. They
-        become the oldest ghosts of this table. Ignores places that this table does not have.
-
-        places: positions of the ghosts in the flattened array `tags`.
-        tags: the tags of the ghosts.
-        """
+        """Adds saved ghosts, as the oldest. `places`: in the flattened `tags`; unknown ones are
+        ignored."""
         known = places < self.tags.size
         self.tags.reshape(-1)[places[known]] = tags[known]
         self._ages.reshape(-1)[places[known]] = 1
 
     def _begin_anew(self) -> None:
-        """Subtracts a constant from the running numbers (`_ages`) of all ghosts (records of evicted
-        blocks), so that the numbers stay below 2^32. Runs once per about 2^32 new ghosts. Expired
-        ghosts, whose numbers would fall below 1, are removed. If ghosts never expire
-        (`is_lasting`), they stay, with the lowest number."""
+        """Lowers all `_ages`, to stay below 2^32. Expired ghosts go; lasting ones get the
+        lowest."""
         base = self._next_age - self.num_ghosts - 1
         oldest = (self.tags != 0) & self._is_lasting
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
         self._next_age -= base
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a bucket has the same tag twice."""
         for bucket in self.tags:
             tags = bucket[bucket != 0]
             assert len(np.unique(tags)) == len(tags), "a key has two ghosts"
 
 
-# A `ColdQueue` returns the coldest entries (blocks to evict first) in order, without sorting all
-# entries.
+# A `ColdQueue` returns the coldest entries in order, without sorting all.
 #
-# The queue is refilled when it has too few entries. A refill scans entries by number, from the
-# place at which the last refill stopped, until it has seen enough evictable entries. It queues the
-# coldest 1/SHARE of them, sorted, so the work for each evicted entry is constant on average. If few
-# of the entries have the wanted slot size, a refill must scan many: ten million entries take a
-# tenth of a second. So that `take` need not do this at once, `sweep` refills the queue before, in
-# parts.
-#
-# A use of an entry does not change the queue; it changes only the entry's state in the policy. So
-# the queue skips an entry if its state has changed since it was queued. A later refill queues such
-# an entry again if it is still among the coldest. A later refill also queues entries that were
-# added since.
+# A refill scans numbers from where the last one stopped, until it has seen enough evictable
+# entries, and queues the coldest 1/SHARE: constant work for each eviction on average. If few
+# have the wanted slot size, ten million take a tenth of a second; `sweep` does that in parts
+# beforehand. A use changes only the entry's state: the queue skips it, a later refill finds it
+# again.
 
 
 SHARE = 16
-"""A refill of a `ColdQueue` queues the coldest 1/16 of the entries (blocks) that it has scanned:
-those to be evicted first."""
+"""A refill queues the coldest 1/16 of what it scanned."""
 MIN_QUEUED = 4
-"""A refill of a `ColdQueue` (the next blocks to evict) queues at least this many entries. The
-number is small, because a colder block that is added after the refill is evicted only after the
-queued entries."""
+"""A refill queues at least so many; few, because colder entries that come later wait behind
+them."""
 SWEEP_ENTRIES = 1 << 17
-"""Number of entry numbers (of blocks) that each part of a refill of a `ColdQueue` examines. Other
-calls can run between two parts."""
+"""Entry numbers that a part of a refill examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
-"""Function that returns the heat of each entry; the entry with the lowest heat is the coldest."""
+"""The lowest is the coldest."""
 Members = Callable[[int, int], Entries]
-"""Function with the arguments `first` and `stop`. Returns those entries (blocks), among the entry
-numbers from `first` to `stop` - 1, that belong into a `ColdQueue`: for example the blocks of one
-list of the policy ARC."""
+"""Those from `first` to `stop` - 1 that belong into the queue."""
 
 
 class Highest:
-    """The highest entry number (index of a block's record) that was ever added. A `ColdQueue`
-    (queue of the next blocks to evict) is refilled by a scan of all entry numbers up to this one.
-    """
+    """The highest entry number ever added."""
 
     __slots__ = ("number",)
 
@@ -188,13 +151,9 @@ class Highest:
 
 
 class ColdQueue:
-    """A queue that returns entries in order of eviction, the coldest first.
-
-    members: function that returns which entries of a range of entry numbers belong to the queue.
-    state: for each entry number, 64 bits of the policy's state. They change when the entry is used
-        or removed. 0 for an entry that the policy does not know.
-    highest: the highest entry number to scan.
-    heat: function that returns the heat of entries; the lowest heat is the coldest.
+    """state: 64 bits of the policy by entry number, which change with each use or removal; 0 if
+        unknown.
+    highest: up to which to scan.
     """
 
     def __init__(
@@ -207,44 +166,36 @@ class ColdQueue:
         self._hand = 0
         self._entries: Entries = np.empty(0, np.uint32)
         self._states = np.empty(0, np.uint64)
-        # True if a sweep has just scanned all entries and found too few evictable entries.
+        # A sweep has just found too few in all entries.
         self._is_swept = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Empties the queue, so that the next call of `take` refills it. Called when the order of
-        eviction has changed."""
+        """For a new order: the next `take` refills."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
-        """Refills the queue if a `take` with the same arguments would find too few entries (blocks)
-        in it. Then that `take` need not refill the queue. Yields after each part. `evictable`:
-        function that returns which entries may be evicted."""
+        """Refills the queue, in parts, if such a `take` would have to."""
         head = self._entries[: 4 * count]
         if (
             np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
             < count
         ):
             yield from self._refill(count, evictable, [])
-        # If all entries were scanned and too few can be evicted, the next `take` need not scan
-        # again. Otherwise `take` may still have to: between two parts of this refill, other calls
-        # may have evicted or used some of the queued entries.
+        # After a full scan with too few, the next `take` need not scan. Else it may: queued
+        # entries may have gone or been used meanwhile.
         self._is_swept = len(self._entries) < count
 
     def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
-        """Removes the coldest evictable entries from the queue and returns them, at most `count`.
-        Also removes entries that are not evictable (pinned); they return with the next refill.
-
-        held: function that returns which entries to hold back. If one of the examined entries is
-            held back, it stays in the queue, and the queue is not searched further.
-        """
+        """Removes and returns up to `count` of the coldest evictable entries. Pinned ones leave
+        the queue too, and return with the next refill. One of `held` stays and ends the search."""
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
         while missing > 0:
             if len(self._entries) < missing and not refilled:
-                # The refill replaces what is left in the queue.
+                # Replaces what is left in the queue.
                 for _ in self._refill(missing, evictable, chosen):
                     pass
                 refilled = True
@@ -261,7 +212,7 @@ class ColdQueue:
                 break
             places = usable.nonzero()[0][:missing]
             chosen.append(head[places])
-            # An entry leaves the queue only if it was returned, or examined and skipped.
+            # What was returned, or examined and skipped, leaves the queue.
             used = len(head) if len(places) < missing else int(places[-1]) + 1
             self._entries, self._states = self._entries[used:], self._states[used:]
             missing -= len(places)
@@ -272,8 +223,7 @@ class ColdQueue:
     def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> Iterator[None]:
         end = self._highest.number + 1
         parts: list[Entries] = []
-        # Use a local copy of the scan's position: another refill may run between two parts, and
-        # this refill must not see an entry twice.
+        # A local copy: another refill may run meanwhile, and this one must see no entry twice.
         num_seen, walked, hand = 0, 0, self._hand if self._hand < end else 0
         while walked < end and num_seen < SHARE * count:
             stop = min(hand + SWEEP_ENTRIES, end, hand + end - walked)
@@ -285,8 +235,7 @@ class ColdQueue:
             yield
         self._hand = hand
         entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        # Drop entries that were removed between two parts (state 0). Their numbers may belong to
-        # sketches (compact forms of blocks' keys) by now, which a policy does not know.
+        # Removed meanwhile (state 0): the number may be a sketch's by now.
         entries = entries[self._state[entries] != 0]
         if chosen:
             entries = entries[~np.isin(entries, np.concatenate(chosen))]
@@ -297,17 +246,10 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Selects candidates for a refill of the queue from one part of all entries (blocks): the
-        evictable entries of the part. From a large part, selects only evictable entries among its
-        coldest, if there are enough of them. Returns two results: the number of entries to count
-        as scanned, and the candidates.
-
-        count: number of entries that the refill should queue at least.
-        """
+        """Candidates of one part: its evictable entries, of a large part only the coldest if
+        they are enough. Returns the number to count as scanned, and these."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
-            # Check only the coldest entries first. Check all entries only if too few of these may
-            # be evicted.
             coldest, _ = self._coldest(entries, 2 * keep)
             found = coldest[evictable(coldest)]
             if len(found) >= keep:
@@ -316,8 +258,7 @@ class ColdQueue:
         return len(found), found
 
     def _coldest(self, entries: Entries, count: int) -> tuple[Entries, NDArray[np.float64]]:
-        """Returns the `count` entries (blocks) with the lowest heat, which are evicted first.
-        Returns them unsorted, together with their heat."""
+        """Unsorted, with their heat."""
         heat = self._heat(entries)
         if len(entries) <= count:
             return entries, heat
@@ -326,9 +267,7 @@ class ColdQueue:
 
 
 class ColdQueues:
-    """A `ColdQueue` for each slot size; the arguments of the constructor are those of `ColdQueue`.
-    If there are MAX_SIZES queues, all queues are dropped before another queue is made. A new queue
-    refills itself, so nothing is lost."""
+    """By slot size. At MAX_SIZES all are dropped; new ones refill themselves."""
 
     def __init__(
         self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
@@ -337,12 +276,10 @@ class ColdQueues:
         self._queues: dict[int, ColdQueue] = {}
 
     def __len__(self) -> int:
-        """Number of queued entries."""
         return sum(map(len, self._queues.values()))
 
     def of(self, slot_bytes: int) -> ColdQueue:
-        """Returns the queue of the coldest entries (blocks to evict first) for this slot size; 0
-        for any size."""
+        """0 for any size."""
         if slot_bytes not in self._queues:
             if len(self._queues) >= MAX_SIZES:
                 self._queues.clear()
@@ -350,8 +287,6 @@ class ColdQueues:
         return self._queues[slot_bytes]
 
     def clear(self) -> None:
-        """Empties all queues. Called when the policy's formula of heat has changed, because the
-        queues are ordered by heat (the entry with the lowest heat is evicted first)."""
         for queue in self._queues.values():
             queue.clear()
 
@@ -360,30 +295,23 @@ def _kept(num_seen: int, count: int) -> int:
     return max(MIN_QUEUED, count, num_seen // SHARE)
 
 
-# Demoted entries are evicted before all others, until they are used again.
+# Demoted entries go before all others, until they are used, which changes their state.
 #
-# To demote an entry (a block's record), a policy marks the entry in its state and adds it to a
-# `DemotedEntries`. The policy's method `victims` evicts these entries first. A use changes the
-# entry's state and thereby undoes the demotion. Always true: `take` returns an entry at most once,
-# and never if the entry's state has changed since it was demoted. Memory is bounded by the
-# capacity, however often entries are demoted and used in turn. A call examines only the entries
-# that it was given and a few parts of PART_ENTRIES.
+# Always true: `take` returns an entry at most once, and never if its state has changed. Memory
+# is bounded by the capacity. A call examines only its own entries and a few parts.
 
 
 LOOKED_ENTRIES = 1 << 14
-"""`DemotedEntries.take` stops when it has examined this many entries. The entries that it skipped
-(because they are pinned or of other slot sizes) then move behind the other demoted entries (marked
-to be evicted first)."""
+"""After so many, `DemotedEntries.take` stops; what it skipped, pinned or of other sizes, moves
+to the end."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
-"""For each part that is added to `DemotedEntries`, entries that are no longer demoted are removed
-from this many old parts (`_compact_next`). So the number of parts stays bounded."""
+"""Old parts compacted for each new one, which bounds their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """At most PART_ENTRIES demoted entries (marked to be evicted first). `states` and `numbers`:
-    the state and the running number of each entry (block) when it was added."""
+    """At most PART_ENTRIES; state and running number are those when added."""
 
     entries: Entries
     states: NDArray[np.uint64]
@@ -404,35 +332,29 @@ class _Part:
 
 
 class DemotedEntries:
-    """Demoted entries (marked to be evicted before all others), in the order in which they were
-    demoted. `state`: for each entry number, 64 bits of the policy's state. They change when the
-    entry is used or removed, which ends the demotion."""
+    """In the order of demotion. `state`: as in `ColdQueue`."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
-        # For each entry number: the running number that the entry got when it was last added to
-        # this object. It shows whether an older place of the entry is still valid. This array uses
-        # little memory at first: the kernel allocates a page of it when an entry on this page is
-        # first demoted.
+        # Number of each entry's last addition: an older place is invalid. The kernel allocates a
+        # page with its first demotion.
         self._last = np.zeros(len(state), np.uint32)
         self._num_added = 0
         self._parts: deque[_Part] = deque()
-        # Index of the part to compact next.
+        # Part to compact next.
         self._next = 0
 
     def __len__(self) -> int:
         return sum(len(part) for part in self._parts)
 
     def add(self, entries: Entries) -> None:
-        """Adds entries whose state marks them as demoted, in the order in which they should be
-        evicted. If an entry is listed twice, its first place counts. An entry that was added by an
-        earlier call moves to its new place."""
+        """In the order in which they should go. Of repetitions the first place counts; what was
+        added before moves here."""
         for start in range(0, len(entries), PART_ENTRIES):
             some = entries[start : start + PART_ENTRIES]
             numbers = np.arange(self._num_added, self._num_added + len(some)).astype(np.uint32)
             self._num_added += len(some)
-            # Assign in reversed order: if an entry is listed twice, numpy keeps the last
-            # assignment, and this must be the entry's first place.
+            # Reversed: numpy keeps the last assignment, which must be the first place.
             self._last[some[::-1]] = numbers[::-1]
             self._append(self._valid(_Part(some, self._state[some], numbers)))
 
@@ -445,9 +367,8 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Compacts the next part of the demoted entries: removes the entries (blocks) of the part
-        that are no longer valid (`_valid`). Joins the part with the part before it if both together
-        are small enough."""
+        """Drops what is invalid from the next part, and joins it with the one before if both
+        fit."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
@@ -457,15 +378,12 @@ class DemotedEntries:
         self._next = at + 1
 
     def _valid(self, part: _Part) -> _Part:
-        """Drops the entries (blocks) of a part of this object that are no longer demoted, or that
-        were added again later. Returns the rest of the part."""
+        """Without what is no longer demoted, or was added again."""
         is_last = self._last[part.entries] == part.numbers
         return part.at(is_last & (self._state[part.entries] == part.states))
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """Removes up to `count` evictable entries (blocks) that are still demoted (marked to be
-        evicted first) from this object, and returns them. If the caller does not evict such an
-        entry, this object does not return the entry again."""
+        """Removes and returns evictable entries, which do not come back if they are not evicted."""
         chosen: list[Entries] = [np.empty(0, np.uint32)]
         passed: list[_Part] = []
         num_looked = 0
@@ -488,8 +406,7 @@ class DemotedEntries:
 
 
 def others(evictable: Evictable, chosen: Entries) -> Evictable:
-    """Returns a function that returns a mask of entries: True for each entry (block) that
-    `evictable` accepts and that is not in `chosen`."""
+    """`evictable`, but not in `chosen`."""
     if not len(chosen):
         return evictable
     return lambda entries: evictable(entries) & ~np.isin(entries, chosen)
