@@ -1,17 +1,14 @@
-"""Calibrates the layers of a rank from the first prompts that the engine computes: measures the
-mean (centre) and the principal axes of each layer's keys.
+"""Calibrates layers from the first prompts that the engine computes.
 
-The format `mix2` of sketches (compact forms of blocks' keys, by which sparse attention
-chooses blocks) stores keys along principal axes. These depend on the distribution of a layer's keys
-and queries. `FirstPrompt` records this distribution from the first `ENOUGH_TOKENS` tokens that the
-engine computes in the layer. Until then the layer has no such sketches, and all requests
-attend to everything in it. Afterwards the layer's axes are fixed.
+The format `mix2` stores keys along principal axes, which depend on the distribution of a layer's
+keys and queries. `FirstPrompt` records it from the first `ENOUGH_TOKENS` tokens that the engine
+computes in the layer. Until then the layer has no such sketches, and all requests attend to
+everything in it. Afterwards its axes are fixed.
 
-RoPE rotates keys by their position, so principal axes that fit the positions of a short prompt
-would not fit later positions. Therefore the tokens are treated as if they were spread over the
-longest context that the engine accepts (`hotkv_sparse.axes`). Tokens whose KV came from a cache are
-not computed, so they don't count. Engines don't share this calibration, because they see different
-prompts.
+RoPE rotates keys by their position, so axes that fit a short prompt would not fit later positions.
+Therefore the tokens are spread over the longest context that the engine accepts
+(`hotkv_sparse.axes`). Tokens whose KV came from a cache don't count: they are not computed. Engines
+see different prompts, so they don't share this calibration.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
@@ -28,19 +25,17 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
-"""A function that receives the calibration of a layer: the layer's index, its centre (the mean key
-of each head, float32 [KV heads, channels]), and the principal axes of its keys."""
+"""Takes a layer's index, its centre, float32 [KV heads, channels], and its principal axes."""
 ENOUGH_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """Describes how a model's RoPE rotates keys by their position, so that a key can be moved to
-    other positions.
+    """How a model's RoPE rotates keys by their position.
 
-    frequencies: float64 [F], radians per token. The channels i and i + F of a head are rotated
-        together, by frequencies[i].
-    context_tokens: length of the longest context.
+    frequencies: float64 [F], radians per token. Channels i and i + F of a head rotate together, by
+        frequencies[i].
+    context_tokens: of the longest context.
     """
 
     frequencies: npt.NDArray[np.float64]
@@ -48,17 +43,15 @@ class Turning:
 
 
 NO_TURNING = Turning(np.empty(0), 1)
-"""For models without RoPE, whose keys do not depend on the position."""
+"""For models without RoPE."""
 
 
 class FirstPrompt:
-    """Records the keys and queries of each layer until the layer has seen enough tokens, and then
-    calibrates the layer: computes the mean and the principal axes of its keys.
+    """Records each layer's keys and queries until they suffice to calibrate it.
 
-    waiting: by index of each layer that is not calibrated yet: its record of keys and queries.
-    shapes: by index of each layer to calibrate: (number of KV heads, number of channels).
-    turning: how the model's RoPE rotates keys by their position.
-    then: a function that is called with the calibration of each layer.
+    waiting: records of the layers that are not calibrated yet, by index.
+    shapes: (KV heads, channels) of each layer to calibrate, by index.
+    then: is called with each calibration.
     """
 
     def __init__(
@@ -70,7 +63,7 @@ class FirstPrompt:
 
     @staticmethod
     def of(layers: Iterable[SparseLayer], turning: Turning, then: Calibrated) -> "FirstPrompt":
-        """Returns a `FirstPrompt` that calibrates the uncalibrated layers among `layers`."""
+        """Takes the uncalibrated ones of `layers`."""
         shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
         return FirstPrompt(
             {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()},
@@ -82,11 +75,9 @@ class FirstPrompt:
         return f"FirstPrompt({len(self.waiting)} layers wait)"
 
     def see(self, index: int, batch: Batch, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Records the keys and queries that a step has computed in a layer that is in `waiting`.
-        Once the layer has seen enough tokens, calibrates it and calls `then`.
+        """Records a step of a layer in `waiting`, and calibrates it once it has enough tokens.
 
-        index: index of the layer.
-        keys_NHD, queries_NQD: of the step's N tokens, in the order of the batch, after RoPE.
+        keys_NHD, queries_NQD: in the order of the batch, after RoPE.
         """
         estimate = self.waiting[index]
         counts = np.maximum(np.diff(batch.starts), 0)
@@ -100,8 +91,8 @@ class FirstPrompt:
             self._turning.frequencies,
             self._turning.context_tokens,
         )
-        # `num_tokens` counts each token PLACES times, once for each position to which it was moved.
-        # It does not count tokens whose keys or queries are not finite.
+        # `num_tokens` counts each token once per position to which it was moved, and none whose
+        # keys or queries are not finite.
         if estimate.num_tokens < PLACES * ENOUGH_TOKENS:
             return
         found = estimate.axes()
