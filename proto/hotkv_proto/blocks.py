@@ -1,7 +1,7 @@
-"""Blocks in calls: how engines name blocks, the options of a call, and the results of calls.
+"""Blocks in calls: how engines name them, the options of a call, and its results.
 
-`BlockRun` and `GroupHashes` name blocks by their hashes; `LoadRun` names blocks by their positions
-in a read lease. Enums have the numbers of the wire.
+`BlockRun` and `GroupHashes` name blocks by hash, `LoadRun` by position in a read lease. Enums
+have the numbers of the wire.
 """
 
 import enum
@@ -18,38 +18,34 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class GroupHashes:
-    """Block hashes of a group, in the order of the blocks in their context."""
+    """In the order of the blocks in their context."""
 
     group_index: int
     hashes: Sequence[bytes]
 
 
 ExtraKey = str | bytes | tuple[str, int]
-"""An input of a block's hash in addition to the tokens, as in vLLM: an adapter's name or a cache
-salt (str), a digest of prompt embeddings (bytes), or the identifier of a multi-modal input with the
-position of its first token."""
+"""An input of a block's hash beside the tokens, as in vLLM: an adapter's name or cache salt
+(str), a digest of prompt embeddings (bytes), or a multi-modal input with the position of its
+first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 KEY_BYTES = 64
-"""Approximate memory that a Python object of type `ExtraKey` takes, without its characters, in
-bytes."""
+"""About what a Python object of type `ExtraKey` takes, without its characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """Consecutive blocks of a context in a group, to store or to reserve.
 
-    hashes: hash of each block.
-    block_ids: ids of the blocks in engine memory, int32 [blocks]; empty if the call only reserves.
-    parent_hash: hash of the block before the first block; empty if the first block begins the
-        context.
-    depth: position of the first block in the context, in blocks.
+    block_ids: in engine memory, int32 [blocks]; empty if the call only reserves.
+    parent_hash: empty if the first block begins the context.
+    depth: of the first block.
 
-    The server uses the following fields only for events. They may be empty:
+    Only for events, and may be empty:
 
-    token_ids: tokens of all the blocks, in order.
-    lora_name: name of the LoRA adapter.
-    extra_keys: for each block the further inputs of its hash (`ExtraKey`); empty if no block has
-        any.
+    token_ids: of all blocks, in order.
+    lora_name: of the adapter.
+    extra_keys: per block; empty if no block has any.
     """
 
     group_index: int
@@ -64,12 +60,11 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class RunContent:
-    """The fields of a `BlockRun` that the server uses only for events.
+    """The fields of a `BlockRun` that serve only events.
 
-    token_ids: int32 [blocks · block_tokens]; empty if the engine sent no tokens.
-    lora_name: name of the LoRA adapter; empty without an adapter.
-    extra_keys: for each block the further inputs of its hash (`ExtraKey`); empty if no block has
-        any.
+    token_ids: int32 [blocks · block_tokens]; empty if the engine sent none.
+    lora_name: empty without an adapter.
+    extra_keys: per block; empty if no block has any.
     """
 
     token_ids: NDArray[np.int32]
@@ -78,7 +73,7 @@ class RunContent:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the approximate size of this value in memory, in bytes."""
+        """In memory, approximately."""
         keys = [key for keys in self.extra_keys if keys for key in keys]
         texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
         return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)
@@ -88,10 +83,9 @@ class RunContent:
 class LoadRun:
     """Blocks of a group to load under a read lease.
 
-    lease_positions: position of each block in the list of this group's hashes with which the lease
-        was acquired, int32 [blocks].
-    block_ids: for each block, the id of the block in engine memory that receives its bytes, int32
+    lease_positions: in this group's list of hashes with which the lease was acquired, int32
         [blocks].
+    block_ids: in engine memory, int32 [blocks].
     """
 
     group_index: int
@@ -107,15 +101,14 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request's wish for how long the server should retain the blocks that the request uses.
+    """A request's wish for its blocks, which the server may ignore.
 
-    The server may ignore the wish; it serves the request in any case. Requests set it in
-    `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
+    From `kv_transfer_params` (`hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire
     `hotkv.v1.Retention`.
 
-    priority: the eviction policy counts a use of the blocks as 2^priority uses, -8 to 8.
-    ttl_s: time after a use for which the blocks still count as in use, at most a day.
-    pin: True: do not evict the blocks for `ttl_s`, up to the server's limit for pinned memory.
+    priority: a use counts as 2^priority uses, -8 to 8.
+    ttl_s: time after a use for which the blocks count as in use, at most a day.
+    pin: not evicted for `ttl_s`, up to the server's limit for pinned memory.
 
     Raises ValueError for a value out of range, or a pin without `ttl_s`.
     """
@@ -141,16 +134,12 @@ NO_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Options of a store. The connector and the server both use this class.
-
-    retention: how long to retain the blocks. All ranks store a block under the same write lease;
-        the server reads only the `retention` of the first store under the lease, which reserves the
-        slots.
-    residency_id: an open residency of this engine (room reserved for a request whose context is in
-        host memory), or empty. The residency pins each block of the store: at once if the block is
-        already ready, otherwise when the store makes it ready.
-    traceparent: the caller's span as a W3C traceparent header; empty without a span.
-    is_private: True: no other request can find the blocks, so the server copies them to no tier.
+    """retention: all ranks store a block under the same write lease; only the first store, which
+        reserves the slots, counts.
+    residency_id: an open residency of this engine, which pins each block of the store once it is
+        ready; or empty.
+    traceparent: the caller's span as a W3C header; empty without one.
+    is_private: no other request can find the blocks, so they are copied to no tier.
     """
 
     retention: Retention = NO_RETENTION
@@ -166,31 +155,26 @@ NO_OPTIONS = StoreOptions()
 
 
 class BlockResult(enum.IntEnum):
-    """The result of a store for one of its blocks; numbered as `hotkv.v1.BlockResult`."""
+    """A store's result for a block; numbered as `hotkv.v1.BlockResult`."""
 
     STORED = 1
-    """The shards of all ranks are written and the block is ready: the next lookup finds it."""
+    """All ranks' shards are written: the next lookup finds the block."""
     PRESENT = 2
-    """The block was already ready; no bytes were copied."""
+    """Was ready already; nothing was copied."""
     WRITTEN = 3
-    """This rank's shard is written; shards of other ranks are still missing."""
+    """This rank's shard is written; others are missing."""
     RESERVED = 4
-    """The lease holds a slot for the block; this rank's shard is not written yet."""
+    """The lease holds a slot; this rank's shard is not written yet."""
     NO_SPACE = 5
     """Refused: the server could not free a slot."""
     IN_FLIGHT = 6
     """Refused: another lease is writing the block."""
     ABORTED = 7
-    """Refused: the copy failed or was cancelled, or the block was removed before the answer."""
+    """The copy failed or was cancelled, or the block was removed before the answer."""
 
 
 class TransferStatus(enum.IntEnum):
-    """The result of a transfer; numbered as `hotkv.v1.TransferStatus`.
-
-    done: all bytes were copied.
-    failed: the transfer failed; its message gives the reason.
-    cancelled: the transfer was cancelled before its end.
-    """
+    """Numbered as `hotkv.v1.TransferStatus`."""
 
     DONE = 1
     FAILED = 2
@@ -199,14 +183,12 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of a transfer. After its end the server does not access engine memory for the
-    transfer. Exception: after the end of a store that the engine has revoked, the server may still
-    read engine memory.
+    """The end of a transfer. From then on the server does not access engine memory for it, except
+    that it may still read for a store that the engine has revoked.
 
-    num_bytes: bytes that were copied.
-    results: for a store, a uint8 array of `BlockResult` values for each run (consecutive blocks of
-        a group), in the order of the call; empty for a load, or if the engine revoked the store.
-    message: why the transfer failed; empty for DONE.
+    results: of a store, `BlockResult` values, uint8, per run of the call; empty for a load or if
+        the engine revoked the store.
+    message: why it failed; empty for DONE.
     """
 
     transfer_id: str
@@ -218,15 +200,12 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """The blocks that a read lease pins. If some blocks are not ready, the lease pins the others;
-    that is not an error.
+    """The blocks that a read lease pins. Blocks that are not ready are no error.
 
-    pinned: for each group of the call, a mask of the blocks that are pinned.
-    ttl_s: time until the lease expires.
-    offsets: for each group of the call, int64 offsets of the blocks' slots from the arena's start,
-        in bytes; -1 if a block is not pinned. Empty unless the call asked for offsets. Valid until
-        the lease is released or expires, or the connection is lost; after that the slot may hold
-        another block.
+    pinned: a mask per group of the call.
+    offsets: per group, of the slots in the arena, int64; -1 if a block is not pinned. Empty
+        unless asked for. Valid until the lease ends or the connection is lost: then a slot may
+        hold another block.
     """
 
     lease_id: str
@@ -237,17 +216,14 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyOpened:
-    """An open residency: room in the arena that is reserved for a request's blocks.
+    """Room in the arena that is reserved for a request's blocks.
 
-    A process that has read blocks in the arena must check that they were still pinned. For this, it
-    compares validity words, which are numbers that the server writes behind the arena's bytes
-    (`hotkv_proto.words`), with these fields:
+    Who has read blocks in the arena must check that they were still pinned, by comparing validity
+    words (`hotkv_proto.words`) with these fields:
 
-    word_index: index of the validity word of the session that opened the residency.
-    word_value: value of this word as long as the session's residencies are valid.
-    start_number: number of the server's start. Each later start of a server with this arena has a
-        higher number. The residency is invalid once the validity word `OLDEST_START` is higher than
-        this number.
+    word_index: of the session's word.
+    word_value: of this word as long as the session's residencies are valid.
+    start_number: the residency is invalid once the word `OLDEST_START` is higher.
     """
 
     residency_id: str
@@ -257,20 +233,16 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """The result of a flush (the deletion of all blocks of a key space): an int, which is the
-    number of deleted blocks.
+    """The number of deleted blocks of a flush.
 
-    pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
-        tier as soon as it answers. Until then other nodes may load from this tier blocks that were
-        stored before the flush. For the tier `disk`, this node may load such blocks after a power
-        loss.
+    pending_tiers: tiers that have not answered and will be flushed when they do. Until then
+        other nodes may load from them blocks stored before the flush; from the tier `disk` this
+        node may, after a power loss.
     """
 
     pending_tiers: tuple[str, ...]
 
     def __new__(cls, num_blocks: int, pending_tiers: Iterable[str] = ()) -> "Flushed":
-        """Makes the result of a flush from the number of deleted blocks and the names of the tiers
-        that have not answered."""
         flushed = super().__new__(cls, num_blocks)
         flushed.pending_tiers = tuple(pending_tiers)
         return flushed

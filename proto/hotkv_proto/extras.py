@@ -1,5 +1,5 @@
-"""Names the packages of an extra (an optional feature of hotkv's package, such as `otel`), for
-messages that advise how to install them. These packages are on PyPI; hotkv itself is not."""
+"""Names the packages of an extra, such as `otel`, for advice how to install them. They are on
+PyPI; hotkv itself is not."""
 
 import re
 import shlex
@@ -7,8 +7,7 @@ from importlib import metadata
 
 
 def packages(extra: str) -> list[str]:
-    """Returns the packages of an extra with their version bounds. Returns an empty list if hotkv is
-    not installed as a package, or has no such extra."""
+    """With version bounds; empty if hotkv is not installed as a package, or has no such extra."""
     try:
         needed = metadata.requires("hotkv") or []
     except metadata.PackageNotFoundError:
@@ -19,7 +18,7 @@ def packages(extra: str) -> list[str]:
 
 
 def advice(extra: str) -> str:
-    """Returns the command that installs the packages of an extra."""
+    """The command that installs an extra."""
     names = packages(extra)
     if not names:
         return f"pip install '.[{extra}]' in a clone of hotkv"
