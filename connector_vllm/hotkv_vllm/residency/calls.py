@@ -1,9 +1,9 @@
-"""Sends the calls for resident requests: they reserve room for their blocks and pin stored blocks.
+"""Sends the calls that reserve room for resident requests and pin their stored blocks.
 
 Always true:
 - A request has at most one reservation call and one pin call (`ask`) in flight.
-- After a reconnect both are repeated. If the server does not pin a request's blocks at their old
-  offsets again, the request has lost them.
+- After a reconnect both are repeated. A request whose blocks are not at their old offsets again has
+  lost them.
 - While a running request lacks room for its next block, requests without room do not ask for
   any.
 """
@@ -24,16 +24,15 @@ from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
 ASK_AGAIN_S = 0.1
-"""Time until a refused reservation is retried."""
+"""After a refused reservation."""
 GROW_AGAIN_S = 1.0
-"""The same for a request that still has room for its next block: it can continue meanwhile."""
+"""The same if the next block has room: the request continues meanwhile."""
 TURN_S = 2.0
-"""Once a request has waited this long for room, those that arrived later wait behind it."""
+"""A request that has waited so long for room goes before those that arrived later."""
 SILENT_S = 3.0
-"""A server that leaves a call unanswered for so long counts as away until it answers one."""
+"""A server that leaves a call unanswered for so long counts as away."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Refusals that come from the session's state, for example during a reconnect: the call is
-repeated."""
+"""Refusals because of the session's state, for example in a reconnect: the call is repeated."""
 CLOSED = -1
 """`Resident.stream` of a residency that is open on no connection."""
 
@@ -42,8 +41,7 @@ class ResidencyCalls:
     """Scheduler thread only, except for callbacks of futures.
 
     streams: counts the session's connections.
-    has_cramped: set by the caller while a running request lacks room for its next block;
-        requests that have not begun then ask for no room.
+    has_cramped: set by the caller while a running request lacks room for its next block.
     """
 
     def __init__(self, session: Session, streams: StreamCount, stats: HotKVStats) -> None:
@@ -68,29 +66,27 @@ class ResidencyCalls:
 
     @property
     def is_away(self) -> bool:
-        """No server, or it has not answered a call for SILENT_S."""
         return not self.is_connected or self._is_silent
 
     def note_silence(self, residents: Iterable[Resident], now_s: float) -> None:
         self._is_silent |= any(one.is_unanswered(now_s - SILENT_S) for one in residents)
 
     def is_open(self, one: Resident) -> bool:
-        """Room is reserved on the present connection."""
+        """On the present connection."""
         return one.opened is not None and one.stream == self._streams.number
 
     def is_served(self, one: Resident) -> bool:
         return self.is_connected and self.is_open(one)
 
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks for room, unless others must get it first. A request that had room before a
-        reconnect does not wait for others, because its blocks must be pinned again."""
+        """Asks for room when it is the request's turn. After a reconnect at once: its blocks
+        must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
         self._ask_room(one, one.wanted if one.opened is None else one.room)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
-        """No request of a higher priority waits for room, and none of the same priority has
-        waited longer."""
+        """No request of higher priority, or of the same and longer waiting, waits for room."""
         priority = one.state.request.priority
         turn = self._refused.get(one.request_id, (priority, now_s))
         return not self.has_cramped and not any(
@@ -103,12 +99,8 @@ class ResidencyCalls:
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident, after_step: int, ended_step: int) -> None:
-        """Closes a residency that is open, being opened or refused, once the steps that may read
-        its blocks have ended.
-
-        after_step: the last step that may read them.
-        ended_step: the last step that has ended.
-        """
+        """Closes a residency that is open, being opened or refused, after the last step that may
+        read its blocks."""
         if one.opening is not None or one.opened is not None or one.was_refused:
             # A step may read only a request that has begun and has blocks in host memory.
             may_be_read = one.kept and one.computed
@@ -119,7 +111,6 @@ class ResidencyCalls:
         self._refused.pop(one.request_id, None)
 
     def close_ended(self, ended_step: int) -> None:
-        """Closes the residencies that no step reads any more."""
         closing, self._closing = self._closing, []
         for last_step, residency_id in closing:
             if last_step <= ended_step:
@@ -128,16 +119,14 @@ class ResidencyCalls:
                 self._closing.append((last_step, residency_id))
 
     def wait(self, one: Resident) -> None:
-        """Puts a request that has released its room in the queue for room. It has waited since
-        its arrival."""
+        """Queues a request that has released its room; it counts as waiting since its arrival."""
         self._refused[one.request_id] = one.state.request.priority, one.arrived_s
 
     def is_refused(self, one: Resident) -> bool:
         return one.request_id in self._refused
 
     def renew(self, one: Resident, now_s: float) -> None:
-        """Handles answers, retries refusals, asks again after a reconnect, and asks for more
-        room (`Resident.wanted`)."""
+        """Handles answers, retries refusals, asks again after a reconnect, and for more room."""
         # The pin call's answer comes first: after a reconnect `_opened` pins all kept blocks
         # again, and these must include that answer's blocks.
         self.take_answer(one)
@@ -177,8 +166,7 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """After a reconnect the server has opened the residency anew, and is asked to pin its
-        blocks again."""
+        """A residency that was opened anew must pin its blocks again."""
         self._refused.pop(one.request_id, None)
         one.has_lost_room = False
         has_grown = one.opened == opened and one.stream == one.asked_stream
@@ -204,12 +192,7 @@ class ResidencyCalls:
         known: Int64s,
         done: "Future[ResidentBlocks]",
     ) -> None:
-        """Records whether the server has pinned the blocks again at their old offsets. Runs in a
-        thread of the client library.
-
-        opened: the answer that has opened the residency again.
-        known: offsets before the reconnect.
-        """
+        """Compares offsets before and after a reconnect. Runs in a thread of the client library."""
         error = done.exception()
         if isinstance(error, SessionLostError):
             # The next connection pins and compares again.
@@ -218,16 +201,15 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """New results of pinning again: request id, the answer that opened the residency, and
-        whether all offsets are the old ones."""
+        """Request id, the answer that opened the residency again, and whether all offsets are
+        the old ones."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the next blocks, before position `until`, the end of the room
-        and the first block without a name. Does nothing while such a call is in flight, or
-        without a connection or a residency."""
+        """Pins the next blocks before `until`, the end of the room and the first block without a
+        name, unless such a call is in flight."""
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
@@ -235,7 +217,7 @@ class ResidencyCalls:
             one.asked, one.asked_s = (answer, blocks), one.seen_s
 
     def take_answer(self, one: Resident) -> None:
-        """Records where the server has pinned the blocks of `ask`, if its answer has come."""
+        """Records the blocks pinned by `ask`, if the answer has come."""
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None

@@ -1,9 +1,9 @@
-"""Decides which requests to move off the device (`residency = "auto"`). The device keeps of a moved
-request its sinks, recent window and hot slots; the server holds the whole context.
+"""Decides which requests to move off the device (`residency = "auto"`). Of a moved request the
+device keeps sinks, recent window and hot slots.
 
 Always true:
-- A request is moved only if the pool lacks blocks for the coming step or the first waiting request.
-- The request whose move yields the most blocks moves first; of equals, the one admitted first.
+- Requests move only if the pool lacks blocks for the coming step or the first waiting request.
+- The highest yield moves first; of equals, the one admitted first.
 - A move for a waiting request never leaves fewer free blocks than the running requests need.
 
 Pure. All counts are blocks of the device's pool.
@@ -15,13 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockDemand:
-    """What the coming step needs and the pool has.
-
-    free: held by no request.
+    """free: held by no request.
     promised: that admitted requests will still allocate for their prompts.
     running: the most that running requests may allocate in the step.
-    first: that vLLM needs free to admit the first waiting request; None if none waits or may
-        run.
+    first: that must be free to admit the first waiting request; None if none may be admitted.
     """
 
     free: int
@@ -39,7 +36,7 @@ class BlockDemand:
 class Relief:
     """What the pool gains by a move.
 
-    freed: minus the hot slots that the move allocates; may be negative.
+    freed: minus the move's hot slots; may be negative.
     unpromised: reduction of `BlockDemand.promised`: a moved request needs fewer blocks for its
         prompt.
     """
@@ -49,13 +46,12 @@ class Relief:
 
     @property
     def total(self) -> int:
-        """The yield for a waiting request."""
+        """For a waiting request."""
         return self.freed + self.unpromised
 
 
 def to_move(demand: BlockDemand, reliefs: Mapping[str, Relief]) -> list[str]:
-    """Ids of the requests to move, in order. Each move takes the remaining request with the highest
-    yield.
+    """Ids in the order of their moves.
 
     reliefs: of the requests that can move, in the order of their admission.
     """

@@ -1,18 +1,15 @@
-"""Copies pages that are only in the arena, for a step of a CPU engine with residency.
-`ResidentPages` copies selected pages into hot slots. `PageStaging` copies all pages that a batch
-needs side by side into a staging area.
+"""Copies pages from the arena for a step of a CPU engine: `ResidentPages` copies selected pages
+into hot slots, `PageStaging` all pages of a batch side by side into a staging area.
 
-`SlotPlaces` locates a rank's bytes in a slot. A block's slot holds one shard per rank; a shard
-holds the pages of the group's layers in vLLM's order. A block's sketch has a slot of its own, also
-with a shard per rank: the sketches of all sparse layers in the model's order, within a layer in the
-configuration's order of formats (`sparse.shared`).
+A block's slot holds one shard per rank; a shard holds the group's layers in vLLM's order. A
+sketch's slot holds per rank all sparse layers in the model's order, each with its formats in the
+configuration's order (`sparse.shared`).
 
 Always true:
-- A page is copied from the address that the server has named. If that is unknown, LostBytesError is
-  raised, and vLLM computes the request anew.
-- Reading blocks from the arena sets `ResidentSequence.has_read`: the worker checks after the step
-  whether they were still pinned.
-- Pages copied ahead of their layer are used only if the layer then asks for the same slots.
+- A page whose address is unknown raises LostBytesError; vLLM then computes the request anew.
+- Reading from the arena sets `ResidentSequence.has_read`: after the step the worker checks the
+  pins.
+- Pages copied ahead are used only if the layer then asks for the same slots.
 - A staging area is not written while attention reads it.
 """
 
@@ -36,10 +33,10 @@ I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 AREAS = 2
-"""With two staging areas the next layer's pages are copied while a layer attends."""
+"""One for the layer that attends, one for the next."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
-"""A copy uses one thread more for each so many bytes."""
+"""A copy uses one thread more per so many bytes."""
 
 
 # ---------------------------------------------------------------------------------- where pages lie
@@ -47,11 +44,7 @@ BYTES_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Offsets in bytes from the start of a slot.
-
-    pages: by layer index, in the slot of a block.
-    sketches: by layer index and format, in the slot of a sketch.
-    """
+    """Offsets in a slot, in bytes, by layer index, for sketches also by format."""
 
     pages: dict[int, int] = field(default_factory=dict)
     sketches: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -60,9 +53,7 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """layers: those with sparse attention.
-    layer_names: of the group, in vLLM's order; all among `layers`.
-    """
+    """layer_names: of the group, in vLLM's order; all among `layers`."""
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
     places = SlotPlaces()
@@ -87,13 +78,10 @@ def slot_places(
 
 
 class PageCopier:
-    """Copies pages by address on several threads without the GIL. Only one thread may call it."""
+    """Copies pages by address, without the GIL. Only one thread may call it."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """Counts the caller among the threads; the others start when a copy needs them.
-
-        num_threads: None for the number of cores, up to MAX_THREADS.
-        """
+        """num_threads: with the caller; None for the number of cores, up to MAX_THREADS."""
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
@@ -103,10 +91,7 @@ class PageCopier:
         return f"PageCopier({self._num_threads} threads)"
 
     def copy(self, to: I64, source: I64, page_bytes: int) -> None:
-        """Returns when all is copied. Pages must not overlap.
-
-        to, source: addresses, int64, contiguous.
-        """
+        """Returns when all is copied. Pages must not overlap. Addresses are int64, contiguous."""
         count = len(to)
         if not count:
             return
@@ -145,9 +130,9 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy of the next layer's pages into a staging area while the present layer attends.
+    """A copy of the next layer's pages while the present layer attends.
 
-    slots: addresses, int64, one per block.
+    slots: addresses, int64.
     """
 
     layer_idx: int
@@ -157,19 +142,18 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Index of each page in a staging area, int32: first the pages that are only in the arena,
-    then those on the device, both in order."""
+    """Index of each page in a staging area, int32: first the pages in the arena, then those on
+    the device."""
     num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
     places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))
     return places
 
 
 class PageStaging:
-    """Lets one call of attention serve a batch whose pages lie in the arena and on the device. Used
-    by one thread.
+    """Lets one call of attention serve pages in the arena and on the device. Used by one thread.
 
-    A second thread copies the next layer's pages from the arena into the other area, if a core
-    is free. The areas' memory is never freed.
+    A second thread copies the next layer's pages ahead, if a core is free. The areas are never
+    freed.
     """
 
     def __init__(
@@ -179,11 +163,8 @@ class PageStaging:
         copier: PageCopier,
         usual_blocks: int = 0,
     ) -> None:
-        """Allocates no memory; `fill` does.
-
-        layers: in the order in which they attend.
-        usual_blocks: an area doubles its size up to this many blocks, and grows to just the
-            needed size above.
+        """layers: in the order in which they attend.
+        usual_blocks: areas double up to this size, and grow to just the needed size above.
         """
         self._usual_blocks = usual_blocks
         self._following = {
@@ -210,12 +191,10 @@ class PageStaging:
         return sum(area.numel() for area in self._areas)
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
-        """Copies pages into a staging area, and returns it in the shape of the layer's KV cache,
-        valid until the next call.
+        """The area in the shape of the layer's KV cache, valid until the next call: first the pages
+        in arena `slots`, then those `here` on the device, both addresses, int64.
 
-        slots: addresses of arena slots, int64; their pages come first.
-        here: addresses of pages on the device, int64; they come next.
-        goes_on: the next layer is likely to need the same slots: copies its pages ahead.
+        goes_on: the next layer is likely to need the same slots.
         """
         num_away, page_bytes = len(slots), layer.pages.page_bytes
         num_bytes = (num_away + len(here)) * page_bytes
@@ -242,7 +221,6 @@ class PageStaging:
     def _begin(
         self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
     ) -> None:
-        """Copies ahead what the next `fill` is likely to need."""
         pages = self._pages(area, layer, num_bytes)
         source = slots + self._places.pages[layer.index]
         try:
@@ -254,12 +232,12 @@ class PageStaging:
         self._ahead = _Ahead(layer.index, slots, area, done)
 
     def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:
-        """Runs on the staging thread. Holds `pages`, so that their memory is not freed."""
+        """Runs on the staging thread. Holds `pages`, so that they are not freed."""
         to = pages.data_ptr() + np.arange(len(source)) * page_bytes
         self._thread_copier.copy(to, source, page_bytes)
 
     def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
-        """The area as the layer's pages, grown to `num_bytes`."""
+        """Grown to `num_bytes`."""
         if self._areas[area].numel() < num_bytes:
             usual_bytes = self._usual_blocks * layer.pages.page_bytes
             more = max(num_bytes, min(2 * self._areas[area].numel(), usual_bytes))
@@ -273,22 +251,19 @@ class PageStaging:
 
 
 class LostBytesError(Exception):
-    """Blocks that are only in the arena can't be read: vLLM must compute the request anew."""
+    """Blocks in the arena can't be read."""
 
 
 class ResidentPages:
-    """Copies pages and sketches from the arena for the requests of a step.
+    """Copies pages and sketches from the arena.
 
-    staging: for steps in which a request attends to its whole context.
+    staging: for requests that attend to their whole context.
     counted: copied pages, by names of `counter_help.COUNTERS`.
     """
 
     def __init__(
         self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
     ) -> None:
-        """layers: in the order in which they attend.
-        longest_blocks: of the longest context.
-        """
         self._places = places
         self._copier = PageCopier()
         self.staging = PageStaging(layers, places, self._copier, longest_blocks)
@@ -298,18 +273,17 @@ class ResidentPages:
         return f"ResidentPages({self.staging})"
 
     def take_counters(self) -> dict[str, float]:
-        """Pages copied since the last call."""
         counted, self.counted = self.counted, Counter()
         return dict(counted)
 
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
-        """Addresses of the blocks' pages in the engine's own KV cache, int64."""
+        """Addresses in the engine's own KV cache, int64."""
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Addresses of the blocks' slots, recorded as read (`has_read`). Raises LostBytesError if
-        one is unknown or the request is lost.
+        """Addresses of slots, which count as read. Raises LostBytesError if one is unknown or the
+        request is lost.
 
         positions: ascending.
         """
@@ -326,12 +300,8 @@ class ResidentPages:
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies sketches from arena slots into rows of `pool`.
-
-        pool: the layer's sketches in the format `name`, uint8 [rows, KV heads, bytes].
-        rows: int32, one per block.
-        slots: addresses, int64, one per block.
-        """
+        """Copies sketches into rows of `pool`, uint8 [rows, KV heads, bytes], from slots at
+        addresses."""
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.sketches[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes
@@ -340,12 +310,10 @@ class ResidentPages:
     def fill_hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
-        """Copies selected blocks' pages from the arena into hot slots, unless they are there
-        already. Returns the hot slots' device blocks. Raises LostBytesError if a page can't be
-        read.
+        """Copies selected pages into hot slots, unless they are there. Returns the slots' device
+        blocks. Raises LostBytesError if a page can't be read.
 
-        slots: index in `sequence.hot_blocks`, int32, one per block.
-        positions: in the context, int32, one per block.
+        slots: indices in `sequence.hot_blocks`.
         """
         # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):

@@ -30,52 +30,46 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A position is the index of a block in the context.
+    """The fields of a request. A position is the index of a block in the context.
 
     most_blocks: that the request can ever have.
 
     Blocks:
-    computed: the most complete blocks that the request has ever had.
-    kept: leading blocks that the server has pinned; `places` says where.
-    sent: number of `places` that the workers have.
-    sent_pin, sent_hot: the pin and the hot slots that the workers have.
+    computed: the most complete blocks ever.
+    kept: leading blocks that are pinned, at `places`, of which workers have `sent`.
+    sent_pin, sent_hot: what the workers have.
     asked: the pin call in flight, and its positions.
-    asks_again: the server was asked to pin a hit, and `ResidentRequests.usable_tokens` has not
-        decided yet how much of it is used.
+    asks_again: a hit was asked to be pinned, and `ResidentRequests.usable_tokens` has not decided
+        yet.
     storing: first position of each store in flight, by store id.
-    names: of the first blocks, as far as needed.
-    named: the greatest length of `names` under this `residency_id`. Below it the server may have
+    named: the greatest length of `names` under this `residency_id`: below it the server may have
         pinned any block, even from `kept` on.
     private_from: names from here on are private, hashed with `salt`, a secret of this engine.
 
     Reservation:
-    opening: the reservation call in flight.
+    opening: the call in flight, for `asked_room` blocks on connection `asked_stream`.
     wanted: blocks for which the request should have room now.
-    asks_ahead: False once a reservation was too large for the arena: the request then asks for no
-        more than its present blocks need.
-    room: reserved blocks.
-    opening_s, asked_s: time of the last step before the calls `opening` and `asked`.
-    asked_room, asked_stream: blocks and connection of the last reservation call.
-    stream: the connection on which the residency is open.
+    asks_ahead: False once a reservation was too large for the arena: then only for present blocks.
+    opening_s, asked_s: time of the last step before the calls.
+    stream: connection on which the residency is open.
     is_held: left out of steps because its next block has no room.
-    opened: the last successful reservation's answer.
-    pin: the `opened` that the workers have. After a reconnect it stays the old one until the server
-        has pinned the blocks at their old offsets.
-    refusal: the error if the server will never reserve room.
-    was_refused: a refusal was logged and counted.
-    has_lost_room: the request had room before a reconnect, and has none now.
-    ask_at_s: earliest time of the next reservation call.
+    opened: the last successful answer.
+    pin: the `opened` that the workers have; the old one until all blocks are pinned at their old
+        offsets.
+    refusal: the server will never reserve room.
+    was_refused: was logged and counted.
+    has_lost_room: had room before a reconnect, and has none now.
+    ask_at_s: earliest next call.
 
     Waiting and losses:
-    waited_s: how long the server has neither reserved room nor pinned a block for the request,
-        until `seen_s`, the time of the last step. If it becomes too long, the request fails.
+    waited_s: without any progress of the server, until the last step at `seen_s`. Too long fails
+        the request.
     must_be_whole: has waited too long: begins wholly on the device, if it fits there.
-    was_whole: all blocks could stay on the device in the last step. When they no longer can,
-        `waited_s` begins anew.
-    is_lost: the server has lost blocks; until `begin_anew`.
-    has_failed: vLLM was made to end the request with an error.
-    num_losses: in succession, without a new token in between.
-    tokens_at_loss: length of the request at the last loss.
+    was_whole: could stay on the device in the last step; when it no longer can, `waited_s` begins
+        anew.
+    is_lost: blocks were lost; until `begin_anew`.
+    has_failed: vLLM was made to end it with an error.
+    num_losses: without a new token in between; the last at `tokens_at_loss`.
     """
 
     state: RequestState
@@ -126,7 +120,6 @@ class Resident:
         return request_id
 
     def is_unanswered(self, since_s: float) -> bool:
-        """Whether a call sent before `since_s` has no answer."""
         pin = None if self.asked is None else self.asked[0]
         calls = (self.opening, self.opening_s), (pin, self.asked_s)
         return any(call and not call.done() and sent_s < since_s for call, sent_s in calls)
@@ -138,11 +131,10 @@ class Resident:
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
-        """Names the first `until` blocks, as far as `hashes` reaches, and returns all names.
+        """Names blocks up to `until`, as far as `hashes` reaches, and returns all names.
 
-        hashes: of the request's blocks from the first on (shared names or vLLM's, see
-            `CachedGroups`).
-        num_shared: leading blocks that are named by their hash; later names are private.
+        hashes: from the first block on (shared or vLLM's, see `CachedGroups`).
+        num_shared: leading blocks that are named by their hash; others get private names.
         """
         shared = min(num_shared, self.private_from)
         for place in range(len(self.names), min(until, len(hashes))):
@@ -156,8 +148,8 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Records where blocks are pinned, up to the first that the server lacks; from there on
-        they must be stored again. Returns the number of recorded blocks.
+        """Records pinned blocks up to the first that the server lacks, from which on all are stored
+        again. Returns their number.
 
         first: position of the first block in `found`.
         """
@@ -185,11 +177,8 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """The request's row in a step's message, with only the pinned blocks, hot slots and pin
-        that the workers lack. Records them as sent.
-
-        num_freed, hot, context_tokens: see `ResidentRow`; `hot` is complete.
-        """
+        """The request's row in a step's message, with what workers lack, which then counts as
+        sent."""
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -206,11 +195,10 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """Resets the state after vLLM has freed the device blocks or the server has lost blocks.
-        Blocks with private names are computed and stored again. The workers get all kept blocks,
-        hot slots and the pin again.
+        """vLLM has freed the device blocks, or the server has lost some. Privately named blocks are
+        stored again, and workers get all again.
 
-        kept: leading blocks that the server still has pinned.
+        kept: leading blocks that are still pinned.
         """
         self.kept = min(kept, self.private_from)
         self.sent, self.sent_pin, self.sent_hot = 0, None, ()
@@ -225,8 +213,6 @@ class Resident:
 
 
 class ResidentRows:
-    """Builds the rows of a step's message to the workers."""
-
     def __init__(
         self, residents: Mapping[str, Resident], pool: DevicePool, block_tokens: int
     ) -> None:
@@ -238,8 +224,8 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Hot slots that the workers do not know yet. The coming step counts as writing them, so
-        that stores that still read them from their earlier use end first."""
+        """Hot slots that workers do not know yet. The step counts as writing them: stores that
+        still read them from their earlier use end first."""
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)
@@ -266,9 +252,8 @@ class ResidentRows:
         one = self._residents.get(request_id)
         num_freed = self._pool.num_freed(request_id)
         if one is None:
-            # It always fits on the device, or was admitted with other weights. Then its blocks
-            # in the server are unknown, and the workers report it as lost if its device blocks
-            # were freed.
+            # Always fits on the device, or was admitted with other weights: then the server's
+            # blocks are unknown, and it is lost if its device blocks were freed.
             return ResidentRow(request_id, written, int(table[0]), num_freed > 0, num_freed)
         hot = self._pool.hot_blocks(request_id)
         return one.news(written, int(table[0]), num_freed, hot, context_tokens, new_tokens)

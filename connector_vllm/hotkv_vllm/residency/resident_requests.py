@@ -1,21 +1,18 @@
-"""Manages resident requests: reserves room for them, pins their stored blocks, so that vLLM may
-free these on the device, and decides who may run.
+"""Decides which resident requests may run: reserves their room, and pins their stored blocks, so
+that vLLM may free these on the device.
 
 Always true:
 - A resident request begins only with room for all its present blocks. With `residency = "auto"`, or
   if the server is away, it may begin wholly on the device, and moves off it once it has that room.
-- No request that fits on the device waits for the server longer than `timeout_s`. Then vLLM
-  computes it anew, with all its blocks on the device.
+- No request that fits on the device waits longer than `timeout_s`: then vLLM computes it anew
+  there.
 - A running request without room for its next block is *held*: left out of steps.
-- A request is *parked* to make room for others: vLLM preempts it, and it releases its room and
-  waits for room again. The request that vLLM would serve last is parked if a running request is
-  held while a waiting one has room, or if all running requests have been held for `PARK_S`. A
-  running request whose room others got after a reconnect is parked once it has waited long.
-- A block counts as kept (`kept_tokens`) only once the server has said at which offset it has pinned
-  it. Workers get the offset at the latest with the first step in which the block may have been
-  freed.
-- Blocks whose KV is not exact, and blocks of requests without shared names (`CachedGroups`), have
-  private names.
+- A *parked* request is preempted, releases its room and queues for it again. The last by vLLM's
+  order is parked if a running request is held while a waiting one has room, or if all have been
+  held for `PARK_S`; also one whose room others got after a reconnect.
+- A block counts as kept (`kept_tokens`) only once its pinned offset is known. Workers get it before
+  a step in which the block may have been freed.
+- Blocks without exact KV, or of requests without shared names (`CachedGroups`), have private names.
 
 Scheduler thread only. Never blocks.
 """
@@ -41,23 +38,21 @@ from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0
-"""The most that one step, however long, adds to a request's wait (`hotkv.residency_timeout_s`)."""
+"""The most that one step adds to a request's wait."""
 QUANTUM_TOKENS = 512
-"""Room that a request reserves beyond its present tokens. It asks for more when half is used."""
+"""Room reserved beyond the present tokens; more is asked for when half is used."""
 MOST_AHEAD = 4
-"""Waiting requests, first in vLLM's queue, that may hold or ask for room. More of them could
-reserve the whole server, and requests of other engines would wait."""
+"""Waiting requests, first in vLLM's queue, that may hold room. More could take the whole server
+from other engines."""
 PARK_S = 1.0
 MAX_SHOWN_CHARS = 128
 MAX_LOSSES = 8
-"""A request ends with an error after so many losses without a new token in between."""
+"""Without a new token in between: then the request ends with an error."""
 
 
 class ResidentRequests:
-    """Opens, updates and closes the residency of each resident request.
-
-    exactness: only blocks of tokens with exact KV may have shared names.
-    timeout_s: longest wait for progress of the server (`hotkv.residency_timeout_s`).
+    """exactness: only exact blocks may have shared names.
+    timeout_s: `hotkv.residency_timeout_s`.
     """
 
     def __init__(
@@ -89,8 +84,8 @@ class ResidentRequests:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, state: RequestState, now_s: float) -> None:
-        """Does nothing for a request that fits on the device at its greatest length. Asks for
-        room if few requests wait before it; otherwise `is_admitted` does so later."""
+        """Ignores requests that always fit on the device. Asks for room if few wait before it;
+        otherwise `is_admitted` does."""
         request = state.request
         if self._pool.holds_whole(request):
             return
@@ -105,8 +100,8 @@ class ResidentRequests:
             self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
-        """Never used before: private names are computed from it. Ends with the request's id,
-        shortened and without characters that the server refuses."""
+        """Never used before, because private names are computed from it. Shows the request's id,
+        printable."""
         shown = "".join(filter(str.isprintable, request_id[:MAX_SHOWN_CHARS]))
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
@@ -118,8 +113,7 @@ class ResidentRequests:
             self._close(one)
 
     def _close(self, one: Resident) -> None:
-        """Waits for the steps in progress: if the server unpinned blocks that they read, they
-        could compute wrong KV from other bytes and store it."""
+        """After the steps in progress: these could read other bytes, and store wrong KV."""
         self._reservations.close(one, self._pool.planned_step, self._pool.ended_step)
 
     def step_ended(self) -> None:
@@ -129,18 +123,13 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """The id that the request's stores carry to use the reserved room; empty without a
-        residency."""
+        """For the request's stores; empty without a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
-        """Whether the request may begin: with room for all its present blocks, or wholly on the
-        device (`DevicePool.stays_whole`). Retries a refused reservation.
-
-        Registers a request that arrived before the key space, and with it this object, was
-        replaced.
-        """
+        """Whether the request may begin. Retries a refused reservation. Registers requests of an
+        earlier key space, which had another object of this class."""
         request_id = state.request.request_id
         if request_id not in self._residents:
             self.arrived(state, now_s)
@@ -156,7 +145,7 @@ class ResidentRequests:
         return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
-        """For all present blocks. `ResidentManager` asks, through `ResidentSide`."""
+        """`ResidentManager` asks, through `ResidentSide`."""
         one = self._residents.get(request_id)
         return one is not None and self._fits(one)
 
@@ -165,15 +154,14 @@ class ResidentRequests:
 
     def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
         """How much of a hit the request may use. Its blocks must fit on the device or be pinned:
-        - the whole hit, if the device now has room for all blocks of the request;
-        - otherwise the part that the server has pinned for this request;
-        - None ("ask again") until the server has answered.
+        - the whole hit, if the device has room for the whole request;
+        - otherwise what is pinned for this request, None ("ask again") until that is known;
+        - 0 if the request begins on the device because the server is away.
 
-        0 for a request that begins on the device because the server is away. With `residency =
-        "auto"`, a request that fits into an empty pool gets the whole hit if the server can't pin
-        it.
+        A request that fits into an empty pool gets the whole hit if the server can't pin it
+        (`"auto"`).
 
-        hit_tokens: includes the hit in vLLM's own prefix cache.
+        hit_tokens: with the hit in vLLM's own prefix cache.
         """
         one = self._residents.get(request.request_id)
         if one is None:
@@ -212,9 +200,8 @@ class ResidentRequests:
         return min(one.most_blocks, -(-tokens // self._block_tokens))
 
     def _reserve(self, one: Resident) -> None:
-        """Sets `one.wanted`: the present blocks and QUANTUM_TOKENS more, raised when less than
-        half of that is left. Only the present blocks for a held request or one that does not ask
-        ahead."""
+        """Wants QUANTUM_TOKENS beyond the present blocks, more when half is used; none beyond if
+        the request is held or does not ask ahead."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if one.is_held or not one.asks_ahead:
@@ -223,9 +210,8 @@ class ResidentRequests:
             one.wanted = min(one.most_blocks, needed + quantum)
 
     def held(self, now_s: float) -> list[str]:
-        """Ids of the requests to leave out of the coming step. Asks for room for them, and parks
-        requests (`_park_idle`, `_park`, `_is_outwaited`). Called before each step
-        (`ResidentManager.step_starts`)."""
+        """Ids to leave out of the coming step. Asks for room for them, and parks requests.
+        Called before each step (`ResidentManager.step_starts`)."""
         self._reservations.note_silence(self._residents.values(), now_s)
         self._park_idle(now_s)
         held = []
@@ -247,8 +233,8 @@ class ResidentRequests:
         return [request_id for request_id in held if request_id != parked]
 
     def _is_cramped(self, one: Resident) -> bool:
-        """Runs on the device without room for its next block. False for a lost request, which
-        vLLM preempts anyway."""
+        """On the device, without room for its next block; not if lost, because vLLM preempts it
+        anyway."""
         return (
             one.opened is not None
             and not one.is_lost
@@ -263,8 +249,7 @@ class ResidentRequests:
         return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
 
     def make_room(self) -> None:
-        """Moves requests off the device if the pool is short (`moves.to_move`). Called before
-        each step (`ResidentManager.step_starts`)."""
+        """Moves requests off the device if its pool is short. Called as `held`."""
         demand = self._pool.demand(self.has_room)
         if demand is None or not demand.is_short:
             return
@@ -280,8 +265,8 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park_idle(self, now_s: float) -> None:
-        """Parks the last request that has not begun, if a running one was refused room for its
-        next block; that one asks again at once."""
+        """If a running request was refused room, parks the last that has not begun; the running
+        one asks again."""
         refused = [
             one
             for one in self._residents.values()
@@ -294,9 +279,8 @@ class ResidentRequests:
                 one.ask_at_s = now_s
 
     def _park(self, now_s: float) -> str | None:
-        """Parks the last request with room, if all running requests have been held for `PARK_S`.
-        Returns its id. Its blocks stay in the arena until they are evicted, so it may hit them
-        when it begins again."""
+        """Parks the last request with room, if all have been held for `PARK_S`. Its blocks stay
+        until they are evicted, so it may hit them later."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = self._last(lambda one: one.opened is not None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -315,13 +299,11 @@ class ResidentRequests:
         return one.opening is not None or one.opened is not None
 
     def _is_idle(self, one: Resident) -> bool:
-        """Has room but has not begun."""
         has_begun = one.computed or self._pool.has_blocks(one.request_id)
         return not has_begun and self._reservations.is_served(one)
 
     def _last(self, is_meant: Callable[[Resident], bool]) -> Resident | None:
-        """The request with the lowest priority among those meant, and of several the one that
-        arrived last."""
+        """Of lowest priority, then latest arrival."""
         meant = filter(is_meant, reversed(self._residents.values()))
         return max(meant, key=lambda one: one.state.request.priority, default=None)
 
@@ -339,16 +321,15 @@ class ResidentRequests:
         one.waited_s = 0.0
 
     def _is_outwaited(self, one: Resident) -> bool:
-        """Others got its room after a reconnect, and it has waited for `timeout_s`. It is
-        parked; other requests that wait for so long end with an error."""
+        """Others got its room after a reconnect. Other requests that wait for so long end with
+        an error."""
         is_long = one.waited_s >= self._timeout_s
         return one.has_lost_room and is_long and self._reservations.is_connected
 
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """At least of the first `until` blocks, which must be computed. Blocks whose KV is not
-        exact at this time get private names."""
+        """At least of the first `until` blocks, which must be computed."""
         request, one = state.request, self._residents[state.request.request_id]
         exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
         shared = self._groups.hashes(request, 0)
@@ -357,13 +338,13 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def private_from(self, request_id: str) -> int:
-        """Position of the first block with a private name; ENDLESS without one."""
+        """ENDLESS without a private name."""
         return self._residents[request_id].private_from
 
     def reset(self, request_id: str) -> None:
-        """KV from before a reset of the cache must not be found by others. A request on the
-        device continues, with private names for blocks that are not pinned. Another, or one that
-        loads, is computed anew if the server may have pinned any of its blocks."""
+        """No other request may find KV from before. On the device the request continues, with
+        private names for unpinned blocks; elsewhere, or while loading, it is computed anew if
+        any block may be pinned."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id) and not one.state.is_loading:
             self._make_private(one)
@@ -371,9 +352,9 @@ class ResidentRequests:
             self._start_over(one)
 
     def _make_private(self, one: Resident) -> None:
-        """Gives private names to the blocks that are not pinned. If one of them had a name, the
-        server may have pinned it under that: then all blocks are stored anew, or, if the device
-        may not have them all, the request is computed anew."""
+        """Renames the unpinned blocks. If one had a name, the server may have pinned it under
+        that: all are stored anew, or the request is computed anew if the device may lack some.
+        """
         if one.named > one.kept:
             if not self._pool.stays_whole(one.state.request):
                 self._pool.lose(one.request_id)
@@ -383,7 +364,7 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """The device's KV has become inexact: blocks that are not pinned get private names."""
+        """The device's KV has become inexact."""
         for request_id, one in self._residents.items():
             if self._pool.has_blocks(request_id):
                 self._make_private(one)
@@ -391,21 +372,20 @@ class ResidentRequests:
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:
-        """The server is asked to pin these blocks after the store has ended."""
+        """Their blocks are pinned when the store has ended."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.sketches)
         if one is not None and runs:
             one.storing[job.store_id] = min(run.depth for run in runs)
 
     def stored(self, store: StoreInFlight) -> None:
-        """A store has ended, whatever its result. Called for the stores of all requests."""
+        """Whatever its result. Called for the stores of all requests."""
         one = self._residents.get(store.request_id)
         if one is not None:
             one.storing.pop(store.store_id, None)
 
     def kept_tokens(self, request_id: str) -> int:
-        """Leading tokens in pinned blocks, which vLLM may free on the device. `ResidentManager`
-        asks, through `ResidentSide`."""
+        """In pinned blocks, which vLLM may free. `ResidentManager` asks, through `ResidentSide`."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -413,8 +393,7 @@ class ResidentRequests:
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
-        """Resident requests will soon free device blocks, so that vLLM can wait instead of
-        preempting."""
+        """Device blocks will soon be free, so that vLLM can wait instead of preempting."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
@@ -425,8 +404,7 @@ class ResidentRequests:
         )
 
     def _would_free(self, one: Resident) -> bool:
-        """Whether more pins would free device blocks. A request that may stay wholly on the
-        device frees them only by a move."""
+        """When more blocks are pinned. What may stay on the device frees blocks only by a move."""
         if not self._pool.stays_whole(one.state.request):
             return self._pool.has_blocks(one.request_id)
         relief = self._pool.relief(one.request_id, one.state.request.num_tokens)
@@ -435,8 +413,8 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """Handles answers, sends due calls, and returns the step's message to the workers. Must
-        be called before vLLM adds the step's tokens to `num_computed_tokens`."""
+        """The step's message to the workers. Must be called before vLLM adds the step's tokens
+        to `num_computed_tokens`."""
         preempted = tuple(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             if request_id in self._residents:
@@ -454,8 +432,8 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), preempted, tuple(lost))
 
     def _take_compared(self) -> None:
-        """After a reconnect, workers may read blocks at their old offsets under the new pin.
-        Other blocks are lost, unless the device still has the whole request."""
+        """Blocks at their old offsets may be read under the new pin. Others are lost, unless the
+        device has the whole request."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:
@@ -473,15 +451,14 @@ class ResidentRequests:
                     self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:
-        """Pins newly stored blocks, handles answers, and ends the request if it has waited too
-        long."""
+        """Pins stored blocks, handles answers, and gives up after too long a wait."""
         calls = self._reservations
         self._reserve(one)
         has_begun = self._pool.has_blocks(one.request_id)
         if has_begun or self._has_asked(one) or calls.is_refused(one):
             calls.renew(one, now_s)
-        # Only blocks whose stores have ended, successfully or not. After a long wait, stores in
-        # flight are ignored: their reports may be lost.
+        # Stores must have ended, successfully or not; after a long wait their reports may be
+        # lost.
         stores = one.storing.values() if one.waited_s <= self._timeout_s / 2 else ()
         until = min([one.state.store.stored_blocks[0], *stores])
         if until > one.kept:
@@ -514,8 +491,7 @@ class ResidentRequests:
             self._give_server_up(one)
 
     def _give_server_up(self, one: Resident) -> None:
-        """vLLM computes the request anew on the device, if it fits there; otherwise ends it with
-        an error."""
+        """Computes the request anew on the device, or fails it if it does not fit there."""
         if one.must_be_whole or not self._pool.could_be_whole(one.state.request):
             why = "the KV cache server has not taken its blocks for hotkv.residency_timeout_s"
             self._fail(one, f"{why} = {self._timeout_s:.0f} s")
@@ -537,7 +513,6 @@ class ResidentRequests:
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """vLLM computes these requests anew; all that the server holds for them is forgotten."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:
@@ -550,7 +525,7 @@ class ResidentRequests:
                     self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")
 
     def _start_over(self, one: Resident) -> None:
-        """Forgets all that the server holds for the request, and gives it a new residency id."""
+        """Forgets what the server holds for the request, and changes its residency id."""
         self._close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

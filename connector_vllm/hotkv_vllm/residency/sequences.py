@@ -1,13 +1,13 @@
-"""A CPU worker's records of resident requests (`ResidentSequences`), and the sketches of their
-blocks (`KeptRows`). CUDA engines use `cuda_worker`. A request is *lost* if the worker can't read
-blocks of it that are only in the arena; vLLM then computes it anew.
+"""A CPU worker's records of resident requests (`ResidentSequences`), and their sketches
+(`KeptRows`). A request is *lost* if the worker can't read its blocks in the arena; vLLM then
+computes it anew.
 
 Always true:
 - A request has one `ResidentSequence`, from the first step whose message lists it to its end.
-- A row of `KeptRows` belongs to at most one request at a time.
-- A block that is not on the device is read only at its known address in a mapped arena. If that is
-  unknown, the request is lost when the block is needed.
-- A hot slot contains the page of the block that `ResidentSequence.content` names.
+- A row of `KeptRows` belongs to at most one request.
+- A block that is not on the device is read only at its known address. If that is unknown, the
+  request is lost when the block is needed.
+- A hot slot contains the page that `ResidentSequence.content` names.
 - A lost request is reported once, with the step in which the loss was found.
 """
 
@@ -29,20 +29,20 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""The most rows of `KeptRows` that a request gets ahead of its blocks."""
+"""That a request gets at most ahead of its blocks."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
 STEPS_IN_FLIGHT = 2
-"""vLLM may have planned so many steps before it gets a step's results. A request reported as
-lost may still be in their messages."""
+"""That vLLM may have planned before it gets a step's results: their messages may have a request
+reported as lost."""
 
 
 # -------------------------------------------------------------------------- rows of sketches
 
 
 def num_rows_for(num_taken: int) -> int:
-    """Rows that `KeptRows` allocates for `num_taken`: FIRST_ROWS, doubled until it is enough."""
+    """FIRST_ROWS, doubled until it is enough."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
         num_rows *= 2
@@ -50,14 +50,11 @@ def num_rows_for(num_taken: int) -> int:
 
 
 class KeptRows:
-    """Sketches of all complete blocks of resident contexts, also of those not on the device. Used
-    by one thread.
+    """Sketches of resident contexts, also of blocks that are not on the device: one row per block,
+    for all layers. Used by one thread. Grows with the contexts that run at the same time, to about
+    7 % of their KV.
 
-    A running request has one row per block, with the sketches of all layers. The memory grows with
-    the contexts that run at the same time, to about 7 % of their KV.
-
-    pool: holds only sketches of blocks on the device; the rows share its formats, centres and
-        axes.
+    pool: only of blocks on the device; the rows share its formats, centres and axes.
     """
 
     def __init__(self, pool: BlockReprManager) -> None:
@@ -75,13 +72,11 @@ class KeptRows:
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """A layer's sketches by format. Valid until the next `take`, which may replace the
-        arrays."""
+        """Valid until the next `take`, which may replace the arrays."""
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
-            # Called in every layer of a step, so a `Source` is made only when something has
-            # changed.
+            # Called in every layer of a step.
             one = known.get(name)
             if one is None or one[0] is not source or one[1] != self._num_rows:
                 mine = replace(source, pool=self._of(layer_idx, name, source))
@@ -89,7 +84,7 @@ class KeptRows:
         return {name: one[2] for name, one in known.items()}
 
     def take(self, count: int) -> I32:
-        """Allocates rows, int32 [count]. Enlarges the arrays if too few are free."""
+        """int32 [count]."""
         if count > len(self._free):
             num_rows = num_rows_for(self.num_taken + count)
             self._free = [*range(num_rows - 1, self._num_rows - 1, -1), *self._free]
@@ -105,10 +100,7 @@ class KeptRows:
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
     def _of(self, layer_idx: int, name: str, source: Source) -> U8:
-        """uint8 [rows, KV heads, bytes], enlarged if rows were added.
-
-        source: the layer's sketches in `pool`.
-        """
+        """uint8 [rows, KV heads, bytes], enlarged if rows were added."""
         rows = self._rows.get((layer_idx, name))
         if rows is None or len(rows) < self._num_rows:
             grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)
@@ -125,19 +117,18 @@ class KeptRows:
 class ResidentSequence:
     """A worker's record of a request. A position is the index of a block in the context.
 
-    first_block: the device block by which the request is reported as lost.
-    may_outgrow: the request is resident: old blocks may be freed on the device.
+    first_block: by which a loss is reported.
+    may_outgrow: old blocks may be freed on the device.
     num_freed: the blocks between the sinks and this position are not on the device.
-    hot_blocks: device blocks of the hot slots, int32.
-    addresses: of the blocks' slots in this process, by position, int64; -1 if unknown.
-    sketches: the same for the sketches' slots; -1 if the server lacks them.
+    hot_blocks: of the hot slots, int32.
+    addresses, sketches: of slots and sketches' slots in this process, by position, int64; -1 if
+        unknown.
     rows: of `KeptRows`, by position, int32.
     num_kept: leading blocks whose sketches are in `rows`, by layer index.
-    content: by layer index, the position that each hot slot holds, int32; -1 if empty.
-    pin: under which the blocks at `addresses` are pinned.
-    arenas: those of the addresses.
+    content: position in each hot slot, by layer index, int32; -1 if empty.
+    pin: of the blocks at `addresses`, in `arenas`.
     is_lost: must be computed anew.
-    has_read: blocks were read from an arena in this step.
+    has_read: from an arena in this step.
     """
 
     request_id: str
@@ -156,10 +147,7 @@ class ResidentSequence:
     has_read: bool = False
 
     def kept(self, first: int, slots: I64, sketches: I64) -> None:
-        """Records where the server has pinned consecutive blocks.
-
-        slots, sketches: addresses, int64; -1 for a missing sketch.
-        """
+        """Consecutive blocks; -1 for a missing sketch."""
         stop = first + len(slots)
         if stop > len(self.addresses):
             more = max(stop, 2 * len(self.addresses), _FIRST_BLOCKS) - len(self.addresses)
@@ -174,16 +162,15 @@ class ResidentSequence:
         self.arenas = []
 
     def hot_content(self, layer_idx: int) -> I32:
-        """Position of the block in each hot slot in this layer, int32; -1 if empty. Who copies a
-        page into a slot must write its position here."""
+        """Position in each hot slot, int32; -1 if empty. Who copies a page must write its
+        position here."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
         return content
 
     def still_holds(self) -> bool:
-        """Whether all blocks that this step has read from arenas are still pinned, so that their
-        bytes are valid."""
+        """All blocks that this step has read are still pinned."""
         pin = self.pin
         return not self.has_read or (
             pin is not None and all(arena.holds(pin) for arena in self.arenas)
@@ -194,10 +181,8 @@ class ResidentSequence:
 
 
 class ResidentSequences:
-    """Holds the `ResidentSequence` of each request, and finds lost requests.
-
-    arena_of: the arena that this process maps; None without one.
-    of_step: by the last device block that the step writes (`ResidentRow.written_block`).
+    """arena_of: the arena that this process maps.
+    of_step: by the last device block that the step writes.
     """
 
     def __init__(self, kept: KeptRows) -> None:
@@ -216,7 +201,6 @@ class ResidentSequences:
         return f"ResidentSequences({len(self._sequences)})"
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
-        """Sets `of_step` from the step's message."""
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
@@ -256,7 +240,7 @@ class ResidentSequences:
         return sequence
 
     def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> None:
-        """Does nothing if this process does not map the blocks' arena."""
+        """Ignores blocks of an arena that this process does not map."""
         arena = self._arenas.get(kept.file_id)
         if arena is None:
             arena = self.arena_of()
@@ -275,22 +259,22 @@ class ResidentSequences:
     # ----------------------------------------------------------------------------------------- loss
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
-        """Marks the request as lost and reports it with this step; once, because vLLM may give
-        its first block to another request after the report."""
+        """Reports the request with this step; once, because vLLM may then give its first block
+        to another."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """The scheduler names them: after a reconnect their blocks were not at the old offsets."""
+        """After a reconnect their blocks were not at the old offsets."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
 
     def forget_all(self, why: str) -> None:
-        """Forgets all requests, and reports those with blocks only in host memory as lost: a
-        message of the scheduler was lost, which may have said that a request begins anew."""
+        """A lost message may have said that requests begin anew. Those with blocks only in host
+        memory are lost."""
         for sequence in list(self._sequences.values()):
             if sequence.num_freed:
                 self.lose(sequence, why)
@@ -298,11 +282,9 @@ class ResidentSequences:
             self.end(sequence.request_id)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
-        """Loses the request of a row that the scheduler's message does not list, if blocks of it
-        are only in host memory: the worker can't know where.
+        """A row that the message does not list is lost if blocks of it are only in host memory.
 
-        has_gaps: the row's block table has null blocks in place of freed ones. The request is
-            reported even if the worker does not know it.
+        has_gaps: its block table has null blocks: reported even if the request is unknown.
         """
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
@@ -312,14 +294,13 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Loses requests of which this step has read blocks that are no longer pinned. Called
-        after a step's last layer."""
+        """Tests the pins of what this step has read. Called after its last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
 
     def is_lost(self, request_id: str) -> bool:
-        """Whether this step may compute wrong KV for the request; True if it is unknown."""
+        """True if the request is unknown."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
@@ -332,6 +313,6 @@ class ResidentSequences:
         return lost
 
     def all_away(self) -> set[int]:
-        """First blocks of the requests with blocks only in host memory. Used if `take_lost`
-        raises, so it shares no code with it."""
+        """As `take_lost` if that raises, of all with blocks only in host memory; shares no code
+        with it."""
         return {one.first_block for one in self._sequences.values() if one.num_freed}

@@ -1,9 +1,6 @@
-"""Connects vLLM's block manager (`compat.residency.ResidentManager`) to `ResidentRequests`.
-
-The block manager asks how many tokens of a request are pinned, and whether a request may begin.
-Before each step, vLLM is made to leave out requests that wait for room, and requests move off
-the device if its pool lacks blocks. Without residency nothing of this happens.
-"""
+"""Connects vLLM's block manager (`compat.residency.ResidentManager`) to `ResidentRequests`: how
+many tokens are pinned, who may begin, who is left out of a step, who moves off the device.
+Without residency nothing of this happens."""
 
 import time
 from collections.abc import Set
@@ -55,9 +52,9 @@ class ResidentSide:
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:
-        """vLLM preempts the requests that hold one of `first_blocks`, and computes them anew.
+        """vLLM computes the requests that hold one of `first_blocks` anew.
 
-        Limitation of vLLM 0.32: a request lost in the step that ends its prompt gets no prompt
+        Limitation of vLLM 0.32: lost in the step that ends its prompt, a request gets no prompt
         logprobs. vLLM drops the step's output, and does not compute them again
         (`GPUModelRunner._get_prompt_logprobs_dict`).
         """
@@ -70,8 +67,7 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """The same, if handling a step's results has raised, perhaps in `lost`; so it shares no
-        code with it."""
+        """As `lost`, if handling a step's results has raised; shares no code with it."""
         self._pool.lose_blocks(first_blocks)
 
     @property

@@ -1,8 +1,7 @@
-"""The scheduler side's message to the workers about resident requests, one per step.
+"""The scheduler side's message to the workers, one per step.
 
-vLLM does not tell workers which blocks were freed on the device: their block tables still have
-the ids. So each message says up to which block a request's blocks were freed, and at which
-offsets of the arena the server holds them.
+vLLM does not tell workers which blocks were freed on the device: their block tables keep the
+ids. So each message says up to which block they were freed, and where in the arena they are.
 """
 
 from dataclasses import dataclass, replace
@@ -15,11 +14,11 @@ FileId = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class KeptBlocks:
-    """Where the server holds consecutive blocks of a request.
+    """Consecutive blocks of a request in the arena `file_id`.
 
     first: position of the first.
-    offsets: of the slots, bytes in the arena `file_id`, int64.
-    sketches: the same of the sketches' slots; -1 if the server lacks a sketch.
+    offsets, sketches: of slots and sketches' slots, bytes, int64; -1 if the server lacks a
+        sketch.
     """
 
     first: int
@@ -34,18 +33,16 @@ class KeptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """A request of the step. vLLM's batches have no request ids for workers' attention, so a block
-    id identifies the request's row there.
+    """A request of the step. vLLM's batches have no request ids for workers' attention.
 
-    written_block: the last device block that the step writes; a worker finds the row by it.
-    first_block: the first device block, by which workers report the request as lost.
+    written_block: the last device block that the step writes, by which a worker finds the row.
+    first_block: by which workers report a loss.
     may_outgrow: the request is resident.
     num_freed: the blocks between the sinks and this position are not on the device; 0 for none.
-    hot_blocks: device blocks of the hot slots; empty if unchanged.
-    kept: newly pinned blocks; each is sent once.
-    pin: of these blocks, for `Arena.holds` after reading; None if unchanged.
-    context_tokens: including `new_tokens`.
-    new_tokens: that the step computes.
+    hot_blocks: of the hot slots; empty if unchanged.
+    kept: newly pinned blocks.
+    pin: for `Arena.holds` after reading; None if unchanged.
+    context_tokens: with `new_tokens`, which the step computes.
     """
 
     request_id: str
@@ -62,8 +59,8 @@ class ResidentRow:
 
 @dataclass(frozen=True, slots=True)
 class ResidentStep:
-    """preempted: ids, since the last message.
-    lost: ids of requests whose blocks the server has lost; workers report them to vLLM.
+    """preempted: since the last message.
+    lost: whose blocks the server has lost; workers report them to vLLM.
     """
 
     rows: tuple[ResidentRow, ...] = ()

@@ -1,8 +1,8 @@
-"""Computes a rank's memory with residency, before vLLM allocates its KV pool. If less is free, the
-engine does not start.
+"""Computes a rank's memory before vLLM allocates its KV pool. If less is free, the engine does not
+start.
 
-Always true: the sum covers vLLM's KV pool and all that hotkv allocates in the rank for one
-request of the longest context, but not the server's arena.
+Always true: the sum covers vLLM's KV pool and all that hotkv allocates for one request of the
+longest context, but not the arena.
 """
 
 from dataclasses import dataclass, fields
@@ -24,10 +24,10 @@ class Totals:
     """Bytes of one rank.
 
     pool: vLLM's KV cache with the hot slots.
-    sketches: of the pool's blocks; on CUDA of `hotkv.sketch_tokens` tokens.
-    rows: sketches of the longest context (`KeptRows`); 0 on CUDA, where `sketches` has them.
-    staging: copies of one layer's pages of the longest context: two on CPUs, one on CUDA.
-    tables: on CUDA, block tables, hot sets and scratch memory of kernels.
+    sketches: of the pool; on CUDA of `hotkv.sketch_tokens`.
+    rows: of `KeptRows`; 0 on CUDA.
+    staging: of the longest context, two on CPUs, one on CUDA.
+    tables: on CUDA, with scratch memory of kernels.
     """
 
     pool: int
@@ -46,8 +46,7 @@ class Totals:
 
 
 def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Logs what this rank needs; raises ConfigError if less is free. Must be called before vLLM
-    allocates its pool."""
+    """Raises ConfigError if less is free. Must be called before vLLM allocates its pool."""
     if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":
