@@ -1,20 +1,20 @@
-"""Makes marks on the engine's device. Each transfer names a mark, and copies only after the device
-has passed it (`hotkv_proto.order`), so that no store reads blocks that are not computed yet.
+"""Makes marks on the engine's device. Each transfer names one, and copies only after the device has
+passed it (`hotkv_proto.order`), so that no store reads blocks that are not computed yet.
 
-The server tests a mark by an interprocess CUDA event or by a *word*, a number in device memory that
-the device writes. If it can do neither, or all events and words are in use, this process tests the
-mark, and sends the transfer afterwards.
+The server tests a mark by an interprocess CUDA event, or by a *word* in device memory that the
+device writes. If it can't, or all are in use, this process tests the mark before it sends the
+transfer.
 
 Always true:
 
-- A mark is made on the CUDA stream that is current when vLLM calls the connector: it is behind all
-  work that vLLM queued before, whether this writes the blocks or reads them.
-- An interprocess event is recorded again only after every transfer that names it has ended.
+- A mark is made on the CUDA stream that is current when vLLM calls the connector: behind all work
+  that vLLM queued before.
+- An event is recorded again only after every transfer that names it has ended.
 - Each mark increases its word by 1 (modulo 2^32), and a word belongs to one stream.
 - No method that runs in a step waits for the device.
 
-A word is written by a kernel of torch (`fill_`), a few microseconds on the device.
-cuStreamWriteValue32 would be as correct, but needs a binding to the CUDA driver.
+Words are written by a kernel of torch (`fill_`), which takes a few microseconds.
+cuStreamWriteValue32 would need a binding to the CUDA driver.
 """
 
 from collections import deque
@@ -34,28 +34,21 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Interprocess CUDA events. A mark holds one until its transfers have ended. A step makes at most
-two
-
-marks: for its loads and for its stores.
-"""
+"""A mark holds one until its transfers have ended. A step makes at most two marks."""
 NUM_WORDS = 4
-"""Each CUDA stream with marks needs its own word. vLLM 0.32 calls the connector on one stream."""
+"""One per CUDA stream with marks. vLLM 0.32 calls the connector on one stream."""
 WORDS_HANDLE = "hotkv-order"
 
 
 class MarkEvent(Protocol):
-    """The part of `torch.cuda.Event` that marks use."""
-
     def query(self) -> bool: ...
     def ipc_handle(self) -> bytes: ...
 
 
 class Words(Protocol):
-    """uint32 numbers in device memory, zero at first.
+    """uint32 in device memory, zero at first.
 
-    handle: names the words' memory to the server.
-    fds: file descriptors to send with the handle, by name.
+    handle, fds: for the server.
     """
 
     @property
@@ -67,7 +60,7 @@ class Words(Protocol):
 
 
 class MarkedDevice(Protocol):
-    """What `Marks` needs of the engine's device; tests simulate it."""
+    """What `Marks` needs of a device; tests simulate it."""
 
     @property
     def uuid(self) -> bytes: ...
@@ -84,12 +77,11 @@ class MarkedDevice(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the device's queue, passed when the device has done all work queued before it.
+    """A point in the device's queue.
 
-    event: by which this process tests the mark; None on a CPU, where every mark counts as passed.
-    after: by which the server tests the mark; None if it can't.
-    uses: transfers that name the mark, plus 1 until the caller of `Marks.make` calls `Marks.done`.
-    has_passed: True once `passed` has seen it.
+    event: for this process; None on a CPU, where every mark counts as passed.
+    after: for the server; None if it can't test the mark.
+    uses: transfers after the mark, plus 1 until the caller of `Marks.make` calls `Marks.done`.
     """
 
     event: MarkEvent | None = None
@@ -104,20 +96,19 @@ class Mark:
         return self.has_passed
 
     def lets_send(self) -> bool:
-        """Whether a transfer after this mark may be sent now."""
+        """A transfer after this mark may be sent now."""
         return self.after is not None or self.passed()
 
 
 class Marks:
-    """Makes marks and reuses their events. Without a device (on a CPU) every mark counts as passed.
+    """Makes marks and reuses their events. Without a device every mark counts as passed.
 
-    order: offers the events and words to the server.
+    order: offers events and words to the server.
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
         """wanted: the setting `device_order`: `auto` (events and words), `events`, `flags`
-        (words) or `host` (neither). What the device does not support is logged and not
-        offered."""
+        (words) or `host` (neither). What the device does not support is logged."""
         self.order = NO_ORDER
         self._device = device
         self._ring: list[MarkEvent] = []
@@ -156,18 +147,16 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """A copy of `memory` with the words added."""
+        """With the words added."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Makes a mark at the end of the current CUDA stream. The caller must call `done` once it
-        begins no more transfers after it.
+        """At the end of the current CUDA stream. The caller must call `done`.
 
-        kind: how the server is to test the mark. If no event or word is free, the mark is one of
-            HOST.
+        kind: one of HOST takes its place if no event or word is free.
         """
         if self._device is None:
             return Mark()
@@ -190,12 +179,12 @@ class Marks:
         return After(OrderKind.FLAGS, DeviceMark(index, value))
 
     def use(self, mark: Mark) -> Mark:
-        """Counts one more transfer after the mark, until `done`."""
+        """Counts a transfer, until `done`."""
         mark.uses += 1
         return mark
 
     def done(self, mark: Mark) -> None:
-        """Ends one use. After the last, the mark's event is free for another mark."""
+        """After the last use the event is free for another mark."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return
@@ -230,8 +219,7 @@ class CudaDevice:
 
 @dataclass(slots=True, init=False)
 class CudaWords:
-    """`Words` in a torch tensor. Raises Unsupported if its memory can't be shared with the
-    server."""
+    """Raises Unsupported if the memory can't be shared with the server."""
 
     handle: MemoryHandle
     fds: Mapping[str, int] = field(default_factory=dict)

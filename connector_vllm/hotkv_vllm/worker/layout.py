@@ -149,12 +149,10 @@ class LayerPages:
 
 @dataclass(slots=True)
 class EngineMemoryMap:
-    """Where the engine's pages are.
-
-    tensors: of all groups, in the order of a slot.
+    """tensors: of all groups, in the order of a slot.
     shard_bytes: of this rank, per group.
-    storages: torch's storages with the pages, by handle id.
-    page_format: the pages' axes in physical order, for the key space (`_page_format`).
+    storages: torch's, by handle id.
+    page_format: for the key space (`_page_format`).
     """
 
     tensors: list[PageTensor] = field(default_factory=list)
@@ -168,8 +166,8 @@ def describe(
     kv_cache_config: Any,
     groups: Sequence[kv_groups.CacheGroup],
 ) -> EngineMemoryMap:
-    """Reads the layout of the pages from the registered tensors. Raises Unsupported if a layer has
-    no tensor, or if its tensor is not where vLLM's `kv_cache_tensors` places it.
+    """Reads the layout from the registered tensors. Raises Unsupported if a layer has none, or if
+    it is not where vLLM's `kv_cache_tensors` places it.
 
     kv_caches: tensors by layer name.
     groups: those that hotkv stores.
@@ -242,8 +240,8 @@ def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
-    """Raises Unsupported if the pages are not where vLLM places them: this module then
-    misunderstands the tensor or the placement."""
+    """This module would misunderstand a tensor or vLLM's placement if they differ: raises
+    Unsupported."""
     for placed in kv_cache_config.kv_cache_tensors:
         if layer.name in placed.layers:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
@@ -291,8 +289,8 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Exports the engine's memory for reading and writing. Raises Unsupported if that is
-    impossible; the engine's tensors stay usable.
+    """For reading and writing. Raises Unsupported if that is impossible; the engine's tensors stay
+    usable.
 
     name: vLLM's name of the layout, for the server's log.
     """
@@ -341,11 +339,10 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 class KeyPacking:
     """How vLLM's CPU kernels arrange the keys of one head in a block.
 
-    Usually each `run` consecutive tokens form an array [head_size / pair][run][pair]: first the
-    first `pair` channels of each token, then the next `pair` channels of each, and so on. `order`
-    stands for any other arrangement.
+    Usually each `run` tokens form an array [head_size / pair][run][pair]: the first `pair` channels
+    of each token, then the next `pair` of each, and so on.
 
-    order: position of each channel of each token among the head's keys, int64 [tokens *
+    order: any other arrangement: position of each channel of each token, int64 [tokens *
         head_size].
     """
 
@@ -355,11 +352,10 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Finds out by a trial how vLLM's CPU kernel arranges keys: it writes known numbers, and this
-    function looks where they are. So it finds any permutation. Raises Unsupported if the kernel
-    does more than permute.
+    """Found by a trial: the kernel writes known numbers. Raises Unsupported if it does more than
+    permute.
 
-    isa: vLLM's name of the instruction set that the kernel uses.
+    isa: vLLM's name of the kernel's instruction set.
     """
     from vllm import _custom_ops as ops
 

@@ -1,13 +1,12 @@
 """Follows the loads of one rank.
 
-Always true: each load is reported to vLLM exactly once, and only after its future is resolved or
-the scheduler holds its blocks back from vLLM's pool (`give_up`). So vLLM never reallocates blocks
-that the server may still write.
+Always true: each load is reported to vLLM exactly once, only after its future is resolved or the
+scheduler holds its blocks back from vLLM's pool (`give_up`). So vLLM never reallocates blocks that
+the server may still write.
 
-A load is cancelled at its deadline or when its request is aborted. If it has not ended
-CANCEL_GRACE_S later it is *overdue*: each report to the scheduler lists it, until the scheduler
-holds its blocks back. Then it is reported to vLLM as failed, so that its request need not wait,
-and is a *hung* load until the server ends it.
+A load is cancelled at its deadline or when its request is aborted. CANCEL_GRACE_S later it is
+*overdue* and listed in reports, until the scheduler holds its blocks back. Then it is reported
+as failed, so that its request need not wait, and *hung* until the server ends it.
 """
 
 import time
@@ -24,20 +23,17 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""Seconds that the server may take to end a cancelled load: its threads finish the pieces that
-they are copying."""
+"""For the pieces of a cancelled load that the server's threads are copying."""
 
 
 @dataclass(slots=True)
 class ActiveLoad:
     """A load whose end is not reported to vLLM yet.
 
-    deadline_s: None until the worker has seen that the device has passed `after`.
+    deadline_s, time: None until the worker has seen that the device has passed `after`.
     answer: None until the load is sent.
-    time: how long the server takes, from when the worker saw that `after` was passed; None before.
-    cancelled_s: time of the cancellation.
     is_late: cancelled at its deadline.
-    is_void: fails however it ends: the memory is discarded or the weights may have changed.
+    is_void: fails however it ends: memory is discarded, or weights may have changed.
     """
 
     job: LoadJob
@@ -51,41 +47,35 @@ class ActiveLoad:
 
     @property
     def seconds(self) -> float:
-        """That the server has taken so far; 0 if unknown."""
+        """0 if unknown."""
         return self.time.seconds if self.time is not None else 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the server can't write the load's blocks (any more)."""
+        """The server can't write the load's blocks."""
         return self.answer is None or self.answer.done()
 
 
 @dataclass(frozen=True, slots=True)
 class EndedLoad:
-    """A load whose future is resolved.
-
-    num_bytes: None if the load failed.
-    """
+    """num_bytes: None if the load failed."""
 
     load: ActiveLoad
     num_bytes: int | None
 
     @property
     def seconds(self) -> float:
-        """That the server took for a success; negative for a load cancelled at its deadline; 0
-        for other failures or if unknown."""
+        """Negative if cancelled at its deadline; 0 for other failures or if unknown."""
         if self.num_bytes is None:
             return -self.load.seconds if self.load.is_late else 0.0
         return self.load.seconds
 
 
 class RankLoads:
-    """Follows the rank's loads until they are reported.
-
-    send: begins the transfer after the mark; must not raise.
+    """send: begins the transfer after the mark; must not raise.
     cancel: takes the id of a transfer.
-    given_up: negative seconds of the loads that `give_up` has given up after their deadline, by
-        request id. `RankReport` clears them.
+    given_up: negative seconds by request id, of loads given up after their deadline.
+        `RankReport` clears them.
     """
 
     def __init__(
@@ -111,7 +101,6 @@ class RankLoads:
 
     @property
     def is_quiet(self) -> bool:
-        """No load is in progress or to be reported."""
         return not (self._active or self._failed or self.given_up)
 
     def begin(self, job: LoadJob, after: Mark) -> None:
@@ -125,15 +114,13 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Reports these loads as failed with the next `take`. They were never begun, but vLLM
-        waits for them."""
+        """They were never begun, but vLLM waits for them."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Fails those of `jobs` that were not begun, because the callback that begins loads has
-        raised.
+        """The callback that begins loads has raised.
 
-        abandoned: ids of further requests whose load is to be reported as failed.
+        abandoned: ids of further requests whose load fails.
         """
         self._failed |= set(abandoned)
         for job in jobs:
@@ -148,7 +135,7 @@ class RankLoads:
 
     @property
     def answers(self) -> "list[Future[TransferResult] | None]":
-        """Futures of the active loads; None for those not sent."""
+        """None for loads not sent."""
         return [load.answer for load in self._active.values()]
 
     def make_void(self) -> None:
@@ -163,8 +150,7 @@ class RankLoads:
             self._end_early(load)
 
     def _end_early(self, load: ActiveLoad) -> None:
-        """Cancels a load, which ends when its future is resolved. A load that was not sent fails
-        at once."""
+        """Cancels a load, which ends with its future; at once if it was not sent."""
         if load.cancelled_s is not None:
             return
         load.cancelled_s = time.monotonic()
@@ -176,8 +162,8 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[EndedLoad]]:
-        """New ends for vLLM: ids of the requests whose load has ended (failed or not), ids of
-        those whose load failed, and the ended loads."""
+        """New ends for vLLM: requests whose load has ended, those whose load failed, and the
+        loads."""
         if not self._active and not self._failed:
             return set(), set(), []
         ended = [
@@ -192,9 +178,7 @@ class RankLoads:
         return finished, failed, ended
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """Removes the loads that have ended or were never sent, because
-        `HotKVWorker.take_results` has raised. Returns the ids of requests to report as failed,
-        and the removed loads."""
+        """As `take`, because it or its caller has raised: the removed loads have all failed."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
         # Calls none of the functions that `take` calls: one of them has raised.
@@ -203,7 +187,7 @@ class RankLoads:
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> EndedLoad:
-        """A load whose result can't be read counts as failed."""
+        """A result that can't be read is a failure."""
         assert load.answer is not None
         num_bytes = None
         try:
@@ -220,8 +204,8 @@ class RankLoads:
         return EndedLoad(load, num_bytes)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose time limit has passed. It counts from the first call that sees
-        the load's mark passed."""
+        """Cancels loads past their time limit, which counts from the first call that sees the
+        mark passed."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue
@@ -245,8 +229,7 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Cancels loads and reports them as failed although the server has not ended them. The
-        scheduler must hold their blocks back."""
+        """Fails loads that the server has not ended. The scheduler must hold their blocks back."""
         wanted = set(transfer_ids)
         for load in [
             load
@@ -261,8 +244,8 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Which of the held-back loads can't write this rank's memory any more, so that vLLM may
-        have their blocks; and the hung loads that have ended since the last call."""
+        """Those that can't write this rank's memory any more, and the hung loads that have
+        ended."""
         for load in self._active.values():
             # A held-back load that was never sent fails, so that `take` reports it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
@@ -277,7 +260,7 @@ class RankLoads:
 
 
 def never_begun(why: str) -> "Future[TransferResult]":
-    """A future that has failed with ConnectionError."""
+    """Failed with ConnectionError."""
     failed: Future[TransferResult] = Future()
     failed.set_exception(ConnectionError(why))
     return failed

@@ -43,15 +43,12 @@ logger = link.logger
 
 
 class RankSession:
-    """Owns a rank's exported memory and its session.
-
-    place: position in the engine, and the index of the rank's shard in a slot.
-    fence: the page in which the scheduler revokes stores; None if only workers revoke them.
-    weights: watches this rank's weights; None before the first export.
-    shared: the sparse worker whose sketches are stored and loaded with blocks; None without
-        sketches.
+    """place: position in the engine, and index of the rank's shard in a slot.
+    fence: in which the scheduler revokes stores; None if only workers revoke them.
+    weights: None before the first export.
+    shared: whose sketches are stored and loaded with blocks; None without.
     reported_link: whether the scheduler was last told that the session is connected.
-    has_agreed: all ranks may have agreed on a key space. From then on a rank takes part in every
+    has_agreed: ranks may have agreed on a key space. From then on this one takes part in every
         later agreement, even if it has turned off, because the others wait for it.
     """
 
@@ -91,16 +88,15 @@ class RankSession:
 
     @property
     def lacks_session(self) -> bool:
-        """An attempt to open the session has failed, and must be repeated."""
+        """Opening it has failed, and must be repeated."""
         is_ready = self.memory is not None and self._session_config is not None
         return self.session is None and is_ready
 
     # --------------------------------------------------------------------------------------- memory
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports the engine's KV memory. If that fails, or the ranks do not agree on a key space,
-        the engine runs without hotkv, and the log says why. CPU memory moves into a shared file;
-        the tensors and their views stay valid.
+        """If that fails, or the ranks do not agree on a key space, the engine runs without hotkv,
+        and the log says why. CPU memory moves into a shared file; tensors and views stay valid.
 
         kv_caches: tensors by layer name.
         """
@@ -118,8 +114,8 @@ class RankSession:
             self.adapters = watch_adapters(self._vllm_config)
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports the memory, and lets the ranks agree on the key space. After a sleep this
-        rank's own key space and `marks` stay. Raises Unsupported, OSError or ValueError."""
+        """After a sleep this rank's own key space and `marks` stay. Raises Unsupported, OSError
+        or ValueError."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
@@ -162,8 +158,7 @@ class RankSession:
             self._identify(space.weights_identity)
 
     def _identify(self, identity: str) -> None:
-        """Completes the key space by the identity of the loaded weights, or of those to which
-        the engine has changed since."""
+        """Of the loaded weights, or of those to which the engine has changed since."""
         assert self.weights is not None and self._space is not None
         if not self.weights.identity:
             in_doubt = not self._config.weights_identity and model_weights.weights_may_be_older(
@@ -173,8 +168,8 @@ class RankSession:
         self._space = replace(self._space, weights_identity=self.weights.identity)
 
     def weights_were_read(self) -> bool:
-        """True once, if the weights' files were still being read at the export and have been
-        read since: the session can be opened. If they can't be read, turns this rank off."""
+        """True once, when files that were being read at the export have been read: the session
+        can be opened. Turns this rank off if they can't be read."""
         space = self._space
         is_awaited = space is not None and space.weights_identity == UNREAD
         if self.memory is None or not is_awaited or not self._reading.done():
@@ -188,8 +183,7 @@ class RankSession:
         return True
 
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Sketch, ...]:
-        """Adds the file with the sketches to the exported memory. Returns one kind per group
-        with sparse layers."""
+        """Exports the sketches. Returns one kind per group with sparse layers."""
         assert self.memory is not None and self._space is not None
         pool = shared_pool(
             sparse.sketches,
@@ -213,11 +207,11 @@ class RankSession:
         return pool.kinds
 
     def arena(self) -> Arena | None:
-        """The arena, mapped for reading; None if the session is missing or may not map it."""
+        """None if the session is missing or may not map it."""
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """vLLM's group to whose blocks the sketches under the session's `group_index` belong."""
+        """vLLM's group of the sketches under the session's `group_index`."""
         assert self._session_config is not None
         config = self._session_config
         kind = config.sketches[group_index - len(config.key_space.groups)]
@@ -232,12 +226,11 @@ class RankSession:
         wait_s: float,
         opening_s: float = 0.0,
     ) -> None:
-        """Opens a session. Waits for the server up to `wait_s`, and `opening_s` longer if the
-        server has answered but not opened the session yet. Does nothing if no memory was exported,
-        or while the weights' files are being read.
+        """Waits for the server up to `wait_s`, and `opening_s` longer if it has answered but not
+        opened the session. Does nothing without exported memory, or while the weights' files are
+        being read.
 
-        sparse: its sketches are stored with blocks. If they can't be exported, blocks go without
-            them, and the log says why.
+        sparse: without its sketches if they can't be exported; the log says why.
         """
         if self.memory is None or self._space is None:
             return
@@ -293,8 +286,8 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Opens a session for the present key space, without waiting. If the operating system
-        refuses a thread or a file, opens none and logs it."""
+        """Without waiting. If the operating system refuses a thread or a file, logs it and opens
+        none."""
         assert self._session_config is not None and self.memory is not None
         try:
             self.session = link.open_session(
@@ -309,7 +302,7 @@ class RankSession:
             self._state_log(LinkState.ABSENT, str(error))
 
     def leave(self) -> bool:
-        """Closes the session in another thread, without waiting. False if there is none."""
+        """Closes the session in another thread. False if there is none."""
         session, self.session = self.session, None
         if session is None:
             return False
@@ -318,8 +311,7 @@ class RankSession:
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:
-        """Carries out the scheduler's order to check the weights. True if the key space has
-        changed, so that the session must be replaced."""
+        """True if the key space has changed with the weights: the session must be replaced."""
         weights, config = self.weights, self._session_config
         if weights is None or not weights.obey(order) or config is None or self._space is None:
             return False
@@ -329,19 +321,16 @@ class RankSession:
         return True
 
     def turn_off(self, why: str) -> None:
-        """Closes session and memory. The whole engine then runs without hotkv.
-
-        why: for the scheduler, in `handshake`.
-        """
+        """The whole engine then runs without hotkv."""
         self._why_off = why
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
 
     def shutdown(self, keeps_fence: bool = False) -> None:
-        """Closes session, memory and fence. Waits for the server for at most 5 seconds: a load that
-        has not ended by then writes only to memory that the engine does not use any more.
+        """Waits for at most 5 seconds: a load that has not ended by then writes only to memory that
+        the engine does not use any more.
 
-        keeps_fence: keeps the fence for the next session.
+        keeps_fence: for the next session.
         """
         session, self.session = self.session, None
         memory, self.memory = self.memory, None
@@ -358,12 +347,12 @@ class RankSession:
 
     @property
     def is_trusted(self) -> bool:
-        """This rank surely has the weights for which the session was opened, and the adapters
-        for which the step was planned."""
+        """This rank surely has the weights of the session, and the adapters for which the step
+        was planned."""
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
-        """Begins a load after the mark. Never raises."""
+        """Never raises."""
         runs = job.runs if self.shared is None else (*job.runs, *job.sketches)
         return self._begun(
             lambda session: session.load(
@@ -379,10 +368,7 @@ class RankSession:
     def store(
         self, job: StoreJob, runs: tuple[BlockRun, ...], mark: Mark
     ) -> "Future[TransferResult]":
-        """Begins a store after the mark. Never raises.
-
-        runs: of blocks and of sketches.
-        """
+        """Never raises."""
         return self._begun(
             lambda session: session.store(
                 self._name(job.lease_id),
@@ -396,7 +382,6 @@ class RankSession:
         )
 
     def cancel(self, transfer_id: str) -> None:
-        """The transfer has ended when its future is resolved."""
         if self.session is not None:
             self.session.cancel(self._name(transfer_id))
 
@@ -437,8 +422,7 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """{rank: why it is not connected, empty if it is}; an empty dict if nothing has changed
-        since the last report and the scheduler does not ask."""
+        """{rank: why it is not connected, or empty}; {} if unchanged and not asked for."""
         if self._session_config is None or (
             self.is_connected == self.reported_link and not is_asked
         ):

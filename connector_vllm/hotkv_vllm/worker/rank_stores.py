@@ -1,12 +1,11 @@
 """Follows the stores of one rank.
 
 Always true:
-- Before a step overwrites the blocks of a store, the store has ended, or is revoked, or its session
-  is closed.
-- If it is not known which blocks a step overwrites, `take_everything_back` revokes all stores in
-  one call.
-- No step waits for the device: a store whose blocks are overwritten before the device has passed
-  its mark is revoked at once.
+- Before a step overwrites a store's blocks, the store has ended or is revoked, or its session is
+  closed.
+- If it is not known what a step overwrites, `take_everything_back` revokes all stores in one call.
+- No step waits for the device: a store whose blocks are overwritten before its mark is passed is
+  revoked at once.
 - Each store is reported to the scheduler once.
 """
 
@@ -29,16 +28,12 @@ from hotkv_vllm.worker.rank_session import RankSession
 logger = link.logger
 
 FENCE_GRACE_S = 0.5
-"""How long after a store's time limit (`store_timeout_s`) a step still waits for its revocation."""
+"""How long after a store's time limit a step waits for its revocation."""
 
 
 @dataclass(slots=True)
 class ActiveStore:
-    """A store whose end is not reported yet.
-
-    began_s: monotonic clock.
-    answer: None until the store is sent.
-    """
+    """answer: None until the store is sent."""
 
     job: StoreJob
     after: Mark
@@ -48,13 +43,6 @@ class ActiveStore:
 
 
 class RankStores:
-    """Sends a rank's stores, collects their results, and revokes stores before a step overwrites
-    their blocks.
-
-    count: adds a value to a counter.
-    active: by store id.
-    """
-
     def __init__(
         self,
         rank: RankSession,
@@ -77,24 +65,22 @@ class RankStores:
 
     @property
     def is_quiet(self) -> bool:
-        """No store is in progress or to be reported."""
         return not (self.active or self._reports or self._lost)
 
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, sketches: tuple[BlockRun, ...], after: Mark) -> None:
-        """Sends the store now if its mark allows it; otherwise `send_waiting` does."""
+        """If its mark does not allow it yet, `send_waiting` sends the store."""
         store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), sketches)
         self.active[job.store_id] = store
         if after.lets_send():
             self._submit(store)
 
     def refuse(self, jobs: Iterable[StoreJob]) -> None:
-        """Reports stores as failed without beginning them."""
         self._reports.update({job.store_id: b"" for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Reports stores as written without beginning them: another rank holds the same bytes."""
+        """Reports them as written: another rank holds the same bytes."""
         for job in jobs:
             written = bytes([BlockResult.WRITTEN]) * sum(len(run.hashes) for run in job.runs)
             self._reports[job.store_id] = written
@@ -114,8 +100,7 @@ class RankStores:
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Fails those of `jobs` that were not sent, because the callback that begins stores has
-        raised."""
+        """The callback that begins stores has raised."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -127,12 +112,9 @@ class RankStores:
 
     def end_before_step(self, store_ids: Sequence[int]) -> None:
         """Ends stores before the step overwrites their blocks:
-        1. Revokes a store at once if the device has not passed its mark, or if the rank has a
-           fence, through which the scheduler has revoked these stores already.
-        2. Waits for the others for at most `flush_timeout_s`, then revokes them.
-
-        store_ids: those that have ended are ignored.
-        """
+        1. Revokes a store at once if its mark is not passed, or if the scheduler has revoked it
+           through a fence.
+        2. Waits for others for at most `flush_timeout_s`, then revokes them."""
         waiting = [self.active[store_id] for store_id in store_ids if store_id in self.active]
         if not waiting:
             return
@@ -151,18 +133,15 @@ class RankStores:
         self._count("flush_s", time.monotonic() - began_s)
 
     def _await(self, waiting: list[ActiveStore]) -> None:
-        """Waits up to `flush_timeout_s`, then revokes. After a timeout the server counts as
-        slow: stores are revoked without a wait until one has succeeded again.
-        """
+        """After a timeout, stores are revoked without a wait until one has succeeded again."""
         if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
             return
         self._is_server_slow = True
         self._take_back(waiting)
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
-        """Revokes stores and waits until they have ended, at most until FENCE_GRACE_S after the
-        latest of their time limits. False if that passes: the session is then replaced, which
-        ends all stores."""
+        """Revokes stores and waits for their end, until FENCE_GRACE_S after the latest time
+        limit. Then replaces the session, which ends all stores, and returns False."""
         for store in stores:
             if store.answer is not None and not store.answer.done():
                 self._rank.cancel(store.job.lease_id)
@@ -180,8 +159,8 @@ class RankStores:
         return False
 
     def take_everything_back(self) -> None:
-        """Revokes all stores, sent or not, so that any block may be overwritten. If revoking
-        raises, replaces the session, so that the server aborts the stores."""
+        """Sent or not. If that raises, replaces the session, so that the server aborts the
+        stores."""
         rank = self._rank
         session = rank.session
         stores, self.active = self.active, {}
@@ -199,22 +178,22 @@ class RankStores:
             rank.begin()
 
     def begin_anew(self) -> None:
-        """Replaces the session, because the server hangs or the key space has changed. The old
-        session's stores fail; its loads are followed until their futures resolve."""
+        """Replaces the session. Its stores fail; its loads are followed until their futures
+        resolve."""
         if self._rank.leave():
             self.fail_all()
             self._rank.begin()
 
     def fail_all(self) -> None:
-        """Fails all stores, even those that have ended."""
+        """Even those that have ended."""
         for store_id, store in self.active.items():
             self._reports[store_id] = b""
             self._rank.marks.done(store.after)
         self.active.clear()
 
     def end_early(self) -> "list[Future[TransferResult]]":
-        """Cancels all stores, because the engine is about to discard its memory. Their futures
-        resolve when they have ended."""
+        """Cancels all stores before the engine discards its memory. Their futures resolve at
+        their end."""
         answers = []
         for store in self.active.values():
             if store.answer is None:
@@ -227,7 +206,7 @@ class RankStores:
     # -------------------------------------------------------------------------------------- results
 
     def take_reports(self) -> dict[int, bytes]:
-        """Reports of the newly ended stores, by store id."""
+        """By store id."""
         lost, self._lost = self._lost, []
         for store in lost:
             self._rank.marks.done(store.after)
@@ -240,7 +219,7 @@ class RankStores:
         return reports
 
     def _report(self, store: ActiveStore, answer: "Future[TransferResult]") -> bytes:
-        """A store whose result can't be read counts as failed."""
+        """A result that can't be read is a failure."""
         if (error := answer.exception()) is not None:
             logger.debug("hotkv: a store failed: %s", error)
             return b""

@@ -1,18 +1,17 @@
 """Carries out the loads and stores of each step in one rank.
 
-Methods wait in three cases only: for stores whose blocks the step overwrites; for the server, when
-the engine's memory is registered or discarded; and for a moment after the engine's weights have
-changed.
+Methods wait only for stores whose blocks the step overwrites; for the server when the engine's
+memory is registered or discarded; and for a moment after weights have changed.
 
-The KV memory is exported when vLLM registers it, withdrawn before vLLM unmaps it (a sleep), and
-exported again when vLLM has mapped it again.
+The KV memory is exported when vLLM registers it, withdrawn before a sleep, and exported again
+afterwards.
 
-The device computes a step after Python has queued its work, so every transfer has a mark
-(`device_order`). If the server can test it, the transfer is sent at once, otherwise in the first
-callback that sees the mark passed. A transfer's time limit counts from its mark.
+A device computes a step after Python has queued it, so every transfer has a mark. It is sent at
+once if the server can test the mark, otherwise in the first callback that sees it passed. Time
+limits count from the mark.
 
-With sparse decode, a block's sketch is built before its store begins; a sketch loaded with its
-block counts as built. A block without a sketch is stored and loaded all the same.
+With sparse decode, a block's sketch is built before its store begins, unless it was loaded. A
+block without a sketch is stored and loaded all the same.
 """
 
 import time
@@ -36,11 +35,7 @@ from hotkv_vllm.worker.report import RankReporter
 
 
 class HotKVWorker:
-    """The connector's worker side. Does nothing until `register`. The methods `*_broke` are called
-    if a callback raised.
-
-    centres: None without them.
-    """
+    """Does nothing until `register`. The methods `*_broke` are called if a callback raised."""
 
     def __init__(
         self,
@@ -71,7 +66,6 @@ class HotKVWorker:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
 
     def count(self, name: str) -> None:
-        """Increments a counter of `counter_help.COUNTERS`."""
         self._is_busy = True
         self.report.count(name)
 
@@ -81,11 +75,7 @@ class HotKVWorker:
     # --------------------------------------------------------------------------------------- memory
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Exports the KV caches, installs sparse attention if it is configured, and opens the
-        session.
-
-        kv_caches: tensors by layer name.
-        """
+        """kv_caches: tensors by layer name."""
         self._kv_caches = kv_caches
         # The export comes first: it moves CPU memory, and sparse attention must read the new
         # addresses. The session comes last: it registers everything.
@@ -101,8 +91,7 @@ class HotKVWorker:
         self.sparse.opened()
 
     def unregister(self) -> None:
-        """Closes the session and withdraws the memory, which vLLM is about to discard for a
-        sleep."""
+        """vLLM is about to discard the memory, for a sleep."""
         self._is_unregistered = self.rank.has_agreed
         if self.rank.memory is not None:
             self._withdraw()
@@ -113,9 +102,8 @@ class HotKVWorker:
         self.rank.shutdown()
 
     def restore(self) -> None:
-        """Exports the memory again after a sleep, which has lost its contents, and opens a
-        session. A rank in which hotkv is off tells the others why, because they wait for it
-        (`ranks.agree`)."""
+        """After a sleep, which has lost the memory's contents. A rank in which hotkv is off
+        tells the others why: they wait for it (`ranks.agree`)."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
@@ -124,10 +112,7 @@ class HotKVWorker:
             )
 
     def memory_broke(self, what: str) -> None:
-        """Turns this rank off, because `register` or `restore` raised.
-
-        what: what could not be done with the memory, for the log.
-        """
+        """what: could not be done with the memory."""
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
@@ -141,13 +126,9 @@ class HotKVWorker:
         self.rank.export(self._kv_caches)
 
     def _withdraw(self) -> None:
-        """Ends all transfers, closes the session and withdraws the memory, before the engine unmaps
-        it.
-
-        Waits at most as long as a store may take. A hanging server may still write later, but
-        only to the old memory, which it has mapped itself. A load that it has not ended is not
-        reported, so vLLM retains the load's blocks.
-        """
+        """Before the engine unmaps the memory. Waits at most as long as a store may take. A
+        hanging server may write later, but only to the old memory, which it has mapped itself. A
+        load that it has not ended is not reported, so vLLM retains its blocks."""
         self.loads.make_void()
         answers = [answer for answer in self.loads.answers if answer is not None]
         answers += self.stores.end_early()
@@ -162,8 +143,8 @@ class HotKVWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def rests(self, meta: HotKVMetadata) -> bool:
-        """Whether the step has nothing for this rank, and this rank nothing to send or report:
-        the step's other methods need not be called."""
+        """The step has nothing for this rank, and this rank nothing to send or report: its other
+        methods need not be called."""
         rank, session = self.rank, self.rank.session
         if meta.is_quiet and self._is_busy:
             self._watches_adapters = rank.adapters.is_watching
@@ -183,8 +164,8 @@ class HotKVWorker:
         )
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Runs before the step writes blocks: ends the stores that read them, discards their
-        sketches, and checks adapters and weights as ordered."""
+        """Before the step writes blocks: ends the stores that read them, and discards their
+        sketches."""
         self._is_busy = True
         if meta.lost_track:
             self.distrust()
@@ -204,8 +185,7 @@ class HotKVWorker:
         self.sparse.begin_step(meta)
 
     def distrust(self) -> None:
-        """Revokes all stores and discards all sketches, because it is not known which blocks the
-        step overwrites."""
+        """It is not known which blocks the step overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
@@ -214,19 +194,14 @@ class HotKVWorker:
                 self.rank.shared = None
 
     def before_forward(self, meta: HotKVMetadata) -> None:
-        """Makes the mark of the step's loads, after vLLM has zeroed blocks and before the forward
-        pass, so that the loads overlap it.
-
-        A device runs the pass after it is queued, so `start_loads` comes in time. A CPU runs it
-        at once, so the loads start here.
-        """
+        """After vLLM has zeroed blocks: loads overlap the forward pass. A device runs it after
+        it is queued, so `start_loads` comes in time; a CPU at once, so the loads start here."""
         self._loads_after = self.rank.mark()
         if self._loads_after.event is None:
             self.start_loads(meta)
 
     def start_loads(self, meta: HotKVMetadata) -> None:
-        """Begins, cancels and fails loads as the step's message orders; once per step. Does not
-        wait."""
+        """Begins, cancels and fails loads, once per step. Does not wait."""
         if meta is self._started:
             return
         self._started = meta
@@ -249,13 +224,12 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Fails each load of the step that was not begun, because `before_forward` or
-        `start_loads` has raised. The step's stores are still carried out."""
+        """`before_forward` or `start_loads` has raised. The step's stores are still carried out."""
         self._started = meta
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
-        """Begins the step's stores, after its blocks are computed. Does not wait."""
+        """After the step's blocks are computed. Does not wait."""
         self._send_waiting()
         if not meta.stores:
             return
@@ -280,9 +254,8 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the missing sketches of a store. Returns `runs`, or an empty tuple if building
-        fails, the worker is not connected or sketches are not exported: the blocks are then
-        stored without them."""
+        """Missing sketches of a store; empty if they can't be built or sent: the blocks go
+        without."""
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)
@@ -294,8 +267,8 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Ids of the requests whose load has newly ended (failed or not), and of those whose
-        load failed. Each end is returned once, even if code of this method raises."""
+        """Requests whose load has ended, and of these the failed. Each end is returned once,
+        even if code here raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -311,8 +284,7 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Ids of the requests whose load has ended or was never sent, because `take_results` has
-        raised. All count as failed."""
+        """`take_results` has raised: loads that have ended or were never sent count as failed."""
         failed, over = self.loads.take_failed()
         self.report.over += over
         return failed
