@@ -1,5 +1,4 @@
-"""What client and server share: keys, groups, layouts, the block table, messages, the machine's
-limits."""
+"""What client and server share."""
 
 import os
 

@@ -25,9 +25,8 @@ class GroupHashes:
 
 
 ExtraKey = str | bytes | tuple[str, int]
-"""An input of a block's hash beside the tokens, as in vLLM: an adapter's name or cache salt
-(str), a digest of prompt embeddings (bytes), or a multi-modal input with the position of its
-first token."""
+"""An input of a block's hash beside the tokens, as in vLLM: adapter's name or cache salt (str),
+digest of prompt embeddings (bytes), or multi-modal input with the position of its first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 KEY_BYTES = 64
 """About what a Python object of type `ExtraKey` takes, without its characters."""
@@ -37,15 +36,10 @@ KEY_BYTES = 64
 class BlockRun:
     """Consecutive blocks of a context in a group, to store or to reserve.
 
-    block_ids: in engine memory, int32 [blocks]; empty if the call only reserves.
-    parent_hash: empty if the first block begins the context.
+    block_ids: in engine memory, int32 [blocks]; empty to reserve.
+    parent_hash: empty at the context's start.
     depth: of the first block.
-
-    Only for events, and may be empty:
-
-    token_ids: of all blocks, in order.
-    lora_name: of the adapter.
-    extra_keys: per block; empty if no block has any.
+    token_ids, lora_name, extra_keys: for events; may be empty.
     """
 
     group_index: int
@@ -60,11 +54,10 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class RunContent:
-    """The fields of a `BlockRun` that serve only events.
+    """The fields of a `BlockRun` for events; each may be empty.
 
-    token_ids: int32 [blocks · block_tokens]; empty if the engine sent none.
-    lora_name: empty without an adapter.
-    extra_keys: per block; empty if no block has any.
+    token_ids: int32 [blocks · block_tokens].
+    extra_keys: per block.
     """
 
     token_ids: NDArray[np.int32]
@@ -81,10 +74,7 @@ class RunContent:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Blocks of a group to load under a read lease.
-
-    lease_positions: in this group's list of hashes with which the lease was acquired, int32
-        [blocks].
+    """lease_positions: in the group's hashes with which the lease was acquired, int32 [blocks].
     block_ids: in engine memory, int32 [blocks].
     """
 
@@ -134,12 +124,10 @@ NO_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """retention: all ranks store a block under the same write lease; only the first store, which
-        reserves the slots, counts.
-    residency_id: an open residency of this engine, which pins each block of the store once it is
-        ready; or empty.
-    traceparent: the caller's span as a W3C header; empty without one.
-    is_private: no other request can find the blocks, so they are copied to no tier.
+    """retention: only that of a lease's first store, which reserves the slots, counts.
+    residency_id: of this engine; pins each block of the store once it is ready. Or empty.
+    traceparent: the caller's span as a W3C header, or empty.
+    is_private: no other request can find the blocks, so they go to no tier.
     """
 
     retention: Retention = NO_RETENTION
@@ -155,16 +143,16 @@ NO_OPTIONS = StoreOptions()
 
 
 class BlockResult(enum.IntEnum):
-    """A store's result for a block; numbered as `hotkv.v1.BlockResult`."""
+    """Of a store; numbered as `hotkv.v1.BlockResult`."""
 
     STORED = 1
     """All ranks' shards are written: the next lookup finds the block."""
     PRESENT = 2
-    """Was ready already; nothing was copied."""
+    """Was ready already."""
     WRITTEN = 3
-    """This rank's shard is written; others are missing."""
+    """Other ranks' shards are missing."""
     RESERVED = 4
-    """The lease holds a slot; this rank's shard is not written yet."""
+    """This rank's shard is not written yet."""
     NO_SPACE = 5
     """Refused: the server could not free a slot."""
     IN_FLIGHT = 6
@@ -183,12 +171,11 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of a transfer. From then on the server does not access engine memory for it, except
-    that it may still read for a store that the engine has revoked.
+    """The end of a transfer. The server does not access engine memory for it any more; it may still
+    read for a store that the engine has revoked.
 
-    results: of a store, `BlockResult` values, uint8, per run of the call; empty for a load or if
-        the engine revoked the store.
-    message: why it failed; empty for DONE.
+    results: of a store, `BlockResult` values, uint8, per run; empty if the engine revoked it.
+    message: why it failed.
     """
 
     transfer_id: str
@@ -200,12 +187,9 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """The blocks that a read lease pins. Blocks that are not ready are no error.
-
-    pinned: a mask per group of the call.
-    offsets: per group, of the slots in the arena, int64; -1 if a block is not pinned. Empty
-        unless asked for. Valid until the lease ends or the connection is lost: then a slot may
-        hold another block.
+    """pinned: a mask per group. Blocks that are not ready are no error.
+    offsets: of slots in the arena, per group, int64; -1 if not pinned. Empty unless asked for.
+        Valid until the lease ends or the connection is lost.
     """
 
     lease_id: str
@@ -216,14 +200,12 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyOpened:
-    """Room in the arena that is reserved for a request's blocks.
+    """Reserved room in the arena, and how readers check that its blocks are still pinned
+    (`hotkv_proto.words`):
 
-    Who has read blocks in the arena must check that they were still pinned, by comparing validity
-    words (`hotkv_proto.words`) with these fields:
-
-    word_index: of the session's word.
+    word_index: of the session's validity word.
     word_value: of this word as long as the session's residencies are valid.
-    start_number: the residency is invalid once the word `OLDEST_START` is higher.
+    start_number: the residency is invalid once `OLDEST_START` is higher.
     """
 
     residency_id: str
@@ -233,11 +215,10 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """The number of deleted blocks of a flush.
+    """Number of deleted blocks.
 
-    pending_tiers: tiers that have not answered and will be flushed when they do. Until then
-        other nodes may load from them blocks stored before the flush; from the tier `disk` this
-        node may, after a power loss.
+    pending_tiers: have not answered and are flushed when they do. Until then other nodes may
+        load old blocks from them; from the tier `disk` this node may, after a power loss.
     """
 
     pending_tiers: tuple[str, ...]

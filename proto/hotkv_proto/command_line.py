@@ -1,5 +1,4 @@
-"""Parses command lines; each error is one line and suggests a similar name. `ended` runs a
-command and handles Ctrl-C, a closed output and a full disk. `columns` formats a table."""
+"""Parses command lines; each error is one line and suggests a similar name."""
 
 import argparse
 import difflib
@@ -19,19 +18,17 @@ _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line, with a suggestion for an unknown flag or word, in subparsers
-    too. Subcommands must be required (`add_subparsers(required=True)`)."""
+    """Suggests a similar flag or word, in subparsers too. Subcommands must be required
+    (`add_subparsers(required=True)`)."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """An unknown argument ends the program with an error that suggests a flag of the
-        subcommand."""
+        """An unknown argument ends the program."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             self._named(found).error(f"unrecognized arguments: {' '.join(rest)}")
         return found
 
     def _named(self, found: argparse.Namespace) -> "Parser":
-        """The parser of the subcommand, or this one."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 named: Parser = action.choices[getattr(found, action.dest)]
@@ -43,8 +40,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:
-        """A message of argparse, or a suggestion of the closest name for an unknown flag or
-        word."""
+        """A suggestion in place of argparse's message."""
         head, found, words = message.partition("unrecognized arguments: ")
         if found:
             wrong = words.split()[0]
@@ -78,12 +74,10 @@ def _hint(word: str, known: Iterator[str]) -> str:
 
 
 def open_streams() -> None:
-    """Must be called first in a program.
-
-    Opens /dev/null for each standard stream that the caller has closed (`>&-`): otherwise the
-    next file or socket would get its number, and `sys` would have None. Makes a native fault
-    (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) leave the stacks of all threads on standard error.
-    """
+    """Must be called first in a program. Opens /dev/null for standard streams that the caller
+    has closed (`>&-`): otherwise the next file would get the number, and `sys` None. A native
+    fault (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) leaves all threads' stacks on standard
+    error."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -97,9 +91,8 @@ def open_streams() -> None:
 
 
 def ended(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status: 130 after Ctrl-C; 0 if the reader of the
-    output stops early, as `head` does; 1 if the output's disk is full. Prints `?` for characters
-    that the terminal's encoding lacks."""
+    """The command's exit status: 130 after Ctrl-C, 0 if the reader stops early, as `head` does,
+    1 if the output's disk is full. Characters that the terminal's encoding lacks become `?`."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
@@ -121,8 +114,8 @@ def ended(command: Callable[[], int]) -> int:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> str:
-    """A table with columns as wide as their widest cells. Those in `left` are aligned left, the
-    others right. A row without cells is an empty line."""
+    """As wide as their widest cells; those in `left` aligned left, others right. A row without
+    cells is an empty line."""
     widths = [max(len(row[at]) for row in rows if row) for at in range(len(rows[0]))]
     put = [str.ljust if at in left else str.rjust for at in range(len(widths))]
     lines = (

@@ -4,17 +4,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""Least spread (largest size by smallest) at which equal costs prove that size does not matter."""
+"""Sizes must spread so much (largest by smallest) to prove that cost does not grow with size."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Fixed seconds of a transfer, and seconds per unit of size.
-
-    Fits a line by least squares, with three exceptions:
-    - If the fixed part would be negative, all cost is per unit.
-    - If cost does not grow with size, all is fixed; per unit if the sizes spread less than WIDE.
-    - If no size is above 0, both are 0.
-    """
+    """Fixed seconds of a transfer, and seconds per unit of size, by least squares. But all cost
+    is per unit if the fixed part would be negative; all is fixed if it does not grow over sizes
+    that spread by WIDE; 0 without sizes above 0."""
     all_sizes, all_seconds = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     has_some = all_sizes > 0
     some, took_s = all_sizes[has_some], all_seconds[has_some]

@@ -1,8 +1,8 @@
-"""The base class of hotkv's errors, and their reasons.
+"""hotkv's errors and their reasons.
 
-A refusal has a reason and a sentence that names the problem and the fix; it begins with the
-field's path if a field is wrong. A miss, an answer that is not ready yet, and a lease that pins
-fewer blocks than requested are values, never errors.
+A refusal's sentence names the problem and the fix, and begins with the field's path if a field
+is wrong. A miss, an answer that is not ready yet, and a lease with fewer blocks are values,
+never errors.
 """
 
 import enum
@@ -56,17 +56,11 @@ RETRYABLE: Final[dict[Reason, bool]] = {
     Reason.RESIDENCY_TOO_LARGE: False,
     Reason.UNKNOWN_RESIDENCY: False,
 }
-"""Whether the same call may succeed later. A test checks that it is total. docs/wire.md names a
-remedy for each reason."""
+"""The same call may succeed later. Total, by a test. docs/wire.md has a remedy for each reason."""
 
 
 class HotKVError(Exception):
-    """A call was refused and has changed nothing; if a subclass was raised, it may have been
-    executed.
-
-    reason: for programs.
-    message: for people; names the problem and the fix.
-    """
+    """A call was refused and has changed nothing. With a subclass it may have been executed."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -87,15 +81,13 @@ class HotKVError(Exception):
 
 
 def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
-    """reason: a more exact one than INVALID_FIELD."""
     return HotKVError(reason, message)
 
 
 def check_most(most: int, count: int, what: str, advice: str = "") -> None:
-    """Raises TOO_LARGE if `count` exceeds `most`.
+    """Raises TOO_LARGE.
 
-    what: begins the message; {} stands for the count.
-    advice: ends it.
+    what: begins the message, with {} for the count; `advice` ends it.
     """
     if count > most:
         raise HotKVError(
@@ -104,8 +96,8 @@ def check_most(most: int, count: int, what: str, advice: str = "") -> None:
 
 
 class NoAnswerError(HotKVError):
-    """The server could not be reached or did not answer in time; it may have executed the call.
-    `reason` is INTERNAL, because the protocol has none that fits; `reason_name` is NO_ANSWER."""
+    """Not reached, or no answer in time. The protocol has no reason that fits: `reason` is
+    INTERNAL."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.INTERNAL, message)
@@ -120,8 +112,8 @@ class NoAnswerError(HotKVError):
 
 
 class SessionLostError(HotKVError):
-    """There is no connection, or it broke before the answer; the server may have executed the
-    call. It can no longer access the engine's memory for a load that fails so."""
+    """No connection, or it broke before the answer. The server can no longer access the engine's
+    memory for a load that fails so."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.UNKNOWN_SESSION, message)

@@ -1,5 +1,4 @@
-"""Names the packages of an extra, such as `otel`, for advice how to install them. They are on
-PyPI; hotkv itself is not."""
+"""Advice how to install an extra, such as `otel`: its packages are on PyPI, hotkv itself is not."""
 
 import re
 import shlex
@@ -7,7 +6,7 @@ from importlib import metadata
 
 
 def packages(extra: str) -> list[str]:
-    """With version bounds; empty if hotkv is not installed as a package, or has no such extra."""
+    """With version bounds; empty if hotkv is not installed, or has no such extra."""
     try:
         needed = metadata.requires("hotkv") or []
     except metadata.PackageNotFoundError:
@@ -18,7 +17,6 @@ def packages(extra: str) -> list[str]:
 
 
 def advice(extra: str) -> str:
-    """The command that installs an extra."""
     names = packages(extra)
     if not names:
         return f"pip install '.[{extra}]' in a clone of hotkv"

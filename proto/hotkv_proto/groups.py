@@ -23,8 +23,7 @@ Probe = Callable[[Int64s], BoolMask]
 """Positions of blocks in a prompt, int64 [k], ascending, to a mask [k] of those that are ready."""
 
 PROBES_PER_ROUND = 32
-"""Of `longest_prefix`. The CPU waits for a call's cache misses at the same time, so many blocks
-take little longer than one."""
+"""The CPU waits for a call's cache misses at once, so many blocks take little longer than one."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
@@ -100,17 +99,17 @@ class GroupSpec:
         )
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
-        """Upper bound of the group's hits. Of `PREFIX_CLOSED` kinds only the leading ready blocks
-        count, of others all blocks of the prompt.
+        """Upper bound of hits: of `PREFIX_CLOSED` kinds by the leading ready blocks, of others by
+        all.
 
-        blocks_after: blocks directly after the hit that must be ready too.
+        blocks_after: behind the hit, ready too.
         """
         blocks = _leading(ready) if self.kind in PREFIX_CLOSED else len(ready)
         return max(0, blocks - blocks_after) * self.block_tokens
 
     def serves(self, ready: BoolMask, hit_tokens: int, blocks_after: int = 0) -> bool:
         """hit_tokens: a multiple of the block size, at most `reach_tokens`.
-        blocks_after: blocks behind the hit that must be ready too.
+        blocks_after: behind the hit, ready too.
         """
         return bool(
             ready[
@@ -121,11 +120,10 @@ class GroupSpec:
     def serves_each(
         self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
     ) -> BoolMask:
-        """Mask [count] of the hits of 1, 2, … `count` times `alignment` tokens that the group can
-        serve.
+        """Mask [count] of hits of 1, 2, … `count` times `alignment` tokens, none above
+        `reach_tokens`.
 
-        count: none of these hits may exceed `reach_tokens`.
-        blocks_after: blocks behind a hit that must be ready too.
+        blocks_after: behind a hit, ready too.
         """
         if self.kind in PREFIX_CLOSED:
             return np.ones(count, np.bool_)
@@ -154,8 +152,7 @@ class GroupSpec:
 
 
 def alignment_tokens(groups: Sequence[GroupSpec]) -> int:
-    """A hit ends at a block boundary of each group: the least common multiple of the block
-    sizes."""
+    """A hit ends at a block boundary of each group."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 
@@ -166,17 +163,17 @@ def longest_hit(
     alignment: int = 0,
     draft_groups: Collection[int] = (),
 ) -> int:
-    """The longest prefix that every group can serve, in tokens.
+    """In tokens.
 
     ready: a mask per group; blocks behind its end are not ready.
     limit_tokens: for instance prompt length - 1.
-    alignment: of the result; a multiple of all block sizes. 0: their least common multiple.
-    draft_groups: indices of groups in which a token's KV depends on the token after it (EAGLE,
-        MTP). The last token of a hit is right only if the next is the same, which a ready block
-        behind the hit proves, so it must be ready too. No effect on Mamba groups.
+    alignment: of the result; a multiple of all block sizes (ValueError). 0: their least common
+        multiple.
+    draft_groups: groups in which a token's KV depends on the next token (EAGLE, MTP). That this is
+        the same for a hit's last token is proved by a ready block behind the hit. No effect on
+        Mamba groups.
 
-    Raises ValueError if `alignment` is not a multiple of all block sizes. Source: EAGLE's
-    last-block drop in `HybridKVCacheCoordinator`, vLLM 0.32.
+    Source: EAGLE's last-block drop in `HybridKVCacheCoordinator`, vLLM 0.32.
     """
     least = alignment_tokens(groups)
     step = alignment or least
@@ -205,8 +202,7 @@ def longest_hit(
 def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
-    """Merges groups that need the same blocks: spec, merged mask, and blocks behind a hit that
-    must be ready too."""
+    """Merges groups that need the same blocks."""
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
         blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)
@@ -220,11 +216,11 @@ def _distinct_rules(
 
 
 def longest_prefix(probe: Probe, num_blocks: int) -> int:
-    """Number of leading ready blocks, as a hint.
+    """Leading ready blocks, as a hint.
 
-    Assumes that no block behind a missing one is ready, so that a few rounds suffice. An answer
-    that contradicts this probes every block; but a gap between two probed ready blocks stays
-    unnoticed. So the result may be too large, never too small. A lease gives the exact answer.
+    Assumes that no block behind a missing one is ready. An answer that contradicts this probes
+    every block, but a gap between two probed blocks stays unnoticed: the result may be too
+    large, never too small.
     """
     low, high = 0, num_blocks
     while low < high:

@@ -122,8 +122,8 @@ class KeySpace:
         return hashlib.sha256(b"hotkv-key-space-1\0" + text.encode()).digest()
 
     def group_salt(self, group_index: int) -> int:
-        """64 bits that the block table mixes into the group's hashes, so that equal hashes of
-        two groups or key spaces are different keys."""
+        """64 bits that the block table mixes into hashes: equal hashes of two groups or key
+        spaces are different keys."""
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
         return int.from_bytes(digest[:8], "little")
 
@@ -167,8 +167,8 @@ TOKEN_HASH_ALGORITHMS: dict[str, Callable[[object], bytes]] = {"sha256": _sha256
 def token_block_hashes(
     token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str
 ) -> list[bytes]:
-    """Block hashes of a plain prompt (no images, no adapter, no salt) as vLLM computes them, one
-    per full block. The hash of `seed` (`KeySpace.hash_seed`) is the parent hash of the first block.
+    """Of a plain prompt (no images, no adapter, no salt) as in vLLM, one per full block. The hash
+    of `seed` (`KeySpace.hash_seed`) is the first parent.
 
     Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an
         algorithm that is not in TOKEN_HASH_ALGORITHMS.

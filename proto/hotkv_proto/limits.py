@@ -1,5 +1,4 @@
-"""Reads the machine's limits: locked memory, memory of the control group, huge pages. Servers
-and engines compare their settings with them at their start."""
+"""Reads the machine's limits, with which servers and engines compare their settings."""
 
 import resource
 from pathlib import Path
@@ -18,14 +17,12 @@ def memlock_bytes() -> int:
 
 
 def cgroup_bytes() -> int:
-    """The smallest limit of this process's control group and its ancestors; NO_LIMIT if none can
-    be read."""
+    """Of this process's control group and its ancestors; NO_LIMIT if none can be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
-    """The process's control group (version 2) and its ancestors, own first; empty if there is
-    none."""
+    """Own first (version 2); empty if there is none."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -37,7 +34,7 @@ def _cgroups() -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """NO_LIMIT if the file has no number or can't be read."""
+    """NO_LIMIT if it can't be read."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -46,8 +43,7 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """The number in the line of `name`, times `unit`; NO_LIMIT if it is missing or can't be
-    read."""
+    """In the line of `name`, times `unit`; NO_LIMIT if it can't be read."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -56,9 +52,8 @@ def _field(path: Path, name: str, unit: int) -> int:
 
 
 def available_bytes() -> int:
-    """What can be allocated before the kernel must kill a process: the least of the machine and
-    each control group. Counts files in the page cache as available. NO_LIMIT if the kernel does
-    not say."""
+    """Before the kernel must kill a process: the least of the machine and each control group,
+    with files in the page cache. NO_LIMIT if the kernel does not say."""
     least = _field(MEMINFO, "MemAvailable:", 1024)
     for directory in _cgroups():
         limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
@@ -74,13 +69,12 @@ def available_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or the limit of the control groups if that is less; NO_LIMIT if
-    the kernel reports neither."""
+    """Or the limit of the control groups, if less; NO_LIMIT if the kernel reports neither."""
     return min(_field(MEMINFO, "MemTotal:", 1024), cgroup_bytes())
 
 
 def allocated_bytes(path: Path) -> int:
-    """Memory that a file on tmpfs uses now; 0 without the file."""
+    """Of a file on tmpfs; 0 without the file."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -88,7 +82,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def why_no_huge_pages() -> str:
-    """The most likely reason, for people."""
+    """Most likely."""
     try:
         modes = SHMEM_HUGE.read_text().strip()
     except OSError:

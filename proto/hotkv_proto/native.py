@@ -1,9 +1,6 @@
-"""Loads modules of kernels, functions that numba compiles.
-
-They are imported by name at their first use: numba takes a second to load, and clients can work
-without it. A client calls `load`, and uses numpy if that is None. The server and the sparse
-library call `require`.
-"""
+"""Loads modules of kernels, which numba compiles, by name at their first use: numba takes a
+second to load, and clients can do without. These call `load`; the server and the sparse library
+`require`."""
 
 import functools
 import importlib
@@ -30,8 +27,8 @@ def why_unavailable() -> str:
 
 @functools.cache
 def load(module_name: str) -> ModuleType | None:
-    """None if kernels can't be used. The first call takes seconds: kernels are compiled, or read
-    from numba's cache on disk."""
+    """None if kernels can't be used. Takes seconds at first: kernels are compiled, or read from
+    numba's cache on disk."""
     if not available():
         return None
     kernels = importlib.import_module(module_name)
@@ -40,13 +37,9 @@ def load(module_name: str) -> ModuleType | None:
 
 
 def _answer_scans() -> None:
-    """Gives llvmlite's library object an empty `__dict__`.
-
-    It returns a function for any name, also for `__dict__`, so code that inspects the attributes
-    of all modules raises. vLLM does that when a CPU engine starts
-    (`vllm.triton_utils.dispatcher`), so no engine could start in a process that has loaded
-    numba.
-    """
+    """Gives llvmlite's library object an empty `__dict__`. It returns a function for any name,
+    also for this one, so code that inspects all modules raises, as vLLM does when a CPU engine
+    starts (`vllm.triton_utils.dispatcher`)."""
     ffi = sys.modules.get("llvmlite.binding.ffi")
     functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
     if isinstance(functions, dict):

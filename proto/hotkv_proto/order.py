@@ -1,9 +1,8 @@
 """How the server learns that an engine's device has passed a mark.
 
 A device works later than the host submits. A store may read pages only after the kernels that
-fill them, a load write pages only after those that still read them. So a transfer names a mark.
-An engine offers the kinds of marks that it can make; the server chooses one that works between
-the processes.
+fill them, a load write pages only after those that still read them. The engine offers kinds of
+marks; the server chooses one that works between the processes.
 """
 
 import enum
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 EVENT_HANDLE_BYTES = 64
 MAX_MARKS = 1024
-"""Events or flag words of a session, and so the marks in use at the same time."""
+"""Events or flag words of a session."""
 HALF_RANGE = 1 << 31
 
 
@@ -19,7 +18,7 @@ class OrderKind(enum.IntEnum):
     """How a mark is tested; numbered as on the wire."""
 
     HOST = 1
-    """The engine itself waits for the device before it sends a transfer."""
+    """The engine waits for the device before it sends a transfer."""
     EVENTS = 2
     """CUDA interprocess events. Engine and server in containers must share an IPC namespace."""
     FLAGS = 3
@@ -28,11 +27,11 @@ class OrderKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceOrder:
-    """The marks that an engine offers: events, flag words, or both; none: HOST.
+    """Events, flag words, or both; none: HOST.
 
-    event_handles: CUDA IPC handles, 64 bytes each. A mark records one of these events again.
+    event_handles: CUDA IPC handles, 64 bytes each, recorded again for each mark.
     flags_handle_id: the layout's handle with `num_flags` little-endian uint32 words, 0 at first,
-        in device memory or in a file that the device can write.
+        on the device or in a file that it can write.
     """
 
     device_uuid: bytes = b""
@@ -46,8 +45,8 @@ NO_ORDER = DeviceOrder()
 
 @dataclass(frozen=True, slots=True)
 class DeviceMark:
-    """index: of the event, recorded before the transfer is sent and not again until it has ended;
-        or of the flag word.
+    """index: of the flag word, or of the event, which is not recorded again until the transfer has
+        ended.
     value: with FLAGS, passed once `has_reached(word[index], value)`.
     """
 
@@ -56,9 +55,8 @@ class DeviceMark:
 
 
 def has_reached(word: int, value: int) -> bool:
-    """The uint32 word counts up, and begins again at 0.
+    """Of a uint32 word that counts up cyclically.
 
-    Source: the cyclic comparison of CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API,
-        `(int32_t)(*addr - value) >= 0`.
+    Source: CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API, `(int32_t)(*addr - value) >= 0`.
     """
     return (word - value) % (1 << 32) < HALF_RANGE

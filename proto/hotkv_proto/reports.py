@@ -1,8 +1,7 @@
-"""Reports of engines: scheduled and ended requests, ended loads, reasons of misses, counters of
-sparse decode.
+"""Reports of engines.
 
-A hash block is a range of `hash_block_tokens` tokens of a prompt, for which the engine computes
-one hash. A block of a group has one or several.
+A hash block is a range of `hash_block_tokens` tokens, for which the engine computes one hash. A
+block of a group has one or several.
 """
 
 import enum
@@ -19,41 +18,37 @@ class Miss(enum.IntEnum):
     """Why tokens of a prompt did not hit; numbered as `hotkv.v1.MissReason`."""
 
     UNKNOWN = 0
-    """To the engine and to the server."""
     ABSENT = 1
-    """Not in the server when the engine looked it up. The server replaces this by NEVER_STORED,
-    EVICTED, REMOVED, NO_ROOM, LEFT_BELOW or IN_FLIGHT."""
+    """At the engine's lookup. The server replaces this by NEVER_STORED, EVICTED, REMOVED,
+    NO_ROOM, LEFT_BELOW or IN_FLIGHT."""
     NEVER_STORED = 2
-    """Or evicted so long ago that the server has forgotten it."""
+    """Or evicted long ago."""
     EVICTED = 3
-    """To make room for other blocks."""
     IN_FLIGHT = 4
     """Was being written or promoted, or became ready after the lookup."""
     REFUSED = 5
-    """The server refused the lookup or lease, or the lease pinned fewer blocks than the lookup
-    had found."""
+    """Lookup or lease, or the lease pinned fewer blocks than were found."""
     COMPUTED_SOONER = 6
-    """Not loaded, because computing is faster."""
+    """Computing is faster than loading."""
     NO_SERVER = 7
-    """The engine had no connection when the request came."""
+    """No connection when the request came."""
     NOT_ASKED = 8
-    """Not looked up in hotkv, for example because the request or the engine's role excludes it."""
+    """For example because the request or the engine's role excludes it."""
     LATE = 9
-    """No answer within the engine's time limit, or the lease had expired when it was read."""
+    """No answer in time, or the lease had expired when it was read."""
     FAILED_LOAD = 10
     """This load of the blocks failed, or an earlier one had."""
     PARTIAL_BLOCK = 11
-    """Tokens that can't hit: those after the last full block, and the block of the prompt's last
-    token, which an engine always computes. Reported if the hit has the greatest possible length,
-    which a draft model makes one block shorter. With several block sizes, a hit ends only where
-    blocks of all groups end."""
+    """Can't hit: tokens after the last full block, and the block of the prompt's last token,
+    which an engine always computes. Reported if the hit has the greatest possible length: a
+    block shorter with a draft model, and with several block sizes only where blocks of all
+    groups end."""
     LEFT_BELOW = 12
     """In a tier and not promoted: computing is faster, or the tier is down or busy."""
     REMOVED = 13
     """By an operator's call, by a flush, or because its bytes were damaged."""
     NO_ROOM = 14
-    """Its store found no room: the blocks in its way were pinned, reserved or expected to be
-    used sooner."""
+    """Blocks in its store's way were pinned, reserved or expected to be used sooner."""
 
 
 SAID_BY_ENGINES = frozenset(
@@ -70,8 +65,8 @@ SAID_BY_ENGINES = frozenset(
 )
 """The server determines the others."""
 CANCELS = frozenset({Miss.COMPUTED_SOONER, Miss.NOT_ASKED})
-"""For which an engine cancels a load. NOT_ASKED: because of a reset, or because weights or
-adapter may have changed."""
+"""The engine cancels a load. NOT_ASKED: because of a reset, or weights or adapter may have
+changed."""
 
 
 # ------------------------------------------------------------------------ counters of sparse decode
@@ -97,16 +92,14 @@ SPARSE_COUNTERS: tuple[str, ...] = (
     "faults",
     "loaded_blocks",
 )
-"""Kept by engines per layer; `hotkv.v1.LayerCounters` defines them."""
+"""Per layer, as in `hotkv.v1.LayerCounters`."""
 
 
 def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
-    """The figures that operators see, from a layer's counters. None if the denominator is 0.
+    """What operators see of a layer. None if the denominator is 0.
 
-    hit_ratio: share of the selected blocks that were in the hot set, without those always kept.
-    recall_ratio: attended share of the truly best blocks; mean over sampled selections.
-    mean_estimated_mass: of the selected blocks.
-    mean_selected_blocks, mean_select_s: per selection.
+    hit_ratio: selected blocks that were in the hot set, without those always kept.
+    recall_ratio: attended share of the truly best blocks, over sampled selections.
     """
 
     def ratio(part: str, whole: str) -> float | None:
@@ -129,17 +122,17 @@ Hashes_co = TypeVar("Hashes_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class RequestReport(Generic[Hashes_co]):
-    """A request that the engine has scheduled.
+    """A scheduled request.
 
-    hashes: of the prompt's full hash blocks, from the first on.
+    hashes: of the prompt's full hash blocks.
     device_hit_tokens: in the engine's device cache or vLLM's CPU tier.
     hit_tokens: these and those in hotkv.
     age_s: since the request reached the engine.
-    session_id: of the user's session, from the router; or empty.
-    miss: why tokens behind the hit missed; one of `SAID_BY_ENGINES`.
-    saved_s: prefill time that the hit in hotkv has saved.
+    session_id: the router's, of the user's session.
+    miss: behind the hit; one of `SAID_BY_ENGINES`.
+    saved_s: prefill time, by hotkv.
     wait_s: for lookups and leases.
-    report_id: by which a later `LoadEnd` names the request; 0: none follows.
+    report_id: for a later `LoadEnd`; 0: none follows.
     """
 
     hashes: Hashes_co
@@ -160,9 +153,8 @@ class RequestReport(Generic[Hashes_co]):
 class EndedRequest(Generic[Hashes_co]):
     """Reported only if the request names a user session or has hints.
 
-    hashes: of the full hash blocks of prompt and answer, from the first on.
-    session_id: of the user's session, from the router; or empty.
-    hints: those of the `RequestReport`, without the rejections.
+    hashes: of the full hash blocks of prompt and answer.
+    hints: of the `RequestReport`, without rejections.
     """
 
     hashes: Hashes_co
@@ -172,9 +164,8 @@ class EndedRequest(Generic[Hashes_co]):
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """report_id: of the request's `RequestReport`.
-    wait_s: from start to end; 0 if the request has ended before the load.
-    failed: also if the request has ended before the load.
+    """report_id: of the `RequestReport`.
+    wait_s: 0 if the request has ended before the load, which is then `failed`.
     miss: of a failed load; one of `CANCELS` if the engine has cancelled it.
     """
 

@@ -190,11 +190,7 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
-    """Looks hashes up by tag only. Entry word per hash, 0 for a miss.
-
-    buckets: uint32 [num_buckets, 16].
-    prefixes: uint64 [hashes].
-    """
+    """Looks hashes up by tag only: `BlockTable.probe`."""
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
@@ -257,11 +253,7 @@ def find(
     group: Any,
     out: Any,
 ) -> None:
-    """Looks hashes up in whole. Entry word per hash, 0 for a miss.
-
-    buckets, records: uint32 [num_buckets, 16] and [capacity + 1, `hotkv_proto.table.RECORD_WORDS`].
-    hashes: uint32 [hashes, 8].
-    """
+    """Looks hashes up in whole: `BlockTable.find`."""
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]
     for i in range(hashes.shape[0]):
@@ -366,12 +358,11 @@ def copy_blocks(
     to_engine: Any,
     streaming: Any,
 ) -> None:
-    """Copies blocks between engine memory and slots by a `Recipe`. Runs that are adjacent on both
-    sides are copied together.
+    """By a `Recipe`. Runs that are adjacent on both sides are copied together.
 
     engine_base, arena_base: addresses of the mappings.
-    block_ids, slot_offsets: [blocks], in engine memory and in the arena.
-    bases, strides, places, num_bytes: [runs], of the recipe; `places` are its `slot_offsets`.
+    block_ids, slot_offsets: [blocks].
+    bases, strides, places, num_bytes: [runs] of the recipe; `places` are its `slot_offsets`.
     streaming: bypasses the caches, for amounts that do not fit into them.
     """
     dst = src = count = np.int64(0)

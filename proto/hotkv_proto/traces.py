@@ -1,11 +1,10 @@
-"""Records traces with OpenTelemetry's SDK. Needs the extra `otel`, so other modules import it by
-name, and only if traces are configured.
+"""Records traces with OpenTelemetry's SDK. Needs the extra `otel`, so it is imported by name, and
+only if traces are configured.
 
-Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans
-per second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread and
-the helper thread of `_Bounds` send. Spans that the collector does not accept are lost; the log
-says when it stops accepting them, why, and when it accepts them again. The SDK's own log lines
-are suppressed.
+Always true: recording neither blocks nor raises, from any thread. Queue and spans per second are
+bounded; spans beyond are dropped and counted. Only the SDK's thread and the helper thread of
+`_Bounds` send. The log says when and why the collector stops accepting spans, and when it
+accepts them again. The SDK's own log lines are suppressed.
 """
 
 import logging
@@ -37,7 +36,7 @@ FROM_ENVIRONMENT = "env"
 """As `endpoint`: the variables OTEL_EXPORTER_OTLP_* name it."""
 PATH = "/v1/traces"
 MAX_SPANS_PER_S = 1000
-"""Of a process. Recording and exporting one takes about 100 us."""
+"""One takes about 100 us."""
 QUEUE_SPANS = 4096
 BATCH_SPANS = 512
 PAUSE_MS = 1000
@@ -58,7 +57,7 @@ Value = str | bool | int | float
 
 @final
 class Span:
-    """A span that has begun. `attributes` may be set until it ends."""
+    """`attributes` may be set until it ends."""
 
     __slots__ = ("_span", "_traces", "attributes")
 
@@ -104,13 +103,10 @@ class Span:
 
 
 class Traces:
-    """Begins spans, and exports those that have ended.
-
-    sample_ratio: traced share of the calls without a traceparent, 0 to 1.
+    """sample_ratio: traced share of the calls without a traceparent, 0 to 1.
     where: name of the collector in the log.
-    num_exported: accepted by the collector.
     num_failed: sent and not accepted.
-    num_dropped: not sent: the queue was full, or there were too many in a second.
+    num_dropped: not sent, because of a bound.
     num_malformed: traceparents that could not be read.
     """
 
@@ -157,12 +153,11 @@ class Traces:
         return self._bounds.num_dropped
 
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
-        """Begins the span of a call; None if it is not traced.
+        """None if the call is not traced.
 
-        traceparent: the caller's span as a W3C header: traced if it is sampled. If it is empty or
-            can't be read, traced with the probability `sample_ratio`. OTEL_SDK_DISABLED=true turns
-            all off.
-        is_served: the call came from another process.
+        traceparent: the caller's span, traced if it is sampled. Empty or unreadable: with the
+            probability `sample_ratio`. OTEL_SDK_DISABLED=true turns all off.
+        is_served: from another process.
         """
         if self._is_off:
             return None
@@ -188,17 +183,16 @@ class Traces:
         return Span(self, self._tracer.start_span(name, context, kind, start_time=began_ns or None))
 
     def flush(self) -> None:
-        """Exports the queued spans. Blocks for CLOSE_S at most."""
+        """Blocks for CLOSE_S at most."""
         self._bounds.within(self._bounds.batches.force_flush)
 
     def close(self) -> None:
-        """Exports the queued spans and refuses further ones. Blocks for CLOSE_S at most."""
+        """Refuses further spans. Blocks for CLOSE_S at most."""
         self._bounds.shutdown()
 
 
 _chance = random.Random()
-"""For ids and sampling. Engines seed the global generator, so several processes would choose
-equal ids."""
+"""Engines seed the global generator: several processes would choose equal ids."""
 os.register_at_fork(after_in_child=_chance.seed)
 
 
@@ -385,18 +379,16 @@ def open_traces(
     default_protocol: str = "http/protobuf",
     **bounds: Any,
 ) -> Traces:
-    """The collector may be absent.
+    """The collector may be absent. Raises ValueError for an unknown protocol, ImportError if its
+    package is missing.
 
-    endpoint: URL of an OTLP/HTTP receiver, or FROM_ENVIRONMENT. Without a path it gets /v1/traces.
+    endpoint: URL of an OTLP/HTTP receiver, without a path /v1/traces; or FROM_ENVIRONMENT.
     logger: says when exports begin to fail and when they work again.
-    headers: HTTP headers; not with FROM_ENVIRONMENT.
-    certificate: PEM file of the collector's authority; not with FROM_ENVIRONMENT.
+    headers, certificate: HTTP headers, and PEM file of the collector's authority; not with
+        FROM_ENVIRONMENT.
     default_protocol: with FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (or
         ..._PROTOCOL) names one.
-    bounds: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`.
-
-    Raises ValueError for an unknown protocol, and ImportError if the protocol's package is
-    missing.
+    bounds: of `Traces`.
     """
     if endpoint != FROM_ENVIRONMENT:
         parts = urlsplit(endpoint)

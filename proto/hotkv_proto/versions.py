@@ -1,4 +1,4 @@
-"""Protocol version, features, roles of sessions, and limits of messages.
+"""Protocol version, features, roles, limits of messages.
 
 Always true: a session uses the newest version that both sides know, so either side may be
 upgraded first, and a feature only if both named it. A change of messages' meaning is a new
@@ -14,19 +14,14 @@ NEWEST_VERSION: Final = 1
 MAX_MESSAGE_BYTES = 4 << 20
 """To the server. A larger message would end its stream, so clients split it."""
 MAX_PARTS = 1 << 15
-"""Fields, list entries and messages of a message to the server. Parsing so many takes about 20
-ms of the event loop. A layout of 100 layers has a tenth."""
+"""Fields, list entries and messages of a message to the server: 20 ms of its event loop. A
+layout of 100 layers has a tenth."""
 MAX_BATCH_BYTES = 64 << 10
-"""Of several requests or answers in one message. A larger one is sent alone."""
+"""A larger message is sent alone."""
 
 
 class Role(enum.IntEnum):
-    """Of a session in its engine; numbered as `hotkv.v1.SessionRole`.
-
-    scheduler: looks up blocks and holds leases.
-    worker: registers memory and transfers blocks.
-    tool: all others.
-    """
+    """In an engine; numbered as `hotkv.v1.SessionRole`. Tools are all others."""
 
     SCHEDULER = 1
     WORKER = 2
@@ -34,28 +29,23 @@ class Role(enum.IntEnum):
 
 
 class Feature(enum.IntEnum):
-    """A part of the protocol that is used only if both sides know it; numbered as
-    `hotkv.v1.Feature`."""
+    """Used only if both sides know it; numbered as `hotkv.v1.Feature`."""
 
     RESIDENCY = 1
     """Residencies, which may grow later, and validity words (`hotkv_proto.words`)."""
     TIERS = 2
-    """Clients also look blocks up by calls: these find blocks in tiers, which the block table
-    lacks."""
+    """Calls look up blocks in tiers, which the block table lacks."""
     EVENTS = 3
-    """A session reads the events of its key space; engines publish them with their own."""
+    """A session reads its key space's events; engines publish them with their own."""
     BATCHES = 5
-    """A message of a stream may carry several requests, or several answers and notices."""
+    """A message may carry several requests, or answers and notices."""
 
 
 FEATURES: Final = frozenset(Feature)
 
 
 def agreed_version(oldest: int, newest: int) -> int | None:
-    """The newest that both sides speak; None without one.
-
-    oldest, newest: of the other side.
-    """
+    """None without one that both sides speak."""
     version = min(newest, NEWEST_VERSION)
     return version if version >= max(oldest, OLDEST_VERSION) else None
 

@@ -1,11 +1,10 @@
-"""The validity words behind the arena: by them a reader checks that the blocks it read were still
-pinned for its residency. Only the server writes them.
+"""The validity words behind the arena, by which a reader checks that blocks were still pinned for
+its residency. Only the server writes them.
 
-They are 64-bit little-endian numbers in whole pages behind the arena's bytes, in the same file:
-- `OLDEST_START`: lowest start number whose residencies are valid. A reader with a residency of a
-  lower one must discard what it has read.
-- 1 to `MAX_SESSION_WORD`: one per session that has opened residencies; odd, and unchanged as long
-  as these are valid.
+64-bit little-endian numbers in whole pages behind the arena's bytes, in the same file:
+- `OLDEST_START`: lowest start number whose residencies are valid.
+- 1 to `MAX_SESSION_WORD`: per session that has opened residencies; odd, and unchanged while these
+  are valid.
 - `LATEST_START`: highest start number so far, from which a restarted server continues.
 """
 

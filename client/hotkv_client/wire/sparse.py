@@ -107,8 +107,8 @@ def delete_sequence(sequence_id: str) -> Request:
 def report_sparse(
     positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
 ) -> Iterator[Request]:
-    """Several messages if there are more positions than the server accepts. Raises HotKVError
-    (INVALID_FIELD) for an unknown counter."""
+    """Several messages if there are more positions than the server accepts. Raises INVALID_FIELD
+    for an unknown counter."""
     for layer, values in counters.items():
         unknown = values.keys() - set(SPARSE_COUNTERS)
         if unknown:

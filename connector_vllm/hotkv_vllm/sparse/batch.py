@@ -23,12 +23,10 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SparseLayer:
-    """A layer that may attend sparsely.
-
-    index: in the model.
+    """index: in the model.
     group: vLLM's number.
-    scale: factor of its attention scores.
-    sink_logits: learned sinks of its softmax, float32 [query heads].
+    scale: factor of attention scores.
+    sink_logits: learned sinks of the softmax, float32 [query heads].
     """
 
     name: str
@@ -46,13 +44,12 @@ class SparseLayer:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's batch from vLLM's metadata, as numpy views.
+    """vLLM's metadata as numpy views.
 
-    starts: first token of each row in the batch, then the number of all tokens, [rows + 1].
-    seq_lens: [rows].
+    starts: first token of each row, then the number of all, [rows + 1].
     tables: [rows, at least the blocks of its context].
-    written_slots: vLLM's slot (block id * tokens of a block + place in the block) of each token
-        that the step writes; negative slots are padding.
+    written_slots: block id * tokens of a block + place in the block, of each written token;
+        negative: padding.
     """
 
     starts: I32
@@ -63,8 +60,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Determines which of a request's blocks may be chosen."""
-
     config: SparseConfig
     num_tokens: int
     block_tokens: int
@@ -72,13 +67,10 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class SparseRow:
-    """A row that may attend sparsely.
-
-    row: in the batch.
-    token: the row's only token, by index in the batch.
-    blocks_C: indices of the sketches; without residency the block ids.
-    where: candidates and always attended blocks.
-    always_blocks: ids of the sinks, the recent window and the partial last block, int32.
+    """row: in the batch.
+    token: the row's only one, in the batch.
+    blocks_C: indices of sketches; without residency the block ids.
+    always_blocks: sinks, recent window and partial last block, int32.
     always_tokens: in these blocks.
     attends_to_all: the budget covers the context.
     """
@@ -116,12 +108,11 @@ class SparseRow:
 
 @dataclass(slots=True)
 class Rewrite:
-    """Block tables and lengths that replace vLLM's in a layer. The next layer of the group
-    overwrites them.
+    """Replaces vLLM's tables and lengths in a layer, until the next layer of the group.
 
     tables: int32 [rows, width of vLLM's tables].
     seq_lens: tokens in these blocks, int32 [rows].
-    made: vLLM's metadata that the backend has built with them.
+    made: vLLM's metadata with these arrays.
     pages: to which the tables refer; None for the layer's own.
     """
 
@@ -133,15 +124,13 @@ class Rewrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Computed once per step and group, shared by the group's layers.
+    """Shared by a group's layers.
 
-    key: vLLM's metadata object; another object needs a new plan.
-    complete: of each long row, the ids of its complete blocks, which need sketches.
-    lacking: layers that lack some of these sketches.
-    num_forgets: of the pool when `lacking` was computed; if it changes, `lacking` is computed
-        again.
-    rewrite: of the last layer with sparse rows; the next one changes it.
-    written: tables in `rewrite` that differ from vLLM's, by row.
+    key: vLLM's metadata object; another one needs a new plan.
+    complete: complete blocks of each long row, which need sketches.
+    lacking: layers that lack some of these.
+    num_forgets: of the pool when `lacking` was computed.
+    rewrite: of the last layer with sparse rows; `written` differs from vLLM's there, by row.
     """
 
     key: object
@@ -154,10 +143,8 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """The whole batch's tables and lengths: `tables` for their rows, vLLM's for all others.
-
-        tables: int32, by row. The same object as in the layer before is not copied again.
-        """
+        """tables: int32, by row; others are vLLM's. The same object as in the layer before is
+        not copied again."""
         batch = self.batch
         if self.rewrite is None:
             self.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())

@@ -145,7 +145,7 @@ class ContextSums:
     def centres(self, model: str) -> Centres:
         """A bias says by how much a format's scores overestimate the log of a block's attention
         mass (sum of exp(q · k * scale) over its tokens), on average over the contexts. Raises
-        HotKVError (INVALID_FIELD) if there were too few tokens."""
+        INVALID_FIELD if there were too few tokens."""
         layers = {}
         for index, contexts in self._contexts.items():
             calibrated = self._moments[index].axes()
@@ -232,8 +232,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Blocks for minutes. Raises ValueError or HotKVError (INVALID_FIELD) if the model can't be
-    calibrated.
+    """Blocks for minutes. Raises ValueError or INVALID_FIELD if the model can't be calibrated.
 
     texts: by name.
     num_tokens: of each text, at most.

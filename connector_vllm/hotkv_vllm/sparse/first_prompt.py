@@ -1,14 +1,12 @@
 """Calibrates layers from the first prompts that the engine computes.
 
-The format `mix2` stores keys along principal axes, which depend on the distribution of a layer's
-keys and queries. `FirstPrompt` records it from the first `ENOUGH_TOKENS` tokens that the engine
-computes in the layer. Until then the layer has no such sketches, and all requests attend to
-everything in it. Afterwards its axes are fixed.
+The format `mix2` needs principal axes, which depend on the distribution of a layer's keys and
+queries. `FirstPrompt` records it from the first `ENOUGH_TOKENS` computed tokens. Until then all
+requests attend to everything in the layer; afterwards its axes are fixed.
 
-RoPE rotates keys by their position, so axes that fit a short prompt would not fit later positions.
-Therefore the tokens are spread over the longest context that the engine accepts
-(`hotkv_sparse.axes`). Tokens whose KV came from a cache don't count: they are not computed. Engines
-see different prompts, so they don't share this calibration.
+RoPE rotates keys by their position, so axes of a short prompt would not fit later positions: the
+tokens are spread over the longest context (`hotkv_sparse.axes`). Engines see different prompts, so
+they don't share this calibration.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
@@ -25,15 +23,15 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
-"""Takes a layer's index, its centre, float32 [KV heads, channels], and its principal axes."""
+"""Takes a layer's index, centre, float32 [KV heads, channels], and axes."""
 ENOUGH_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """How a model's RoPE rotates keys by their position.
+    """How a model's RoPE rotates keys.
 
-    frequencies: float64 [F], radians per token. Channels i and i + F of a head rotate together, by
+    frequencies: float64 [F], radians per token. Channels i and i + F of a head rotate by
         frequencies[i].
     context_tokens: of the longest context.
     """
@@ -47,11 +45,9 @@ NO_TURNING = Turning(np.empty(0), 1)
 
 
 class FirstPrompt:
-    """Records each layer's keys and queries until they suffice to calibrate it.
-
-    waiting: records of the layers that are not calibrated yet, by index.
-    shapes: (KV heads, channels) of each layer to calibrate, by index.
-    then: is called with each calibration.
+    """waiting: records of the uncalibrated layers, by index.
+    shapes: (KV heads, channels) by layer index.
+    then: gets each calibration.
     """
 
     def __init__(
@@ -63,7 +59,6 @@ class FirstPrompt:
 
     @staticmethod
     def of(layers: Iterable[SparseLayer], turning: Turning, then: Calibrated) -> "FirstPrompt":
-        """Takes the uncalibrated ones of `layers`."""
         shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
         return FirstPrompt(
             {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()},
@@ -75,10 +70,7 @@ class FirstPrompt:
         return f"FirstPrompt({len(self.waiting)} layers wait)"
 
     def see(self, index: int, batch: Batch, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Records a step of a layer in `waiting`, and calibrates it once it has enough tokens.
-
-        keys_NHD, queries_NQD: in the order of the batch, after RoPE.
-        """
+        """Records a step of a layer in `waiting`, in the order of the batch, after RoPE."""
         estimate = self.waiting[index]
         counts = np.maximum(np.diff(batch.starts), 0)
         first = np.repeat(batch.seq_lens - counts - batch.starts[:-1], counts)
@@ -91,8 +83,7 @@ class FirstPrompt:
             self._turning.frequencies,
             self._turning.context_tokens,
         )
-        # `num_tokens` counts each token once per position to which it was moved, and none whose
-        # keys or queries are not finite.
+        # Counts each token once per position to which it was moved; none that is not finite.
         if estimate.num_tokens < PLACES * ENOUGH_TOKENS:
             return
         found = estimate.axes()

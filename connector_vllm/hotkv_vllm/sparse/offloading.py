@@ -1,19 +1,17 @@
 """Sparse offloading with the classes and names of vLLM's RFC #37263. Host memory holds every block
 of a context, at a *host block*; hot slots hold the blocks to attend to.
 
-- `SparseOffloadingManager`, for the scheduler, selects blocks of a prefix, pins them while they are
-  loaded, and allocates host blocks.
+- `SparseOffloadingManager`, for the scheduler, selects, pins and allocates host blocks.
 - `SparseOffloadingHandler`, for a worker, chooses the blocks of each step and layer, and copies
-  pages between host memory and hot slots.
+  pages.
 - `BlockReprManager` (module `pool`) holds the sketches of host blocks.
 
-Selection and hot sets are in `hotkv_sparse`. Host memory is an array of this process (`ArrayPages`)
-or memory of the server (`ResidencyPages`).
+Host memory is an array of this process (`ArrayPages`) or memory of the server (`ResidencyPages`).
 
 Always true:
 - Attention reads a block only from a hot slot that holds its bytes.
 - A new block stays in its hot slot until its copy in host memory is complete.
-- A host block becomes ready only with `complete_store`. A pinned host block is never freed.
+- A host block becomes ready only with `complete_store`. A pinned one is never freed.
 
 Shapes: L layers, Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the
     context, n blocks of one call, S blocks of the staging memory.
@@ -56,10 +54,7 @@ class LoadSpec:
 
 
 class SparseOffloadingManager:
-    """Manages host blocks by their hash. Used by one thread.
-
-    sketches: of the host blocks.
-    """
+    """By block hash. Used by one thread."""
 
     def __init__(
         self,
@@ -88,9 +83,9 @@ class SparseOffloadingManager:
     def lookup_with_sparse(
         self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
     ) -> tuple[I32, F32]:
-        """Selects the blocks most relevant to a query, from the longest prefix that is ready in
-        host memory. Returns (selected_blocks, scores): host blocks, int32, in the context's order;
-        and their estimated masses, float32, inf for a block that is always attended.
+        """From the longest prefix that is ready in host memory. Returns (selected_blocks, scores):
+        host blocks, int32, in the context's order; and their estimated masses, float32, inf for a
+        block that is always attended.
 
         query: float32 [query heads, channels].
         """
@@ -118,8 +113,7 @@ class SparseOffloadingManager:
         return np.fromiter(ready, np.int32)
 
     def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
-        """Pins host blocks until `complete_load`. Raises HotKVError (INVALID_FIELD) if one is
-        not ready."""
+        """Pins host blocks until `complete_load`. Raises INVALID_FIELD if one is not ready."""
         if not self._is_ready[selected_blocks].all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -129,8 +123,8 @@ class SparseOffloadingManager:
         return LoadSpec(selected_blocks)
 
     def complete_load(self, selected_blocks: I32) -> None:
-        """Unpins host blocks whose load has ended or will not take place. Raises HotKVError
-        (INVALID_FIELD) if one is not pinned."""
+        """The load has ended or will not take place. Raises INVALID_FIELD if a block is not
+        pinned."""
         if not (self._pins[selected_blocks] > 0).all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -140,8 +134,7 @@ class SparseOffloadingManager:
         np.subtract.at(self._pins, selected_blocks, 1)
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
-        """Each hash's host block, int32, allocated if it has none. Raises HotKVError
-        (OVERLOADED) if too few are free."""
+        """Host blocks, int32, allocated if new. Raises OVERLOADED if too few are free."""
         fresh = [one for one in dict.fromkeys(block_hashes) if one not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(
@@ -157,8 +150,8 @@ class SparseOffloadingManager:
         return blocks
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Marks host blocks as ready, or after a failure frees those that are not ready and that
-        no other store writes. Raises HotKVError (INVALID_FIELD) if one was not allocated."""
+        """After a failure, frees blocks that are not ready and that no other store writes.
+        Raises INVALID_FIELD if one was not allocated."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -179,32 +172,23 @@ class SparseOffloadingManager:
 
 
 class HostPages(Protocol):
-    """Pages by layer and host block. Used by one thread at a time."""
+    """Used by one thread at a time. `hot` is uint8 [slots, page bytes]."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Copies of stored pages, uint8 [n, page bytes]."""
+        """Copies, uint8 [n, page bytes]."""
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages from host blocks [n] to hot slots [n].
-
-        hot: uint8 [slots, page bytes].
-        """
+        """From host blocks [n] to hot slots [n]."""
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages from hot slots [n] to host blocks [n]. Raises HotKVError if they can't be
-        stored.
-
-        hot: uint8 [slots, page bytes].
-        """
+        """From hot slots [n] to host blocks [n]. Raises HotKVError if the pages can't be stored."""
         ...
 
 
 class ArrayPages:
-    """Pages in an array of this process.
-
-    pages: uint8 [layers, blocks, page bytes], contiguous.
+    """pages: uint8 [layers, blocks, page bytes], contiguous.
     copy_method: `memcpy`: one copy for pages that are consecutive in both arrays; `batch`: one
         call of numpy; `kernel` and `auto`: the compiled loop of `PageCopier`.
     """
@@ -233,8 +217,8 @@ class ArrayPages:
         self._copy(hot, self._pages[layer_idx], slots, blocks)
 
     def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
-        """Raises HotKVError (INVALID_FIELD) unless both arrays are contiguous uint8 [blocks,
-        page bytes] and have these rows."""
+        """Raises INVALID_FIELD unless both arrays are contiguous uint8 [blocks, page bytes] and
+        have these rows."""
         size = self._pages.shape[2]
         for pages, rows in ((source, sources), (destination, destinations)):
             if (
@@ -279,13 +263,13 @@ class _Staged:
 
 
 class ResidencyPages:
-    """Pages in the server, with a residency per sequence. A block is stored once all layers have
-    provided their page. Pages are read from the mapped arena, without a call; a read raises
-    HotKVError if the server no longer pins the block.
+    """In the server, with a residency per sequence. A block is stored once all layers have provided
+    their page. Reads come from the mapped arena, without a call, and raise HotKVError if the server
+    no longer pins the block.
 
     memory: staging memory, uint8 [layers, blocks, page bytes], registered by `session`.
-    layers: indices in the order of `memory` and of a slot.
-    timeout_s: longest wait for an answer.
+    layers: in the order of `memory` and of a slot.
+    timeout_s: for an answer.
     """
 
     def __init__(
@@ -316,8 +300,8 @@ class ResidencyPages:
     # ------------------------------------------------------------------------------------ sequences
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
-        """Reserves room for the most blocks that the sequence may ever have. Waits for the
-        answer, at most `timeout_s`. Raises HotKVError if the server has no room."""
+        """For the most blocks that the sequence may ever have. Waits at most `timeout_s`. Raises
+        HotKVError without room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
 
@@ -342,11 +326,8 @@ class ResidencyPages:
             self._free.append(staged.place)
 
     def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
-        """Assigns host blocks to consecutive positions of a sequence, with the hashes under which
-        the server will store them. A host block that had another hash loses its pages.
-
-        first: position of the first block.
-        """
+        """Assigns host blocks to consecutive positions of a sequence, with their hashes in the
+        server. A host block that had another hash loses its pages."""
         for place, (block_hash, block) in enumerate(
             zip(hashes, blocks.tolist(), strict=True), first
         ):
@@ -424,9 +405,8 @@ class ResidencyPages:
 
     def _send(self, blocks: list[int]) -> None:
         """Stores consecutive blocks of a sequence and records where they are pinned. Waits at
-        most `timeout_s` for each answer. Raises HotKVError if they are not stored, TimeoutError
-        without an answer. A failed or late store is revoked, so that the pages may change after
-        this call."""
+        most `timeout_s` for each answer. Raises HotKVError or TimeoutError; the store is then
+        revoked, so that the pages may change."""
         sequence_id, first, _ = self._last_name(blocks[0])
         names = [self._last_name(block)[2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
@@ -458,12 +438,9 @@ class ResidencyPages:
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """Copies of a sequence's pages in a layer: copy i is between host block `blocks[i]` and hot
-    slot `slots[i]`.
+    """Copies between host block `blocks[i]` and hot slot `slots[i]`, int32 [copies].
 
-    positions: in the context, int32 [copies].
-    blocks, slots: int32 [copies].
-    is_load: True copies to the hot slots, False to host memory.
+    is_load: True copies to the hot slots.
     """
 
     sequence_id: str
@@ -476,10 +453,8 @@ class SwapSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """Argument and result of `handle_layer`.
-
-    block_table: int32, in the context's order: in the argument the host blocks of the whole
-        context, in the result the hot slots to attend to.
+    """block_table: int32, in the context's order: as argument of `handle_layer` host blocks of the
+        whole context, in its result the hot slots to attend to.
     seq_len: tokens in these blocks; the last may be partial.
     """
 
@@ -490,10 +465,8 @@ class DecodeMetadata:
 
 @dataclass(slots=True)
 class _LayerState:
-    """has_begun: True after the sequence's first step in the layer.
-    pending: positions of complete blocks that are only in hot slots, int32. The next step's
-        result requests their copies to host memory.
-    """
+    """pending: complete blocks that are only in hot slots, int32: the next step requests their
+    copies to host memory."""
 
     hot: HotSet
     has_begun: bool = False
@@ -501,13 +474,10 @@ class _LayerState:
 
 
 class SparseOffloadingHandler:
-    """Manages the hot slots of every layer, and the copies between them and host memory. Each
-    sequence has its own region of hot slots.
+    """Manages the hot slots of every layer, with a region per sequence. The caller's thread
+    decides; copies and reads of host memory run in one thread, in the order of submission.
 
-    The caller's thread decides. Copies and reads of host memory run in a thread of the handler, in
-    the order of their submission.
-
-    slots_per_sequence: hot slots of a region.
+    slots_per_sequence: of a region.
     hot: uint8 [layers, slots, page bytes].
     keys_of: pages, uint8 [n, page bytes], to keys, float32 [n, tokens, KV heads, channels].
     """
@@ -553,8 +523,8 @@ class SparseOffloadingHandler:
     # ------------------------------------------------------------------------------------ sequences
 
     def begin(self, sequence_id: str) -> None:
-        """All complete blocks must be in host memory. Raises HotKVError (OVERLOADED) if all
-        regions are in use."""
+        """All complete blocks must be in host memory. Raises OVERLOADED if all regions are in
+        use."""
         if not self._regions:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -569,8 +539,8 @@ class SparseOffloadingHandler:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
-        """Extends a context to `seq_len` tokens, before the step writes its keys. Returns the
-        hot slot of the last block, into which the step writes."""
+        """Before the step writes its keys. Returns the hot slot of the last block, into which
+        the step writes."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
@@ -599,13 +569,9 @@ class SparseOffloadingHandler:
     def handle_layer(
         self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
     ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
-        """Chooses the blocks that a step attends to. Returns (new_attn_metadata, swap_in_spec,
-        swap_out_spec): the hot slots to attend to, the copies from host memory that this needs, and
-        copies to host memory.
-
-        The caller must carry out the swap-in, attend with the new metadata, then carry out the
-        swap-out. The first step loads all selected blocks; later steps at most
-        `max_correction_blocks`.
+        """Returns (new_attn_metadata, swap_in_spec, swap_out_spec). The caller must carry out the
+        swap-in, attend with the new metadata, then carry out the swap-out. The first step loads all
+        selected blocks; later ones at most `max_correction_blocks`.
 
         query: float32 [query heads, channels].
         """
@@ -652,8 +618,8 @@ class SparseOffloadingHandler:
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Log mass of the always attended blocks, float32 [query heads], with keys from hot
-        slots if they are there, else from host memory."""
+        """float32 [query heads], with keys from hot slots if they are there, else from host
+        memory."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -683,7 +649,7 @@ class SparseOffloadingHandler:
     # --------------------------------------------------------------------------------------- copies
 
     def transfer_async(self, job_id: int, spec: SwapSpec) -> None:
-        """Begins the copies of `spec`. Raises HotKVError (INVALID_FIELD) if `job_id` is in use."""
+        """Raises INVALID_FIELD if `job_id` is in use."""
         if job_id in self._jobs:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another"
@@ -695,10 +661,9 @@ class SparseOffloadingHandler:
         copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits for jobs, and raises the error of a failed one. Hot slots of blocks copied to
-        host memory may then be reused. Blocks whose load failed have no hot slot; a later step
-        loads them again. Raises HotKVError (INVALID_FIELD), and waits for none, if a job is
-        unknown."""
+        """Raises the error of a failed job. Hot slots of blocks copied to host memory may then
+        be reused; blocks whose load failed have none, and are loaded again later. Raises
+        INVALID_FIELD at once if a job is unknown."""
         names = dict.fromkeys(job_ids)
         for job_id in names.keys() - self._jobs.keys():
             raise HotKVError(

@@ -22,9 +22,9 @@ _LANES = 16
 
 
 class KeyPages:
-    """pages: [blocks, KV heads, tokens, 2 * channels]: for each head first the keys, arranged as
-        `packing` says, then the values.
-    page_bytes: keys and values of all heads.
+    """pages: [blocks, KV heads, tokens, 2 * channels]: per head keys, arranged as `packing` says,
+        then values.
+    page_bytes: of all heads.
     """
 
     def __init__(self, pages: torch.Tensor, packing: KeyPacking) -> None:
@@ -46,7 +46,7 @@ class KeyPages:
         return self._pages
 
     def over(self, pages: torch.Tensor) -> "KeyPages":
-        """A reader of other pages of the same layer, for example of copies."""
+        """The same layer, for example copies."""
         return KeyPages(pages, self._packing)
 
     def keys_of(self, blocks: I32) -> F32:
@@ -76,11 +76,10 @@ class KeyPages:
     def always(
         self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
     ) -> Always:
-        """The argument `always` of `hotkv_sparse.decode.decode`: the mass of the tokens that every
-        step attends to.
+        """For `hotkv_sparse.decode.decode`: the mass of the tokens that every step attends to.
 
         num_tokens: from the first token of the first block on.
-        sink_logits: learned sinks, float32 [query heads].
+        sink_logits: float32 [query heads].
         """
         log_mass = sink_logits
         if log_mass is None:
@@ -104,8 +103,8 @@ class KeyPages:
 
 
 def _is_plain(packing: KeyPacking, kind: int | None, block_tokens: int) -> bool:
-    """Whether the compiled kernel `page_log_mass` can read such pages: values of sixteen
-    consecutive tokens must be contiguous, per channel or pair of channels.
+    """The compiled kernel `page_log_mass` can read such pages: sixteen consecutive tokens must be
+    contiguous, per channel or pair of channels.
 
     kind: of `_KINDS`; None for another dtype.
     """

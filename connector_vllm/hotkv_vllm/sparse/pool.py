@@ -1,14 +1,11 @@
-"""Holds the sketches of the engine's blocks, by layer, format and block id, in memory that the
-server can map.
-
-Each block has a row per layer and format, and a mark per layer that says whether its rows are
-built.
+"""Holds the sketches of the engine's blocks, in memory that the server can map: a row per layer,
+format and block, and a mark per layer and block whose rows are built.
 
 Always true:
 - The row of a marked block is the sketch of the keys in its page, wherever they came from: prefill,
   decode, vLLM's own prefix cache, or a load.
 - A row never changes while a store reads it: rows of marked blocks are not written, and a mark is
-  cleared only before the page is written, when the stores that read the block have ended.
+  cleared only before the page is written, when stores that read the block have ended.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -36,18 +33,15 @@ KeysOf = Callable[[I32], F32]
 """Block ids, int32, to keys, float32 [blocks, tokens, KV heads, channels]."""
 
 BUILD_BLOCKS = 64
-"""Blocks built at a time; limits the memory for their keys."""
+"""At a time; limits the memory for keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape and formats of a layer's sketches.
-
-    mu: the centre, float32 [KV heads, channels], which formats that encode each token subtract;
-        None for zero.
-    biases: by format, by how much it overestimates the log of a block's attention mass with this
-        centre. Others have their default bias.
-    axes: that `mix2` needs; None until the engine has calibrated them.
+    """mu: centre, float32 [KV heads, channels], for formats that encode each token; None for zero.
+    biases: by which formats overestimate the log of a block's mass with this centre; others have
+        defaults.
+    axes: for `mix2`; None until calibrated.
     """
 
     num_blocks: int
@@ -82,12 +76,12 @@ class PoolRows:
 
 
 class BlockReprManager:
-    """Owns the sketches of all sparse layers, in one pool. Used by one thread.
+    """Owns the sketches of all sparse layers. Used by one thread.
 
     layers: all have the same number of blocks.
     fd: the pool's file, open as long as this object lives; None if the system provides none.
-    rows: the parts of the pool, by layer index, then in the layer's order of formats.
-    num_forgets: grows when marks are cleared: a result of `lacking` is then outdated.
+    rows: by layer index, then in the layer's order of formats.
+    num_forgets: grows when marks are cleared: results of `lacking` are then outdated.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
@@ -121,17 +115,13 @@ class BlockReprManager:
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """With the centre and axes that `calibrate` has set."""
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:
         return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
-        """Clears the layer's marks.
-
-        mu: float32 [KV heads, channels].
-        """
+        """Clears the layer's marks."""
         shape = replace(self._layers[layer_idx], mu=mu, biases={}, axes=axes)
         self._layers[layer_idx] = shape
         self._uncalibrated.discard(layer_idx)
@@ -141,11 +131,11 @@ class BlockReprManager:
         self._built[layer_idx][:] = False
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """A copy of the marks, by block id."""
+        """A copy, by block id."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
-        """Clears marks. Must be called before the blocks' pages change.
+        """Must be called before the pages change.
 
         layers: None for all.
         """
@@ -158,7 +148,7 @@ class BlockReprManager:
         self._marks[:] = False
 
     def lacking(self, blocks: I32) -> set[int]:
-        """Layers that lack the sketch of at least one of `blocks`."""
+        """Layers without the sketch of at least one of `blocks`."""
         is_built: npt.NDArray[np.bool_] = np.logical_and.reduce(self._marks[:, blocks], axis=1)
         return {index for index, has_all in zip(self._built, is_built, strict=True) if not has_all}
 

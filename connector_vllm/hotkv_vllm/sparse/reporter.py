@@ -1,9 +1,8 @@
-"""Makes a worker's reports of selections and counters. The scheduler side sends them to the server,
-which so knows which blocks are in use.
+"""Makes a worker's reports of selections and counters, by which the server knows which blocks are
+in use.
 
-A report is made at most once in `REPORT_INTERVAL_S`, because the server counts a use of a block at
-most once a second, and after each step whose message asks for the last selections of ended
-requests.
+At most one in `REPORT_INTERVAL_S`, because the server counts a use of a block at most once a
+second, and one after each step whose message asks for the last selections of ended requests.
 
 Always true: the reports together include every selection and all growth of counters.
 """
@@ -20,16 +19,14 @@ I32 = npt.NDArray[np.int32]
 REPORT_INTERVAL_S = 1.0
 
 Positions = dict[str, I32]
-"""Of blocks in the context, ascending, by request id."""
+"""Ascending, by request id."""
 
 
 @dataclass(slots=True)
 class SparseReport:
-    """What happened since the last report.
-
-    positions: that any layer has selected.
+    """positions: that any layer has selected since the last report.
     layers: growth of counters, by layer index and names of `SPARSE_COUNTERS`.
-    ended: ended requests whose selections are all reported now; the server may forget them.
+    ended: all their selections are reported now; the server may forget them.
     """
 
     positions: Positions = field(default_factory=dict)
@@ -40,7 +37,7 @@ class SparseReport:
         return not (self.positions or self.layers or self.ended)
 
     def join(self, other: "SparseReport") -> "SparseReport":
-        """Joins reports of different ranks, or of one: sums counters, unites the rest."""
+        """Sums counters, unites the rest."""
         positions = dict(self.positions)
         for request_id, more in other.positions.items():
             known = positions.get(request_id)
@@ -54,8 +51,6 @@ class SparseReport:
 
 
 class SparseReporter:
-    """Makes the reports of a rank's sparse worker."""
-
     def __init__(self, worker: SparseWorker) -> None:
         self._worker = worker
         self._report = SparseReport()
@@ -65,8 +60,7 @@ class SparseReporter:
         return f"SparseReporter({len(self._report.ended)} ended)"
 
     def before_step(self, last_reports_of: Sequence[str]) -> None:
-        """Takes the last selections of ended requests. Must be called before the worker's
-        `begin_step`, which forgets these."""
+        """Must be called before the worker's `begin_step`, which forgets ended requests."""
         if last_reports_of:
             last = SparseReport(self._worker.take_steps(), {}, frozenset(last_reports_of))
             self._report = self._report.join(last)

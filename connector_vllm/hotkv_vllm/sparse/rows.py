@@ -1,16 +1,13 @@
 """Decides which rows of a step attend sparsely, and lists them for the workers.
 
-Always true: the scheduler side alone decides, once per step (`RowNames.of_step`), for the workers'
-attention and for `identity.exactness`, which keeps inexact KV from being shared. A row that is not
-listed attends to its whole context. A listed row may do so too, for instance after an exception;
-its KV counts as inexact nevertheless.
+Always true: the scheduler side alone decides, once per step (`RowNames.of_step`), for attention and
+for `identity.exactness`, which keeps inexact KV from being shared. A listed row may attend to its
+whole context all the same, for instance after an exception; its KV counts as inexact nevertheless.
 
-A row is listed by two ids:
-- The block that it writes in this step: attention in a worker gets block tables but no request ids.
-  No two rows write the same block: a decode step writes only to an incomplete block, and requests
-  share only complete ones.
-- The request id, by which the worker finds the request's state, even after a preemption, which
-  changes all its block ids.
+A row is listed by the block that it writes, because attention gets block tables but no request ids;
+no two rows write the same block, since only complete ones are shared. And by its request id, for
+the request's
+state: a preemption changes all block ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +20,9 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Request `request_ids[i]` writes device block `block_ids[i]` in the step; one entry per group.
+    """Request `request_ids[i]` writes device block `block_ids[i]`; one entry per group.
 
-    ended: requests that have ended since the last step.
+    ended: since the last step.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -37,11 +34,10 @@ class SparseRows:
 class ResidentOnly:
     """On CUDA only resident requests may attend sparsely.
 
-    outgrows: whether a request is resident.
-    has_away: whether some of its blocks are only in host memory.
-    replays_decode: vLLM may replay a CUDA graph if every row has one token. A graph can't copy a
-        context to a staging area, so every row with blocks only in host memory must then attend
-        sparsely, even one that still computes its prompt.
+    has_away: some blocks are only in host memory.
+    replays_decode: vLLM may replay a CUDA graph if every row has one token. A graph can't stage
+        a context, so a row with blocks only in host memory must then attend sparsely, even one
+        that computes its prompt.
     """
 
     outgrows: Callable[[str], bool]
@@ -50,7 +46,7 @@ class ResidentOnly:
 
 
 class RowNames:
-    """Decides which rows attend sparsely. Holds vLLM's `Request` of each running request."""
+    """Holds vLLM's `Request` of each running request."""
 
     def __init__(
         self,
@@ -59,10 +55,10 @@ class RowNames:
         limits: ResidentOnly | None = None,
         lacks_layers: Callable[[], bool] = lambda: False,
     ) -> None:
-        """groups: (vLLM's number, tokens of a block) of the groups of full attention.
-        limits: None in a CPU engine, where all rows may attend sparsely.
-        lacks_layers: no worker could install sparse attention, so no row attends sparsely. Not
-            called with residency or on CUDA.
+        """groups: (vLLM's number, tokens of a block) of full attention.
+        limits: None on CPUs, where all rows may attend sparsely.
+        lacks_layers: no worker could install sparse attention. Not called with residency or on
+            CUDA.
         """
         self._config = config
         self._groups = tuple(groups)
@@ -83,13 +79,11 @@ class RowNames:
             self._ended.append(request_id)
 
     def request(self, request_id: str) -> Any:
-        """None if unknown."""
         return self._requests.get(request_id)
 
     def of_step(self, scheduler_output: Any) -> SparseRows:
-        """The first call for a step decides, and must come before vLLM adds the step's tokens to
-        `num_computed_tokens`. Later calls with the same `SchedulerOutput`, or a copy of it,
-        return the same."""
+        """The first call for a step must come before vLLM adds its tokens to
+        `num_computed_tokens`. Calls with the same `SchedulerOutput`, or a copy, return the same."""
         if self._decided[0] is not scheduler_output.num_scheduled_tokens:
             self._decided = scheduler_output.num_scheduled_tokens, self._decide(scheduler_output)
         return self._decided[1]
@@ -117,10 +111,10 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Whether a row with one token attends sparsely: if it decodes a long context. Exceptions:
+        """For a row with one token: if it decodes a long context. Exceptions:
         - Without residency not if it would attend to all blocks anyway, so that its KV is exact.
-        - On CUDA only if it is resident. In a step that may be replayed from a CUDA graph, each
-          resident request with blocks only in host memory."""
+        - On CUDA only if it is resident; in a step that may be replayed, each resident row with
+          blocks only in host memory."""
         position, limits, config = request.num_computed_tokens, self._limits, self._config
         decodes = (
             position >= request.num_prompt_tokens and position + 1 >= config.min_context_tokens
@@ -140,12 +134,11 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """All hotkv connectors of the engine (in vLLM's MultiConnector) find `names` with
-    `sparse_rows`."""
+    """For all hotkv connectors of the engine (in vLLM's MultiConnector)."""
     _NAMES_OF[engine_id] = names
 
 
 def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
-    """Decided by the engine's connector with sparse decode; None if it has none."""
+    """None if the engine has no connector with sparse decode."""
     names = _NAMES_OF.get(engine_id)
     return None if names is None else names.of_step(scheduler_output)

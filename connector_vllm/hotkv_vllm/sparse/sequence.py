@@ -1,16 +1,16 @@
 """Decides, step by step, the hot set of a sequence (a decoding request) in a layer.
 
-With residency only the hot set must be on the device, so adding a block costs a copy, and a step
-adds only a few. Without residency no block is copied, but the same rules hold.
+With residency, adding a block costs a copy, so a step adds only a few. The same rules hold without.
 
-Always true: the hot set includes the sinks, the recent window and the partial last block. Selected
-blocks that it lacks are added: in each step after the first, at most `max_correction_blocks` at
-once, and others at the beginning of the next step, as far as slots are free.
+Always true: the hot set includes sinks, recent window and partial last block. Selected blocks that
+it lacks are
+added: in each step after the first at most `max_correction_blocks` at once, others at the beginning
+    of the next step, as far as slots are free.
 
 A step selects half of the blocks that the hot set may have (`SparseConfig.selected_blocks`), so
-that blocks outlive a step that does not select them. The first step fills it with the best
-blocks, without the limit, because after the prefill all are on the device. The hot set has at
-most `SparseConfig.budget_blocks`, or the always kept blocks if these are more.
+that blocks outlive a step without them. The first step fills it without the limit: after the
+prefill all blocks are on the device. It has at most `SparseConfig.budget_blocks`, or the always
+kept blocks if these are more.
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,13 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The result of a decode step of a sequence in a layer.
-
-    blocks: the hot set after the step, to attend to: positions, ascending, int32.
+    """blocks: the hot set after the step, ascending, int32.
     selection: `blocks` may lack some of it.
     num_seeded: added in the first step.
     num_corrected: selected and added in a later step.
     num_prefetched: selected in the step before, added in this one.
-    num_wanted: selected, without those always attended.
-    num_hits: of `num_wanted`, those that were in the hot set before.
+    num_wanted: selected, without those always attended; of these `num_hits` were in the hot set
+        before.
     """
 
     blocks: I32
@@ -51,8 +49,8 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set of a sequence in a layer, shared by its KV heads. `step` and `decode` do the
-    same; each call is one decode step."""
+    """Shared by the layer's KV heads. `step` and `decode` do the same; each call is one decode
+    step."""
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
@@ -67,8 +65,7 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """Hot slot of each block of the present hot set, int32. With residency the caller copies
-        its page there."""
+        """Of the present hot set, int32. With residency the caller copies the pages there."""
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]
 
@@ -81,13 +78,12 @@ class LayerSequence:
         context_tokens: int,
         scale: float,
     ) -> Attended:
-        """Supports all settings, in numpy; slower than `decode`.
+        """In numpy, with all settings.
 
         query_QD: after RoPE.
-        sources: sketches by format.
-        rows_C: rows in `sources`, int32.
-        always_log_mass_Q: of the always attended blocks, float32.
-        context_tokens: including the step's token.
+        sources: by format; `rows_C` are rows in them, int32.
+        always_log_mass_Q: of the always attended blocks.
+        context_tokens: with the step's token.
         """
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
@@ -132,10 +128,10 @@ class LayerSequence:
         where: CandidateSpan,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """As `step`, in one compiled call, without the settings `fusion` and `adaptive_p`.
+        """In one compiled call, without the settings `fusion` and `adaptive_p`.
 
-        rows_C: rows in `scorer`, int32.
-        selected: mask over the context's blocks; selected blocks become True.
+        rows_C: in `scorer`, int32.
+        selected: mask over the context's blocks; selected ones become True.
         """
         is_first = self._hot is None
         hot = self._follow(where, context_tokens)

@@ -1,15 +1,14 @@
 """Reports to the server which blocks sparse requests use, so that it evicts unused blocks first.
 
-Workers report selections as positions; the server needs hashes. So it has for each request one
-*sequence* per group with sparse layers, a list of block hashes. A sequence is
+Workers report positions; the server needs hashes. So it has for each request one *sequence* per
+group with sparse layers, a list of block hashes:
 - created when a request with a long prompt arrives, or a request has grown long;
 - extended as blocks become complete;
 - deleted after the request's end, once its last selections are reported.
 
-Always true: no call waits, and no request depends on the results. After a reconnect the
-sequences of running requests are created again. At most `MAX_FOLLOWED` requests have sequences.
-While `MAX_UNANSWERED` calls are unanswered, no sequence is created or extended, and no
-selections are sent.
+Always true: no call waits, and no request depends on the results. After a reconnect sequences
+are created again. At most `MAX_FOLLOWED` requests have some. While `MAX_UNANSWERED` calls are
+unanswered, none are created or extended, and no selections are sent.
 """
 
 import itertools
@@ -30,20 +29,19 @@ MAX_FOLLOWED = 1024
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
-"""A sequence is deleted at the latest so long after its request's end, even if last selections
-are missing."""
+"""After a request's end its sequences are deleted, even if last selections are missing."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
 """Hashes of a `Request`'s complete blocks in a group of the key space, by index."""
 
 
 class StreamCount:
-    """Counts a session's connections: with each the server deletes the sequences of the one before.
-    Called in the session's thread.
+    """Counts a session's connections, with each of which sequences end. Called in the session's
+    thread.
 
-    number: of the present or last connection, from 1; 0 before the first.
+    number: from 1; 0 before the first.
     num_changes: of the session's state.
-    then: is also called with each state.
+    then: is also called.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
@@ -66,16 +64,14 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request with sequences in the server.
-
-    ids: one per group; empty before creation.
+    """ids: one per group; empty before creation.
     stream: connection on which they were created.
-    num_sent: blocks sent, per group.
-    next_tokens: length at which there is another complete block to send.
-    answers: of the creating calls, until they are read.
-    appends: calls with further blocks: index in `ids`, position of the first block, answer.
+    num_sent: blocks, per group.
+    next_tokens: length with another complete block.
+    answers: of creating calls.
+    appends: index in `ids`, position of the first block, answer.
     has_decoded: the first sparse step was planned.
-    end_by_s: after the request's end, when the sequences are deleted at the latest.
+    end_by_s: when they are deleted at the latest, after the request's end.
     """
 
     request: Any
@@ -135,15 +131,14 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Follows a request whose first decode step will be long enough. Only for requests whose
-        KV may be shared."""
+        """If its first decode step will be long enough. Only for requests whose KV may be
+        shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Deletes the sequences at once if the request has never decoded sparsely; otherwise
-        once the workers have reported its last selections."""
+        """Waits for the last selections if the request has decoded sparsely."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)
@@ -169,8 +164,7 @@ class SparseSequences:
     def step(
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
     ) -> tuple[str, ...]:
-        """Creates and extends sequences for a planned step. Returns the ended requests whose last
-        selections the step's message must ask for.
+        """Returns the ended requests whose last selections the step's message must ask for.
 
         requests: by id (`Admission.states`).
         """
@@ -194,8 +188,7 @@ class SparseSequences:
         return named
 
     def reported(self, report: SparseReport) -> None:
-        """Sends the workers' report, joined over all ranks, and deletes the sequences of
-        `report.ended`. If nothing can be sent now, counters wait for the next report, and
+        """The report is joined over all ranks. If nothing can be sent now, counters wait, and
         selections are dropped."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
@@ -253,8 +246,8 @@ class SparseSequences:
             self._awaited[request_id] = None
 
     def _append(self, one: _Followed) -> None:
-        """Sends newly complete blocks, and again those that the server has refused, for example
-        for lack of memory."""
+        """Newly complete blocks, and those that the server has refused, for example for lack of
+        memory."""
         if not one.ids:
             return
         appends, one.appends = one.appends, []
