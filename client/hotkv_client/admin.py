@@ -70,14 +70,10 @@ class AdminClient:
         return self.tell("server")
 
     def tiers(self) -> list[dict[str, Any]]:
-        """With capacity and use."""
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """With the number and the total bytes of their blocks.
-
-        key_space_id: 0: all.
-        """
+        """key_space_id: 0: all."""
         return list(self.tell("key_spaces", key_space_id=key_space_id)["key_spaces"])
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -291,8 +287,8 @@ class AdminClient:
         return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
-        """With a one-time ticket, by which the audit log identifies the caller; without it if
-        none can be fetched."""
+        """Adds a one-time ticket, by which the audit log identifies the caller, if one can be
+        fetched."""
         path = descriptor_socket(self._target)
         if path is None:
             return self._metadata

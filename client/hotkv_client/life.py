@@ -59,7 +59,7 @@ class SessionLife:
             return self.state is LinkState.CONNECTED
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """If a server has accepted the connection but not opened the session, waits for that, at
+        """Waits for a server that has accepted the connection but not opened the session, at
         most `timeout_s`. Returns whether the session is connected."""
         with self._changed:
             self._changed.wait_for(lambda: self._opening is None, timeout_s)

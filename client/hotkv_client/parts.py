@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[GroupHashes]]:
-    """At least one part. A list that does not fit continues in the next part."""
+    """Returns at least one part. A list that does not fit continues in the next part."""
     most = left = min(PART_BYTES // hash_bytes, PART_BLOCKS)
     parts: list[list[GroupHashes]] = [[]]
     for group in groups:

@@ -92,7 +92,7 @@ class Session:
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """If a server has accepted the connection but not opened the session, waits for that, at
+        """Waits for a server that has accepted the connection but not opened the session, at
         most `timeout_s`. Returns whether the session is connected."""
         return self._life.wait_opened(timeout_s)
 
@@ -111,8 +111,7 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Of the server connected last; 0 before. Changes when the server loses the cache's
-        contents."""
+        """Changes when the server loses the cache's contents; 0 before the first connection."""
         return self._life.opened.epoch
 
     @property
@@ -123,18 +122,18 @@ class Session:
 
     @property
     def stored_bytes(self) -> int:
-        """Of this key space in host memory, when the last connection was opened; 0 before."""
+        """Bytes of this key space in host memory when the last connection was opened; 0 before."""
         return self._life.opened.stored_bytes
 
     @property
     def has_residency(self) -> bool:
-        """Of the server connected last; False before."""
+        """The server connected last supports residencies; False before."""
         return self._life.opened.has_residency
 
     @property
     def has_tiers(self) -> bool:
-        """Of the server connected last; False before. `lookup` also finds blocks in tiers,
-        `probe` only in host memory."""
+        """The server connected last has tiers; False before. `lookup` also finds blocks in
+        these, `probe` only in host memory."""
         return self._life.opened.has_tiers
 
     @property
@@ -279,7 +278,7 @@ class Session:
         )
 
     def close_residency(self, residency_id: str) -> None:
-        """Its blocks must not be read in the arena afterwards. Does nothing without a
+        """The caller must not read its blocks in the arena afterwards. Does nothing without a
         connection: the server has ended the residency.
         """
         self._send_only(_wire.close_residency(residency_id))

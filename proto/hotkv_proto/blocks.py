@@ -66,7 +66,7 @@ class RunContent:
 
     @property
     def num_bytes(self) -> int:
-        """In memory, approximately."""
+        """Approximate size in memory."""
         keys = [key for keys in self.extra_keys if keys for key in keys]
         texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
         return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)

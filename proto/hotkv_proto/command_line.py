@@ -114,8 +114,8 @@ def ended(command: Callable[[], int]) -> int:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> str:
-    """As wide as their widest cells; those in `left` aligned left, others right. A row without
-    cells is an empty line."""
+    """Formats a table. Columns in `left` are aligned left, others right. A row without cells is
+    an empty line."""
     widths = [max(len(row[at]) for row in rows if row) for at in range(len(rows[0]))]
     put = [str.ljust if at in left else str.rjust for at in range(len(widths))]
     lines = (

@@ -73,7 +73,7 @@ class HotKVError(Exception):
 
     @property
     def reason_name(self) -> str:
-        """As messages and `hotkv --json` show it."""
+        """The reason as messages and `hotkv --json` show it."""
         return self.reason.name
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def packages(extra: str) -> list[str]:
-    """With version bounds; empty if hotkv is not installed, or has no such extra."""
+    """Packages with version bounds; empty if hotkv is not installed, or has no such extra."""
     try:
         needed = metadata.requires("hotkv") or []
     except metadata.PackageNotFoundError:

@@ -163,7 +163,7 @@ def longest_hit(
     alignment: int = 0,
     draft_groups: Collection[int] = (),
 ) -> int:
-    """In tokens.
+    """Tokens that all groups can serve.
 
     ready: a mask per group; blocks behind its end are not ready.
     limit_tokens: for instance prompt length - 1.

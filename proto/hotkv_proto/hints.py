@@ -163,7 +163,7 @@ class Hints:
         return Hints(self.message_id, now, self.rejected), Hints(self.message_id, later)
 
     def retention(self) -> Retention:
-        """Of the actions on all blocks of the request: the highest priority and the longest
+        """Joins the actions on all blocks of the request: the highest priority and the longest
         `ttl_s` (of the pins, if there are any). Actions that retain or pin outweigh those that
         demote or release."""
         asked = [
@@ -269,7 +269,7 @@ def _kind(value: Any) -> ActionType:
 
 
 def _target(payload: Mapping[Any, Any]) -> Target:
-    """From `payload.target`, or from `payload` without it."""
+    """Reads `payload.target`, or `payload` without it."""
     given = payload.get("target", _UNSET)
     where, fields = ("payload", payload) if given is _UNSET else ("payload.target", given)
     if given is not _UNSET and not isinstance(given, Mapping):
@@ -327,7 +327,7 @@ def _identifier(value: Any, name: str) -> str:
 
 
 def is_identifier(value: Any) -> bool:
-    """Of a session, a message or an action."""
+    """A session, a message or an action may have this id."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and value.isprintable()
 
 

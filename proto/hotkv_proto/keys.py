@@ -128,14 +128,14 @@ class KeySpace:
         return int.from_bytes(digest[:8], "little")
 
     def sketch_salt(self, sketch: Sketch) -> int:
-        """The same for a kind of sketch."""
+        """As `group_salt`, for a kind of sketch."""
         text = json.dumps(asdict(sketch), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         digest = hashlib.sha256(b"hotkv-sketch-1\0" + self.fingerprint + text.encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 
 def signed_salt(salt: int) -> int:
-    """As in messages."""
+    """The salt as in messages."""
     return salt - (1 << 64) if salt >> 63 else salt
 
 
@@ -167,8 +167,8 @@ TOKEN_HASH_ALGORITHMS: dict[str, Callable[[object], bytes]] = {"sha256": _sha256
 def token_block_hashes(
     token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str
 ) -> list[bytes]:
-    """Of a plain prompt (no images, no adapter, no salt) as in vLLM, one per full block. The hash
-    of `seed` (`KeySpace.hash_seed`) is the first parent.
+    """Hashes a plain prompt (no images, no adapter, no salt) as vLLM does, once per full block. The
+    hash of `seed` (`KeySpace.hash_seed`) is the first parent.
 
     Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an
         algorithm that is not in TOKEN_HASH_ALGORITHMS.

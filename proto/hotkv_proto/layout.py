@@ -76,7 +76,7 @@ class PageTensor:
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
-        """Of the runs in a page of engine memory, in the slot's order [runs]."""
+        """Offsets of runs in a page of engine memory, in the slot's order [runs]."""
         offsets = np.zeros(1, np.int64)
         for count, stride in self.dims:
             offsets = (
@@ -118,7 +118,7 @@ class Recipe:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in this handle's memory."""
+        """Bytes of a block in this handle's memory."""
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
@@ -188,7 +188,6 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Of all handles."""
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:

@@ -17,7 +17,8 @@ def memlock_bytes() -> int:
 
 
 def cgroup_bytes() -> int:
-    """Of this process's control group and its ancestors; NO_LIMIT if none can be read."""
+    """Least limit of this process's control group and its ancestors; NO_LIMIT if none can be
+    read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
@@ -43,7 +44,7 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """In the line of `name`, times `unit`; NO_LIMIT if it can't be read."""
+    """Number in the line of `name`, times `unit`; NO_LIMIT if it can't be read."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -52,8 +53,8 @@ def _field(path: Path, name: str, unit: int) -> int:
 
 
 def available_bytes() -> int:
-    """Before the kernel must kill a process: the least of the machine and each control group,
-    with files in the page cache. NO_LIMIT if the kernel does not say."""
+    """What can be allocated before the kernel must kill a process: the least of the machine and
+    each control group, with files in the page cache. NO_LIMIT if the kernel does not say."""
     least = _field(MEMINFO, "MemAvailable:", 1024)
     for directory in _cgroups():
         limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
@@ -69,12 +70,13 @@ def available_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Or the limit of the control groups, if less; NO_LIMIT if the kernel reports neither."""
+    """Memory of the machine, or the limit of the control groups, if less; NO_LIMIT if the kernel
+    reports neither."""
     return min(_field(MEMINFO, "MemTotal:", 1024), cgroup_bytes())
 
 
 def allocated_bytes(path: Path) -> int:
-    """Of a file on tmpfs; 0 without the file."""
+    """Memory that a file on tmpfs uses; 0 without the file."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -82,7 +84,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def why_no_huge_pages() -> str:
-    """Most likely."""
+    """The most likely reason."""
     try:
         modes = SHMEM_HUGE.read_text().strip()
     except OSError:

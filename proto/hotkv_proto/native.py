@@ -19,7 +19,7 @@ def available() -> bool:
 
 
 def why_unavailable() -> str:
-    """With the fix."""
+    """Reason and fix."""
     if os.environ.get("HOTKV_DISABLE_NUMBA"):
         return "HOTKV_DISABLE_NUMBA is set: server and sparse decode need kernels, unset it"
     return "numba is not installed: pip install numba"

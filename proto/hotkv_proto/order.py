@@ -55,7 +55,7 @@ class DeviceMark:
 
 
 def has_reached(word: int, value: int) -> bool:
-    """Of a uint32 word that counts up cyclically.
+    """Compares with a uint32 word that counts up cyclically.
 
     Source: CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API, `(int32_t)(*addr - value) >= 0`.
     """

@@ -223,7 +223,7 @@ def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
-    """As `mix`, of the hashes' first 8 bytes."""
+    """`mix` of the hashes' first 8 bytes."""
     return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
 
 

@@ -358,7 +358,7 @@ def copy_blocks(
     to_engine: Any,
     streaming: Any,
 ) -> None:
-    """By a `Recipe`. Runs that are adjacent on both sides are copied together.
+    """Copies by a `Recipe`. Runs that are adjacent on both sides are copied together.
 
     engine_base, arena_base: addresses of the mappings.
     block_ids, slot_offsets: [blocks].

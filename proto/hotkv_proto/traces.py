@@ -427,7 +427,7 @@ def _session() -> requests.Session | None:
 
 
 def _grpc_exporter() -> SpanExporter:
-    """As vLLM: no TLS unless the URL begins with https. Does not report a partial success:
+    """Follows vLLM: no TLS unless the URL begins with https. Does not report a partial success:
     refused spans count as accepted."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
         OTLPSpanExporter as GrpcExporter,

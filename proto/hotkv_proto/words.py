@@ -23,5 +23,5 @@ def words_offset_bytes(arena_bytes: int) -> int:
 
 
 def file_bytes(arena_bytes: int) -> int:
-    """Of the arena's file, with the validity words."""
+    """Size of the arena's file, with the validity words."""
     return words_offset_bytes(arena_bytes) + WORD_BYTES

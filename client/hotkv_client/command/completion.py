@@ -56,7 +56,7 @@ ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def script(top: argparse.ArgumentParser, shell: str) -> str:
-    """For `source <(hotkv completion bash)` or `hotkv completion fish | source`.
+    """Made for `source <(hotkv completion bash)` or `hotkv completion fish | source`.
 
     shell: `bash`, `zsh` or `fish`.
     """
@@ -84,7 +84,6 @@ def script(top: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _parsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """By command."""
     (found,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
     return dict(found.choices)
 
@@ -105,7 +104,7 @@ def _shown(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _fish(top: argparse.ArgumentParser) -> Iterator[str]:
-    """With a description of each command and flag."""
+    """Yields lines with a description of each command and flag."""
     first = "not __fish_seen_subcommand_from " + " ".join(_parsers(top))
     # -f: no file names, except as the value of a flag that takes a file.
     yield "complete -c hotkv -f"
@@ -143,7 +142,6 @@ def _asked(kind: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For fish."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

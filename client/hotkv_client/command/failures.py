@@ -63,7 +63,6 @@ def other_version(error: KeyError) -> str:
 
 
 def usage_failure(message: str) -> str:
-    """As JSON."""
     return _as_json(message, reason="USAGE", retryable=False)
 
 

@@ -87,7 +87,7 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """Without HOTKV_*, which may be meant for another server."""
+    """Leaves out HOTKV_*, which may be meant for another server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
 
@@ -284,7 +284,7 @@ class BenchEngine:
         return ended_s - (began_s if with_lease else leased_s)
 
     def lookups(self, seconds: float) -> Times:
-        """Of LOOKED_UP blocks in the block table, OPERATION_BLOCKS of which are present."""
+        """Looks up LOOKED_UP blocks, OPERATION_BLOCKS of which are present, in the block table."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         asked = [*known, *hashes(LOOKED_UP - len(known))]
@@ -303,7 +303,7 @@ class BenchEngine:
         return timed(lambda: self._stored(hashes(OPERATION_BLOCKS)), seconds, num_bytes)
 
     def loads(self, seconds: float) -> Times:
-        """Without the acquisition of the lease."""
+        """Leaves out the acquisition of the lease."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         num_bytes = OPERATION_BLOCKS * BLOCK_BYTES
@@ -528,7 +528,7 @@ def run(
 
 
 def tier_flags(disk: Path | None, config: Path | None) -> Sequence[str]:
-    """Of `hotkv-server tiers check`; empty without tiers."""
+    """Empty without tiers."""
     return [
         *(["--config", str(config)] if config is not None else []),
         *(["--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB"] if disk else []),

@@ -69,7 +69,8 @@ def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -
 
 
 def checked(word: str) -> str:
-    """In lower case. Raises ValueError if it is not hexadecimal or has a wrong number of digits."""
+    """The word in lower case. Raises ValueError if it is not hexadecimal or has a wrong number
+    of digits."""
     if not word or not set(word) <= set(string.hexdigits):
         raise ValueError(f"{word!r} is no hexadecimal block hash")
     if not MIN_DIGITS <= len(word) <= MAX_DIGITS:
@@ -78,7 +79,7 @@ def checked(word: str) -> str:
 
 
 def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
-    """Of whole hashes, in hexadecimal digits."""
+    """Hexadecimal digits of whole hashes."""
     return {2 * int(one["key_space"]["hash_byte_count"]) for one in spaces}
 
 

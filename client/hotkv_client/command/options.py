@@ -31,7 +31,7 @@ CREDENTIAL_FLAGS = {
 
 
 def common_options(*, has_defaults: bool) -> CommandParser:
-    """Of all commands, before or after the command.
+    """Options of all commands, which may stand before or after the command.
 
     has_defaults: False for the parsers of commands, whose defaults would override options before
         the command.

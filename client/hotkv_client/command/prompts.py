@@ -121,7 +121,7 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
-    """In the engine's list of models, an adapter has a parent. False if the list can't be read.
+    """An adapter has a parent in the engine's list of models. False if the list can't be read.
     Raises ValueError if the engine rejects the API key in VLLM_API_KEY."""
     key = os.environ.get("VLLM_API_KEY", "")
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})

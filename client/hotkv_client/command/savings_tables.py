@@ -31,7 +31,8 @@ SUMS = (
 
 
 def seconds(text: str) -> float:
-    """Of 90s, 30m, 1h or 7d; empty: 0. Raises ValueError for another text, or above MAX_SINCE_S."""
+    """Reads 90s, 30m, 1h or 7d; empty: 0. Raises ValueError for another text, or above
+    MAX_SINCE_S."""
     if not text:
         return 0.0
     unit = UNITS_S.get(text[-1], 0)
@@ -78,7 +79,6 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 
 def _names(row: dict[str, Any], by: str) -> tuple[str, ...]:
-    """As in the table."""
     return tuple(row[SHOWN[name]] for name in NAMES[by])
 
 

@@ -103,7 +103,7 @@ def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
 
 
 def _sizes(client: AdminClient) -> str:
-    """For a live server, as a value of `--arena`."""
+    """Default value of `--arena` for a live server."""
     # The tiers' report is too small while the arena is still being allocated.
     whole_bytes = client.info()["counters"]["arena_full_capacity_bytes"]
     return ",".join(str(int(whole_bytes * scale)) for scale in SCALES)

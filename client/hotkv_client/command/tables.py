@@ -441,7 +441,7 @@ def loop_line(counters: dict[str, Any], held_by: str) -> str:
 
 
 def show_residencies(answer: dict[str, Any]) -> str:
-    """With the limit of their total size, and the last refusal of each engine that waits."""
+    """Shows also the limit of their total size, and the last refusal of each engine that waits."""
     rows = [
         (
             r["engine_name"],
@@ -530,7 +530,7 @@ def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
 
 
 def show_session(sessions: list[dict[str, Any]]) -> str:
-    """For each session: totals of its requests, places of its blocks, and hints that named it."""
+    """Shows totals of each session's requests, places of its blocks, and hints that named it."""
     if not sessions:
         return "no request has named this session of late"
     parts = []

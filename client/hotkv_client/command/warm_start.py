@@ -107,7 +107,7 @@ def fetch_prompts(
 
 
 def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
-    """Of the smallest block; 0 if the server does not know the key space."""
+    """Tokens of the smallest block; 0 if the server does not know the key space."""
     if not isinstance(key_space, int):
         return _smallest_block(key_space)
     known = [one["key_space"] for one in client.key_spaces(key_space)]
@@ -119,7 +119,7 @@ def _smallest_block(space: dict[str, Any]) -> int:
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:
-    """From the first line of a file of blocks. Raises ValueError for another format."""
+    """Reads the first line of a file of blocks. Raises ValueError for another format."""
     try:
         found = json.loads(line)
         space: dict[str, Any] = found["key_space"]

@@ -44,7 +44,7 @@ class FakeMemory:
         return groups[group] if group < len(groups) else self._config.sketches[group - len(groups)]
 
     def number(self, group: int) -> int:
-        """In the server's keys: the group's index, or the sketch's salt."""
+        """The group's index, or the sketch's salt, as in the server's keys."""
         shape = self.shape(group)
         return self._config.key_space.sketch_salt(shape) if isinstance(shape, Sketch) else group
 

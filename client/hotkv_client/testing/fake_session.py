@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
-    """With the result or error of `act`, or as CANCELLED without calling it."""
+    """Sets the result or error of `act`, or CANCELLED without calling it."""
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
     except HotKVError as error:

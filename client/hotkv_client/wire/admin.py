@@ -296,8 +296,8 @@ def prefetch(
 
 
 def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
-    """With enum numbers of groups' kinds in place of the words of `plain`, which `json_format`
-    can't read."""
+    """Replaces the words of `plain` for groups' kinds by enum numbers, which `json_format` can
+    read."""
     kinds = layout_pb2.KvGroupKind.DESCRIPTOR
     numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
     groups = [

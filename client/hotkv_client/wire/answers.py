@@ -226,7 +226,7 @@ def ticket(packet: bytes) -> bytes:
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """With the server's reason; without a readable one OVERLOADED for RESOURCE_EXHAUSTED,
+    """Keeps the server's reason. Without a readable one: OVERLOADED for RESOURCE_EXHAUSTED,
     NoAnswerError if the server could not be reached or did not answer in time, else INTERNAL."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):

@@ -54,7 +54,6 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
 
 
 def _centre_messages(value: SelectConfig) -> list[sparse_pb2.LayerCentre]:
-    """Of the layers that have a centre."""
     centres = value.centres
     if centres is None:
         return []

@@ -72,7 +72,7 @@ class ResidencyCalls:
         self._is_silent |= any(one.is_unanswered(now_s - SILENT_S) for one in residents)
 
     def is_open(self, one: Resident) -> bool:
-        """On the present connection."""
+        """The server has reserved room on the present connection."""
         return one.opened is not None and one.stream == self._streams.number
 
     def is_served(self, one: Resident) -> bool:

@@ -38,7 +38,7 @@ from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
-    """Of the engine whose model is being built; None without residency."""
+    """Settings of the engine whose model is being built; None without residency."""
     vllm_config = get_current_vllm_config()
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
@@ -63,8 +63,8 @@ class HotFlashBackend(FlashAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """With residency a `ResidentSpec` (`compat.residency.customized`). Decided by the
-        settings of the model that this process built last."""
+        """Returns a `ResidentSpec` if the model that this process built last has residency
+        (`compat.residency.customized`)."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -105,7 +105,7 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> HotFlashMetadata:
-        """If the worker raises, vLLM's own attention serves the batch, and all its requests
+        """Lets vLLM's own attention serve the batch if the worker raises; all its requests then
         count as lost."""
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         worker = self._worker()
@@ -186,8 +186,8 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """With the worker's block table and lengths. Their addresses are the same in each step, as
-    captured graphs need."""
+    """Puts the worker's block table and lengths in, whose addresses are the same in each step,
+    as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)
@@ -221,8 +221,7 @@ def _part(
 def _staged(
     worker: CudaWorker, run: AttentionRun, metadata: FlashAttentionMetadata
 ) -> FlashAttentionMetadata:
-    """For a call of attention over the staging area, by the table that `CudaWorker.stage` has
-    written."""
+    """Puts the table in that `CudaWorker.stage` has written."""
     table = worker.staged_table
     assert isinstance(table, torch.Tensor)
     return replace(metadata, block_table=table[None, : run.staged_blocks])

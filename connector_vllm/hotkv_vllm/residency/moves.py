@@ -46,7 +46,7 @@ class Relief:
 
     @property
     def total(self) -> int:
-        """For a waiting request."""
+        """The yield for a waiting request."""
         return self.freed + self.unpromised
 
 

@@ -113,7 +113,8 @@ class ResidentRequests:
             self._close(one)
 
     def _close(self, one: Resident) -> None:
-        """After the steps in progress: these could read other bytes, and store wrong KV."""
+        """Closes the residency after the steps in progress: these could read other bytes, and
+        store wrong KV."""
         self._reservations.close(one, self._pool.planned_step, self._pool.ended_step)
 
     def step_ended(self) -> None:
@@ -123,7 +124,7 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """For the request's stores; empty without a residency."""
+        """The id that the request's stores carry; empty without a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
@@ -233,8 +234,8 @@ class ResidentRequests:
         return [request_id for request_id in held if request_id != parked]
 
     def _is_cramped(self, one: Resident) -> bool:
-        """On the device, without room for its next block; not if lost, because vLLM preempts it
-        anyway."""
+        """The request is on the device and lacks room for its next block. False if lost: vLLM
+        preempts it anyway."""
         return (
             one.opened is not None
             and not one.is_lost
@@ -265,8 +266,8 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park_idle(self, now_s: float) -> None:
-        """If a running request was refused room, parks the last that has not begun; the running
-        one asks again."""
+        """Parks the last request that has not begun, if a running one was refused room, which
+        asks again at once."""
         refused = [
             one
             for one in self._residents.values()
@@ -303,7 +304,7 @@ class ResidentRequests:
         return not has_begun and self._reservations.is_served(one)
 
     def _last(self, is_meant: Callable[[Resident], bool]) -> Resident | None:
-        """Of lowest priority, then latest arrival."""
+        """The request of lowest priority, and of several the latest."""
         meant = filter(is_meant, reversed(self._residents.values()))
         return max(meant, key=lambda one: one.state.request.priority, default=None)
 
@@ -329,7 +330,7 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """At least of the first `until` blocks, which must be computed."""
+        """Returns at least the first `until` names, whose blocks must be computed."""
         request, one = state.request, self._residents[state.request.request_id]
         exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
         shared = self._groups.hashes(request, 0)
@@ -372,7 +373,7 @@ class ResidentRequests:
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:
-        """Their blocks are pinned when the store has ended."""
+        """The server is asked to pin the store's blocks when it has ended."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.sketches)
         if one is not None and runs:
@@ -385,7 +386,8 @@ class ResidentRequests:
             one.storing.pop(store.store_id, None)
 
     def kept_tokens(self, request_id: str) -> int:
-        """In pinned blocks, which vLLM may free. `ResidentManager` asks, through `ResidentSide`."""
+        """Tokens in pinned blocks, which vLLM may free. `ResidentManager` asks, through
+        `ResidentSide`."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -404,7 +406,8 @@ class ResidentRequests:
         )
 
     def _would_free(self, one: Resident) -> bool:
-        """When more blocks are pinned. What may stay on the device frees blocks only by a move."""
+        """More pins would free device blocks. A request that may stay on the device frees them
+        only by a move."""
         if not self._pool.stays_whole(one.state.request):
             return self._pool.has_blocks(one.request_id)
         relief = self._pool.relief(one.request_id, one.state.request.num_tokens)

@@ -267,7 +267,7 @@ class ResidentSequences:
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """After a reconnect their blocks were not at the old offsets."""
+        """Loses requests whose blocks were not at the old offsets after a reconnect."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
@@ -313,6 +313,6 @@ class ResidentSequences:
         return lost
 
     def all_away(self) -> set[int]:
-        """As `take_lost` if that raises, of all with blocks only in host memory; shares no code
-        with it."""
+        """First blocks of all requests with blocks only in host memory. Used if `take_lost`
+        raises, so it shares no code with it."""
         return {one.first_block for one in self._sequences.values() if one.num_freed}

@@ -67,7 +67,8 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """As `lost`, if handling a step's results has raised; shares no code with it."""
+        """Takes the place of `lost` if handling a step's results has raised, so it shares no
+        code with it."""
         self._pool.lose_blocks(first_blocks)
 
     @property

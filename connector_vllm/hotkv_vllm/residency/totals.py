@@ -74,7 +74,6 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
 
 
 def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
-    """Of a CPU engine."""
     spec = resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)

@@ -45,8 +45,7 @@ class HotAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """With residency a `ResidentSpec`. Decided by the settings of the model that this
-        process built last."""
+        """Returns a `ResidentSpec` if the model that this process built last has residency."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec

@@ -181,7 +181,7 @@ def default_text() -> str:
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """At most `num_tokens` tokens of each text. Raises ValueError if one is too short for a
+    """Takes at most `num_tokens` tokens of each text. Raises ValueError if one is too short for a
     calibration.
 
     texts: by name.

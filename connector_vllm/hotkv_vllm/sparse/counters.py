@@ -76,7 +76,7 @@ class LayerCounters:
             row[column] += value
 
     def take(self) -> dict[str, float]:
-        """Summed over the layers, with the prefix `sparse_`, without zeros."""
+        """Sums over the layers, with the prefix `sparse_`, without zeros."""
         # Plain Python: called in every step, and for so few numbers numpy would be slower.
         totals: list[float] = [
             sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)
@@ -90,7 +90,7 @@ class LayerCounters:
         }
 
     def take_by_layer(self) -> dict[int, dict[str, float]]:
-        """By layer index and name, without zeros."""
+        """Keyed by layer index and name, without zeros."""
         totals = np.array(list(self._rows.values())).reshape(self._taken_by_layer.shape)
         growth, self._taken_by_layer = totals - self._taken_by_layer, totals
         found = {

@@ -83,9 +83,9 @@ class SparseOffloadingManager:
     def lookup_with_sparse(
         self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
     ) -> tuple[I32, F32]:
-        """From the longest prefix that is ready in host memory. Returns (selected_blocks, scores):
-        host blocks, int32, in the context's order; and their estimated masses, float32, inf for a
-        block that is always attended.
+        """Selects from the longest prefix that is ready in host memory. Returns (selected_blocks,
+        scores): host blocks, int32, in the context's order; and their estimated masses, float32,
+        inf for a block that is always attended.
 
         query: float32 [query heads, channels].
         """
@@ -150,8 +150,8 @@ class SparseOffloadingManager:
         return blocks
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """After a failure, frees blocks that are not ready and that no other store writes.
-        Raises INVALID_FIELD if one was not allocated."""
+        """Marks blocks as ready; after a failure frees those that are not ready and that no
+        other store writes. Raises INVALID_FIELD if one was not allocated."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -179,11 +179,12 @@ class HostPages(Protocol):
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """From host blocks [n] to hot slots [n]."""
+        """Copies from host blocks [n] to hot slots [n]."""
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """From hot slots [n] to host blocks [n]. Raises HotKVError if the pages can't be stored."""
+        """Copies from hot slots [n] to host blocks [n]. Raises HotKVError if the pages can't be
+        stored."""
         ...
 
 
@@ -300,8 +301,8 @@ class ResidencyPages:
     # ------------------------------------------------------------------------------------ sequences
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
-        """For the most blocks that the sequence may ever have. Waits at most `timeout_s`. Raises
-        HotKVError without room."""
+        """Reserves room for the most blocks that the sequence may ever have. Waits at most
+        `timeout_s`. Raises HotKVError without room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
 
@@ -539,8 +540,8 @@ class SparseOffloadingHandler:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
-        """Before the step writes its keys. Returns the hot slot of the last block, into which
-        the step writes."""
+        """Must be called before the step writes its keys. Returns the hot slot of the last
+        block, into which it writes."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
@@ -642,8 +643,8 @@ class SparseOffloadingHandler:
         return self._keys_of(self._read(layer_idx, blocks))
 
     def _read(self, layer_idx: int, blocks: I32) -> U8:
-        """In the handler's thread, after the copies submitted earlier, which may write the same
-        blocks."""
+        """Reads in the handler's thread, after the copies submitted earlier, which may write the
+        same blocks."""
         return self._copier.submit(self._host.read, layer_idx, blocks).result()
 
     # --------------------------------------------------------------------------------------- copies

@@ -46,7 +46,7 @@ class KeyPages:
         return self._pages
 
     def over(self, pages: torch.Tensor) -> "KeyPages":
-        """The same layer, for example copies."""
+        """A reader of other pages of the same layer, such as copies."""
         return KeyPages(pages, self._packing)
 
     def keys_of(self, blocks: I32) -> F32:
@@ -76,7 +76,7 @@ class KeyPages:
     def always(
         self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
     ) -> Always:
-        """For `hotkv_sparse.decode.decode`: the mass of the tokens that every step attends to.
+        """The mass of the tokens that every step attends to, for `hotkv_sparse.decode.decode`.
 
         num_tokens: from the first token of the first block on.
         sink_logits: float32 [query heads].

@@ -111,7 +111,7 @@ class BlockReprManager:
         )
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """By format; row b is block b's."""
+        """Keyed by format; row b is block b's."""
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
@@ -153,7 +153,7 @@ class BlockReprManager:
         return {index for index, has_all in zip(self._built, is_built, strict=True) if not has_all}
 
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
-        """After a load that has written both pages and rows."""
+        """A load has written both pages and rows."""
         self._built[layer_idx][blocks] = True
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:

@@ -73,7 +73,7 @@ class SparseRank:
 
     @callback(nothing, is_part=True)
     def install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
-        """If the engine does not support it, logs a warning and leaves the layers unchanged.
+        """Logs a warning and leaves the layers unchanged if the engine does not support it.
 
         kv_caches: tensors by layer name.
         """

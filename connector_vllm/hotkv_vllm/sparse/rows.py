@@ -111,7 +111,7 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """For a row with one token: if it decodes a long context. Exceptions:
+        """A row with one token attends sparsely if it decodes a long context. Exceptions:
         - Without residency not if it would attend to all blocks anyway, so that its KV is exact.
         - On CUDA only if it is resident; in a step that may be replayed, each resident row with
           blocks only in host memory."""
@@ -134,7 +134,7 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """For all hotkv connectors of the engine (in vLLM's MultiConnector)."""
+    """Lets all hotkv connectors of the engine (in vLLM's MultiConnector) find `names`."""
     _NAMES_OF[engine_id] = names
 
 

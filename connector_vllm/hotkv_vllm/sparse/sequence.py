@@ -65,7 +65,8 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """Of the present hot set, int32. With residency the caller copies the pages there."""
+        """Hot slots of blocks of the present hot set, int32. With residency the caller copies
+        the pages there."""
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]
 
@@ -78,7 +79,7 @@ class LayerSequence:
         context_tokens: int,
         scale: float,
     ) -> Attended:
-        """In numpy, with all settings.
+        """Decodes in numpy, with all settings.
 
         query_QD: after RoPE.
         sources: by format; `rows_C` are rows in them, int32.
@@ -128,7 +129,7 @@ class LayerSequence:
         where: CandidateSpan,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """In one compiled call, without the settings `fusion` and `adaptive_p`.
+        """Decodes in one compiled call, without the settings `fusion` and `adaptive_p`.
 
         rows_C: in `scorer`, int32.
         selected: mask over the context's blocks; selected ones become True.

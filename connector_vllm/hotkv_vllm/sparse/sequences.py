@@ -131,8 +131,8 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """If its first decode step will be long enough. Only for requests whose KV may be
-        shared."""
+        """Follows a request whose first decode step will be long enough. Its KV must be allowed
+        to be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
@@ -213,7 +213,7 @@ class SparseSequences:
     # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
-        """After a reconnect, all sequences must be created again."""
+        """Creates all sequences again after a reconnect."""
         if self._stream == self._streams.number:
             return
         self._stream = self._streams.number

@@ -104,7 +104,7 @@ def shared_pool(
 
 
 def _name(layers: Sequence[SparseLayer]) -> str:
-    """Of all formats, each once, joined with `+`."""
+    """Names of all formats, each once, joined with `+`."""
     return "+".join(dict.fromkeys(name for layer in layers for name in layer.shape.formats))
 
 

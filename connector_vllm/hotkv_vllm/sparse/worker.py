@@ -373,7 +373,7 @@ class SparseWorker:
     def _scorer(
         self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
     ) -> Scorer | None:
-        """For the compiled step; None if `fusion` or `adaptive_p` needs the numpy code."""
+        """Prepares the compiled step; None if `fusion` or `adaptive_p` needs the numpy code."""
         if self._config.fusion or self._config.adaptive_p is not None:
             return None
         known, source = self._scorers.get(layer.index), sources[self._config.scorer]
@@ -383,7 +383,7 @@ class SparseWorker:
         return known
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
-        """By format; indexed by `SparseRow.blocks_C`."""
+        """Keyed by format; `SparseRow.blocks_C` are indices in them."""
         return self.sketches.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling

@@ -147,16 +147,16 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """With the words added."""
+        """Adds the words to the memory."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """At the end of the current CUDA stream. The caller must call `done`.
+        """Makes a mark at the end of the current CUDA stream. The caller must call `done`.
 
-        kind: one of HOST takes its place if no event or word is free.
+        kind: HOST takes its place if no event or word is free.
         """
         if self._device is None:
             return Mark()
@@ -184,7 +184,7 @@ class Marks:
         return mark
 
     def done(self, mark: Mark) -> None:
-        """After the last use the event is free for another mark."""
+        """Ends a use. After the last one the event is free for another mark."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return

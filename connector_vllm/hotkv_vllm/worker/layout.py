@@ -289,8 +289,8 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """For reading and writing. Raises Unsupported if that is impossible; the engine's tensors stay
-    usable.
+    """Exports for reading and writing. Raises Unsupported if that is impossible; the engine's
+    tensors stay usable.
 
     name: vLLM's name of the layout, for the server's log.
     """

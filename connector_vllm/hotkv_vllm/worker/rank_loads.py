@@ -114,7 +114,7 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """They were never begun, but vLLM waits for them."""
+        """Fails loads that were never begun, but for which vLLM waits."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
@@ -178,7 +178,8 @@ class RankLoads:
         return finished, failed, ended
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """As `take`, because it or its caller has raised: the removed loads have all failed."""
+        """Takes the place of `take`, because it or its caller has raised. All removed loads
+        count as failed."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
         # Calls none of the functions that `take` calls: one of them has raised.

@@ -95,8 +95,9 @@ class RankSession:
     # --------------------------------------------------------------------------------------- memory
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
-        """If that fails, or the ranks do not agree on a key space, the engine runs without hotkv,
-        and the log says why. CPU memory moves into a shared file; tensors and views stay valid.
+        """Exports the engine's memory. If that fails, or the ranks do not agree on a key space, the
+        engine runs without hotkv, and the log says why. CPU memory moves into a shared file;
+        tensors and views stay valid.
 
         kv_caches: tensors by layer name.
         """
@@ -114,7 +115,7 @@ class RankSession:
             self.adapters = watch_adapters(self._vllm_config)
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """After a sleep this rank's own key space and `marks` stay. Raises Unsupported, OSError
+        """Keeps this rank's own key space and `marks` after a sleep. Raises Unsupported, OSError
         or ValueError."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
@@ -158,7 +159,8 @@ class RankSession:
             self._identify(space.weights_identity)
 
     def _identify(self, identity: str) -> None:
-        """Of the loaded weights, or of those to which the engine has changed since."""
+        """Adds the identity of the loaded weights, or of those to which the engine has changed,
+        to the key space."""
         assert self.weights is not None and self._space is not None
         if not self.weights.identity:
             in_doubt = not self._config.weights_identity and model_weights.weights_may_be_older(
@@ -286,8 +288,8 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Without waiting. If the operating system refuses a thread or a file, logs it and opens
-        none."""
+        """Opens a session without waiting. If the operating system refuses a thread or a file,
+        logs it and opens none."""
         assert self._session_config is not None and self.memory is not None
         try:
             self.session = link.open_session(

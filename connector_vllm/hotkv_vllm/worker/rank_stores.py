@@ -70,7 +70,7 @@ class RankStores:
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, sketches: tuple[BlockRun, ...], after: Mark) -> None:
-        """If its mark does not allow it yet, `send_waiting` sends the store."""
+        """Sends the store now, or leaves it to `send_waiting` if its mark does not allow it yet."""
         store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), sketches)
         self.active[job.store_id] = store
         if after.lets_send():
@@ -100,7 +100,7 @@ class RankStores:
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """The callback that begins stores has raised."""
+        """Fails stores that were not sent, because the callback that begins them has raised."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -133,7 +133,8 @@ class RankStores:
         self._count("flush_s", time.monotonic() - began_s)
 
     def _await(self, waiting: list[ActiveStore]) -> None:
-        """After a timeout, stores are revoked without a wait until one has succeeded again."""
+        """Revokes stores that have not ended after a timeout. From then on without a wait, until
+        one has succeeded again."""
         if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
             return
         self._is_server_slow = True
@@ -185,7 +186,7 @@ class RankStores:
             self._rank.begin()
 
     def fail_all(self) -> None:
-        """Even those that have ended."""
+        """Fails all stores, even those that have ended."""
         for store_id, store in self.active.items():
             self._reports[store_id] = b""
             self._rank.marks.done(store.after)
@@ -206,7 +207,7 @@ class RankStores:
     # -------------------------------------------------------------------------------------- results
 
     def take_reports(self) -> dict[int, bytes]:
-        """By store id."""
+        """Keyed by store id."""
         lost, self._lost = self._lost, []
         for store in lost:
             self._rank.marks.done(store.after)

@@ -75,7 +75,10 @@ class HotKVWorker:
     # --------------------------------------------------------------------------------------- memory
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """kv_caches: tensors by layer name."""
+        """Exports the memory, installs sparse attention and opens the session.
+
+        kv_caches: tensors by layer name.
+        """
         self._kv_caches = kv_caches
         # The export comes first: it moves CPU memory, and sparse attention must read the new
         # addresses. The session comes last: it registers everything.
@@ -91,19 +94,19 @@ class HotKVWorker:
         self.sparse.opened()
 
     def unregister(self) -> None:
-        """vLLM is about to discard the memory, for a sleep."""
+        """Withdraws the memory, which vLLM is about to discard for a sleep."""
         self._is_unregistered = self.rank.has_agreed
         if self.rank.memory is not None:
             self._withdraw()
             self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
-        """No transfer may reach discarded memory."""
+        """Closes everything: no transfer may reach discarded memory."""
         self.rank.shutdown()
 
     def restore(self) -> None:
-        """After a sleep, which has lost the memory's contents. A rank in which hotkv is off
-        tells the others why: they wait for it (`ranks.agree`)."""
+        """Exports the memory after a sleep, which has lost its contents. A rank in which hotkv
+        is off tells the others why: they wait for it (`ranks.agree`)."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
@@ -112,7 +115,7 @@ class HotKVWorker:
             )
 
     def memory_broke(self, what: str) -> None:
-        """what: could not be done with the memory."""
+        """Turns hotkv off. `what` could not be done with the memory."""
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
@@ -120,15 +123,16 @@ class HotKVWorker:
         self.rank.shutdown()
 
     def _export(self) -> None:
-        """Withdraws memory that was exported before."""
+        """Withdraws memory that was exported before, and exports the present one."""
         if self.rank.memory is not None:
             self._withdraw()
         self.rank.export(self._kv_caches)
 
     def _withdraw(self) -> None:
-        """Before the engine unmaps the memory. Waits at most as long as a store may take. A
-        hanging server may write later, but only to the old memory, which it has mapped itself. A
-        load that it has not ended is not reported, so vLLM retains its blocks."""
+        """Ends transfers and session before the engine unmaps the memory. Waits at most as long
+        as a store may take. A hanging server may write later, but only to the old memory, which
+        it has mapped itself. A load that it has not ended is not reported, so vLLM retains its
+        blocks."""
         self.loads.make_void()
         answers = [answer for answer in self.loads.answers if answer is not None]
         answers += self.stores.end_early()
@@ -164,8 +168,7 @@ class HotKVWorker:
         )
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Before the step writes blocks: ends the stores that read them, and discards their
-        sketches."""
+        """Ends the stores that read blocks which the step writes, and discards their sketches."""
         self._is_busy = True
         if meta.lost_track:
             self.distrust()
@@ -185,7 +188,8 @@ class HotKVWorker:
         self.sparse.begin_step(meta)
 
     def distrust(self) -> None:
-        """It is not known which blocks the step overwrites."""
+        """Revokes all stores and discards all sketches: it is not known which blocks the step
+        overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
@@ -194,8 +198,9 @@ class HotKVWorker:
                 self.rank.shared = None
 
     def before_forward(self, meta: HotKVMetadata) -> None:
-        """After vLLM has zeroed blocks: loads overlap the forward pass. A device runs it after
-        it is queued, so `start_loads` comes in time; a CPU at once, so the loads start here."""
+        """Makes the mark of the step's loads, after vLLM has zeroed blocks, so that they overlap
+        the forward pass. A device runs it after it is queued, so `start_loads` comes in time; a
+        CPU at once, so the loads start here."""
         self._loads_after = self.rank.mark()
         if self._loads_after.event is None:
             self.start_loads(meta)
@@ -224,12 +229,13 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """`before_forward` or `start_loads` has raised. The step's stores are still carried out."""
+        """Fails loads that were not begun, because `before_forward` or `start_loads` has raised.
+        The step's stores are still carried out."""
         self._started = meta
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
-        """After the step's blocks are computed. Does not wait."""
+        """Begins the stores, after the step's blocks are computed. Does not wait."""
         self._send_waiting()
         if not meta.stores:
             return
@@ -254,8 +260,8 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Missing sketches of a store; empty if they can't be built or sent: the blocks go
-        without."""
+        """Builds the missing sketches of a store. Returns none of `runs` if that fails: the
+        blocks go without them."""
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)
@@ -267,8 +273,8 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Requests whose load has ended, and of these the failed. Each end is returned once,
-        even if code here raises."""
+        """Returns the requests whose load has ended, and those whose load failed. Each end is
+        returned once, even if code here raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -284,7 +290,7 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """`take_results` has raised: loads that have ended or were never sent count as failed."""
+        """Fails all loads that have ended or were never sent, because `take_results` has raised."""
         failed, over = self.loads.take_failed()
         self.report.over += over
         return failed

@@ -302,7 +302,7 @@ def flag_messages(
 
 
 def read_masks(messages: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
-    """In the order of the request."""
+    """Masks in the order of the request."""
     return tuple(np.frombuffer(group.flags, np.bool_) for group in messages)
 
 
@@ -340,7 +340,7 @@ def result_messages(
 
 
 def read_results(messages: Iterable[cache_pb2.RunResults]) -> tuple[Uint8s, ...]:
-    """In the order of the request."""
+    """Results in the order of the request."""
     return tuple(np.frombuffer(run.results, np.uint8) for run in messages)
 
 

@@ -37,7 +37,7 @@ def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
 
 @cache
 def _field_names() -> frozenset[str]:
-    """Of all fields and oneofs of hotkv's messages."""
+    """Fields and oneofs of all messages."""
     files = (
         admin_pb2,
         cache_pb2,

@@ -13,20 +13,19 @@ from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
-"""Runs, or lists of hashes, in a call. A run of a store takes about 0.1 ms of the event loop."""
+"""Runs, or lists of hashes, of a call. A run of a store takes about 0.1 ms of the event loop."""
 
 
 def identifier(field: str, text: str) -> str:
-    """Raises TOO_LARGE for more than MAX_IDENTIFIER characters: the server stores and repeats
-    it."""
+    """Raises TOO_LARGE beyond MAX_IDENTIFIER characters."""
     if len(text) > MAX_IDENTIFIER:
         raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
     return text
 
 
 def name(field: str, text: str) -> str:
-    """An identifier that may be logged. Raises INVALID_FIELD for characters that can't be
-    printed, which could fake a log line."""
+    """An identifier that may be logged. Raises INVALID_FIELD for characters that could fake a
+    log line."""
     check_printable(field, text)
     return identifier(field, text)
 
@@ -39,7 +38,7 @@ def check_printable(field: str, text: str) -> None:
 
 
 def check_lists(field: str, messages: Sequence[object]) -> None:
-    """Raises TOO_LARGE for more than MAX_LISTS entries."""
+    """Raises TOO_LARGE."""
     check_most(MAX_LISTS, len(messages), field + " has {} entries", ": join neighbours")
 
 
@@ -53,7 +52,7 @@ def seconds(field: str, milliseconds: int) -> float:
 
 
 def whole_ms(duration_s: float) -> int:
-    """At least 1 above 0, because 0 means unset."""
+    """Durations above 0 become at least 1, because 0 means unset."""
     return int(duration_s * 1000) or int(duration_s > 0)
 
 
@@ -69,7 +68,7 @@ def packed_int32s(values: ArrayLike) -> bytes:
 
 
 def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
-    """Little-endian int32 as int64. Raises INVALID_FIELD if the bytes are no multiple of 4."""
+    """Unpacks to int64. Raises INVALID_FIELD if the bytes are no multiple of 4."""
     if len(packed) % 4:
         raise invalid(f"{field} has {len(packed)} bytes; packed int32 take 4 each")
     return np.frombuffer(packed, "<i4").astype(np.int64)
@@ -93,8 +92,8 @@ def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
 
 @cache
 def enum_word(kind: EnumDescriptor, number: int) -> str:
-    """What people see: "never stored" for BLOCK_VERDICT_NEVER_STORED, empty for the unspecified
-    value. Raises KeyError for an unknown number."""
+    """The word that people see: "never stored" for BLOCK_VERDICT_NEVER_STORED. Raises KeyError
+    for an unknown number."""
     names = kind.values_by_number
     prefix = str(names[0].name).removesuffix("UNSPECIFIED")
     word = str(names[number].name).removeprefix(prefix).removesuffix("UNSPECIFIED")

@@ -118,7 +118,7 @@ def hint_identifier(field: str, text: str) -> str:
 
 
 def read_envelope(text: str) -> Hints:
-    """From JSON. A wrong action is listed in `Hints.rejected`. Raises INVALID_FIELD if the text
+    """Reads JSON. A wrong action is listed in `Hints.rejected`. Raises INVALID_FIELD if the text
     is no JSON object, TOO_LARGE if it is too long."""
     check_most(MAX_ENVELOPE_CHARS, len(text), "kv_hints has {} characters")
     try:

@@ -217,7 +217,8 @@ class _Between:
         return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
-        """At least 0: a count decreases if a load fails after its hit was counted.
+        """Growth of each count, at least 0: a count decreases if a load fails after its hit was
+        counted.
 
         engine: None: all.
         """
@@ -243,7 +244,7 @@ def is_same_server(before: Reading, after: Reading) -> bool:
 
 
 def figures_of(before: Reading | None, after: Reading) -> Figures:
-    """Of the reading `after`, with rates since `before`."""
+    """Rates are since `before`."""
     between = _Between(before, after)
     grown, recent = between.ledger(), _of(after.recent, None)
     outlook, counters = after.recent["outlook"], after.info["counters"]
@@ -316,7 +317,7 @@ def _tiers(between: _Between, grown: Mapping[str, Any]) -> list[TierRates]:
 
 
 def by_model(engines: Iterable[EngineRates]) -> list[ModelRates]:
-    """In the order of the models' first engines."""
+    """Ordered by the models' first engines."""
     groups: dict[str, list[EngineRates]] = {}
     for one in engines:
         groups.setdefault(one.model, []).append(one)

@@ -21,7 +21,7 @@ def per_s(num_bytes: float) -> str:
 
 
 def head(figures: Figures) -> list[str]:
-    """Of the whole server."""
+    """Two lines about the whole server."""
     return [
         f"hotkv-server {figures.version}  {figures.state}  up {human_seconds(figures.uptime_s)}  "
         f"event loop late by {figures.lag_p99_s * 1e3:.1f} ms (p99), "

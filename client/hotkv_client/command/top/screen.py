@@ -94,7 +94,7 @@ class View:
         self.hit_ratios = [*self.hit_ratios, figures.hit_ratio][-MAX_HISTORY:]
 
     def listed(self, engines: Sequence[EngineRates]) -> list[RowRates]:
-        """In the chosen order, then by name."""
+        """Rows in the chosen order, then by name."""
         rows: list[RowRates] = [one for one in engines if self.model in ("", one.model)]
         if self.rows == MODEL and not self.model:
             rows = list(by_model(engines))
@@ -137,8 +137,8 @@ class View:
         self.model, self.chosen, self.inside = row.name, own[0].key, len(own) == 1
 
     def _back(self, num_rows: int) -> None:
-        """From an engine's details to the list of engines, then to the models; a list of one
-        engine is skipped."""
+        """Goes from an engine's details to the list of engines, then to the models; skips a list
+        of one engine."""
         if self.inside:
             self.inside = False
             if self.rows == ENGINE or num_rows > 1:
@@ -207,7 +207,7 @@ def _line(*parts: tuple[str, str] | str) -> Text:
 
 
 def _head(figures: Figures, view: View) -> list[Text]:
-    """Of the whole server."""
+    """Lines about the whole server."""
     fine = figures.state == "ready" and not view.problem
     lines = [
         _line(
@@ -336,7 +336,6 @@ def _all(rows: Sequence[RowRates], chosen: int, view: View, width: int) -> list[
 
 
 def _one(engine: EngineRates) -> Panel:
-    """With the reasons of its misses."""
     pairs = [
         *zip(plain.ENGINE_HEADERS[1:], plain.engine_row(engine)[1:], strict=True),
         ("sessions", str(engine.num_sessions)),
