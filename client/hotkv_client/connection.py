@@ -1,9 +1,8 @@
 """A connection of a session: one gRPC stream, from its opening to the end of its last transfer.
 
 It owns the channel, the link, the mapped block table, and every call that waits for its answer.
-Always
-true: each call is resolved once, by the answer with its `request_id`. An answer that can't be read
-    fails only its own call.
+Each call is resolved once, by the answer with its `request_id`. An answer that can't be read fails
+only its own call.
 
 If the stream breaks, waiting calls fail:
 - Calls that touch no engine memory at once.

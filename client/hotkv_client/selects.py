@@ -55,8 +55,7 @@ class Selects:
         query_QD: float32 [query heads of the shard, head size], after positional encoding.
         context_tokens: to which the query attends.
         always_log_mass_Q: float32 [query heads]: log of the sum of exp(score) over the always
-            selected blocks.
-            None: estimated from their sketches.
+            selected blocks; without it, it is estimated from their sketches.
         shard_index: of the query's heads.
         """
         self._outbox.put(

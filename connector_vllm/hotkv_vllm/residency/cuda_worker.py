@@ -20,9 +20,8 @@ Always true:
   kernel. To test this, `take_lost` waits for the device.
 - Each state index (place of a request in the device's arrays) and each row of sketches belongs to
   at most one request.
-- A block counts as freed only after its arena address is in device memory. If the address is
-  unknown, the request is
-  *lost*: it takes no part in a step, and vLLM computes it anew.
+- A block counts as freed only after its arena address is in device memory. Without the address the
+  request is *lost*, takes no part in a step, and vLLM computes it anew.
 
 Used by one thread.
 """

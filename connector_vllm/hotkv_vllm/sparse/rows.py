@@ -4,10 +4,10 @@ Always true: the scheduler side alone decides, once per step (`RowNames.of_step`
 for `identity.exactness`, which keeps inexact KV from being shared. A listed row may attend to its
 whole context all the same, for instance after an exception; its KV counts as inexact nevertheless.
 
-A row is listed by the block that it writes, because attention gets block tables but no request ids;
-no two rows write the same block, since only complete ones are shared. And by its request id, for
-the request's
-state: a preemption changes all block ids.
+A row is listed by the block that it writes, because attention gets block tables but no request
+ids; no two rows write the same block, since only complete ones are shared. It is also listed by
+its request id, which finds the request's state even after a preemption has changed all block
+ids.
 """
 
 from collections.abc import Callable, Sequence

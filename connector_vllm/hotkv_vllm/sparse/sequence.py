@@ -2,15 +2,14 @@
 
 With residency, adding a block costs a copy, so a step adds only a few. The same rules hold without.
 
-Always true: the hot set includes sinks, recent window and partial last block. Selected blocks that
-it lacks are
-added: in each step after the first at most `max_correction_blocks` at once, others at the beginning
-    of the next step, as far as slots are free.
+Always true: the hot set includes sinks, recent window and partial last block. Each step adds
+selected blocks that it lacks. After the first step at most `max_correction_blocks` are added at
+once, others at the beginning of the next step, as far as slots are free.
 
 A step selects half of the blocks that the hot set may have (`SparseConfig.selected_blocks`), so
-that blocks outlive a step without them. The first step fills it without the limit: after the
-prefill all blocks are on the device. It has at most `SparseConfig.budget_blocks`, or the always
-kept blocks if these are more.
+that blocks outlive a step without them. The first step fills it without the limit, because after
+the prefill all blocks are on the device. It has at most `SparseConfig.budget_blocks`, or the
+always kept blocks if these are more.
 """
 
 from collections.abc import Mapping
