@@ -49,8 +49,8 @@ engine's memory. Calls with an answer don't count; MAX_PENDING limits them."""
 REQUEST_ID_BYTES = 16
 """Upper bound of what `request_id` adds to a message."""
 REGISTERED_BYTES_PER_S = 256 << 20
-"""Lowest speed at which a server maps an engine's files. Opening a session may take so much
-longer than `connect_timeout_s`."""
+"""Lowest speed at which a server maps an engine's files. The time limit for opening a session
+grows accordingly."""
 DEVICE_GRACE_S = 1.0
 """Wait after a server's death before loads into device memory fail.
 
@@ -278,8 +278,8 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """A transfer has ended when the server has answered. A store with a word on the fence is
-        revoked, and resolves as CANCELLED, at once."""
+        """Asks the server to end a transfer, which has ended when the server has answered. A
+        store with a word on the fence is revoked, and resolves as CANCELLED, at once."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():

@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class SessionLife:
-    """memory, fence: None for a session without memory. The fence is `memory.fence` or the
-        session's own.
+    """Keeps a session connected from `start` to `close`.
+
+    memory, fence: None for a session without memory. The fence is `memory.fence` or the session's
+        own.
     connection: None while none is open.
     opened: the server's latest answer to an opening.
     """

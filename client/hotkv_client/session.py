@@ -237,7 +237,10 @@ class Session:
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
-        """Does nothing without a connection: the server has ended the lease."""
+        """Releases a lease.
+
+        Does nothing without a connection: the server has ended the lease.
+        """
         self._send_only(_wire.release(lease_id))
 
     def open_residency(
@@ -314,7 +317,9 @@ class Session:
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> "Future[SequenceCreated]":
-        """hashes: of the context's complete blocks.
+        """Creates a sequence.
+
+        hashes: of the context's complete blocks.
         select: how the server selects blocks (`selects`). None: it makes no selections and pins
             nothing; the session only reports (`report_sparse`).
         """

@@ -116,8 +116,11 @@ class SelectConfig:
 
 @dataclass(frozen=True, slots=True)
 class SequenceCreated:
-    """lease_id: pins the first `covered_blocks` blocks and their sketches, if the server makes
-    selections. Block i of the context is entry i of the lease."""
+    """A sequence was created.
+
+    lease_id: pins the first `covered_blocks` blocks and their sketches, if the server makes
+        selections. Block i of the context is entry i of the lease.
+    """
 
     lease_id: str
     covered_blocks: int
@@ -271,7 +274,9 @@ class EventsRead:
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """target: `unix:/path/grpc.sock` or `host:port`.
+    """Settings of a session.
+
+    target: `unix:/path/grpc.sock` or `host:port`.
     engine_id: the same for all sessions of the engine, which owns their leases.
     sketches: kinds that are stored with the blocks. Calls name kind i as group
         `len(key_space.groups) + i` (`sketch_group`). A sketch is accepted only with a ready block,

@@ -74,7 +74,9 @@ class RunContent:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """lease_positions: in the group's hashes with which the lease was acquired, int32 [blocks].
+    """Blocks of a group to load under a read lease.
+
+    lease_positions: in the group's hashes with which the lease was acquired, int32 [blocks].
     block_ids: in engine memory, int32 [blocks].
     """
 
@@ -91,13 +93,11 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request's wish for its blocks, which the server may ignore.
-
-    From `kv_transfer_params` (`hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire
+    """A request's wish for its blocks, which the server may ignore; on the wire
     `hotkv.v1.Retention`.
 
     priority: a use counts as 2^priority uses, -8 to 8.
-    ttl_s: time after a use for which the blocks count as in use, at most a day.
+    ttl_s: after a use the blocks count as in use so long, at most a day.
     pin: not evicted for `ttl_s`, up to the server's limit for pinned memory.
 
     Raises ValueError for a value out of range, or a pin without `ttl_s`.
@@ -124,7 +124,9 @@ NO_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """retention: only that of a lease's first store, which reserves the slots, counts.
+    """Options of a store.
+
+    retention: only that of a lease's first store, which reserves the slots, counts.
     residency_id: of this engine; pins each block of the store once it is ready. Or empty.
     traceparent: the caller's span as a W3C header, or empty.
     is_private: no other request can find the blocks, so they go to no tier.
@@ -171,10 +173,10 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of a transfer. The server does not access engine memory for it any more; it may still
-    read for a store that the engine has revoked.
+    """The end of a transfer: the server does not access engine memory for it any more, but may
+    still read for a revoked store.
 
-    results: of a store, `BlockResult` values, uint8, per run; empty if the engine revoked it.
+    results: of a store, `BlockResult` values, uint8, per run; empty if it was revoked.
     message: why it failed.
     """
 
@@ -187,7 +189,9 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """pinned: a mask per group. Blocks that are not ready are no error.
+    """The blocks that a read lease pins. Blocks that are not ready are no error.
+
+    pinned: a mask per group.
     offsets: of slots in the arena, per group, int64; -1 if not pinned. Empty unless asked for.
         Valid until the lease ends or the connection is lost.
     """

@@ -1,12 +1,12 @@
 """Groups and the hit rule.
 
-A request hits n tokens only if *every* group can serve n. For this a group needs certain blocks
-before token n, by its kind (`GroupSpec.first_needed_block`). Full attention needs all, so it can
-serve any smaller n too. The other kinds need only a range that ends at n, so they may serve n but
-not a smaller n. `longest_hit` is the greatest n that all groups can serve.
+A request hits n tokens only if *every* group can serve n: by its kind a group needs certain blocks
+before token n (`GroupSpec.first_needed_block`). Full attention needs all, so it can serve any
+smaller n too. Other kinds need a range that ends at n, so they may serve n but not a smaller n.
+`longest_hit` is the greatest n.
 
-All functions are pure and work on numpy masks, without Python code per block. Groups may have
-any order; equal specs are evaluated once.
+All functions are pure and work on numpy masks, without Python code per block. Equal specs are
+evaluated once.
 """
 
 import enum
@@ -92,7 +92,7 @@ class GroupSpec:
                 return max(0, hit_tokens - 1)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """A hit needs the blocks from here up to, not including, `hit_tokens // block_tokens`."""
+        """A hit needs blocks from here to `hit_tokens // block_tokens`, exclusive."""
         return min(
             self.first_needed_token(hit_tokens) // self.block_tokens,
             hit_tokens // self.block_tokens,
@@ -219,8 +219,8 @@ def longest_prefix(probe: Probe, num_blocks: int) -> int:
     """Leading ready blocks, as a hint.
 
     Assumes that no block behind a missing one is ready. An answer that contradicts this probes
-    every block, but a gap between two probed blocks stays unnoticed: the result may be too
-    large, never too small.
+    every block, but a gap between probed blocks stays unnoticed: the result may be too large,
+    never too small.
     """
     low, high = 0, num_blocks
     while low < high:

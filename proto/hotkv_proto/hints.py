@@ -1,9 +1,8 @@
-"""Hints that routers send with a request, in vLLM's envelope (`kv_hints`): a message with a list of
-actions on blocks.
+"""Hints that routers send with a request, in vLLM's envelope (`kv_hints`): a list of actions on
+blocks.
 
-Only this module knows names, versions and payloads of the protocol. vLLM's PR #53423 defines the
-envelope and leaves the actions to the receiver; RFCs #51428, #52113 and #57103 name those
-implemented here.
+Only this module knows names, versions and payloads. vLLM's PR #53423 defines the envelope and
+leaves the actions to the receiver; RFCs #51428, #52113 and #57103 name those implemented here.
 
 Always true: `read` never raises. A wrong action is rejected alone, with a reason that names the
 field. Sizes are bounded (MAX_ACTIONS, MAX_ID_CHARS). A request is served even if its hints can't

@@ -1,8 +1,8 @@
 """Key spaces, sketches, block keys and block hashes.
 
-Two engines share blocks exactly when the fingerprints of their key spaces are equal. So every
-field that changes the bytes of a block is a field of `KeySpace`; one that changes only the bytes
-of a sketch is a field of `Sketch`: engines whose sketches differ share blocks, but not sketches.
+Engines share blocks exactly when the fingerprints of their key spaces are equal: every field
+that changes a block's bytes is one of `KeySpace`. A field that changes only a sketch's bytes is
+one of `Sketch`.
 """
 
 import hashlib

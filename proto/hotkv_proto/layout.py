@@ -1,9 +1,9 @@
 """Where the pages of a block lie in engine memory and in its slot.
 
 A slot holds the shards of all ranks in order; a shard the pages of that rank's tensors, each at
-its `shard_offset_bytes`; a page its *runs* (contiguous bytes) in order, without gaps. All copies
-use the `Recipe`s of this module; no other code computes places of bytes or assumes a single
-group or rank.
+its `shard_offset_bytes`; a page its *runs* of contiguous bytes in order, without gaps. All
+copies use the `Recipe`s of this module; no other code computes places of bytes or assumes a
+single group or rank.
 """
 
 import dataclasses
@@ -137,7 +137,9 @@ class Recipe:
 
     @staticmethod
     def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
-        """tensors: of a group, all in the same handle's memory.
+        """Merges a group's runs.
+
+        tensors: of a group, all in the same handle's memory.
         shard_start: of the rank's shard in the slot.
         """
         parts: list[list[Int64s]] = [[], [], [], []]

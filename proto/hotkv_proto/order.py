@@ -45,7 +45,9 @@ NO_ORDER = DeviceOrder()
 
 @dataclass(frozen=True, slots=True)
 class DeviceMark:
-    """index: of the flag word, or of the event, which is not recorded again until the transfer has
+    """A mark as transfers name it.
+
+    index: of the flag word, or of the event, which is not recorded again until the transfer has
         ended.
     value: with FLAGS, passed once `has_reached(word[index], value)`.
     """

@@ -164,7 +164,9 @@ class EndedRequest(Generic[Hashes_co]):
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """report_id: of the `RequestReport`.
+    """The end of a load.
+
+    report_id: of the `RequestReport`.
     wait_s: 0 if the request has ended before the load, which is then `failed`.
     miss: of a failed load; one of `CANCELS` if the engine has cancelled it.
     """

@@ -7,18 +7,17 @@ The file has a header (4096 bytes), buckets and records of little-endian uint32.
 numbered from 1 on.
 
 A bucket has 64 bytes: sequence number, overflow count, 7 tags, 7 entry words.
-- A tag is 32 bits of the mixed hash of the hash's first 8 bytes and a *salt*, a number per key
-  space and group or kind of sketch, so that equal hashes of two groups get different tags.
+- A tag is 32 bits of the mixed hash of a hash's first 8 bytes and a *salt*, a number per key space
+  and group or kind of sketch: equal hashes of two groups get different tags.
 - An entry word is the entry's number, with the high bit set while it is reserved; 0: none.
 - The mixed hash also chooses the home bucket (`home_buckets`). If it is full, the entry is in one
-  of the next 63 buckets, and the overflow count of each bucket passed over grows.
+  of the next 63, and the overflow count of each bucket passed over grows.
 
 A record has 72 bytes, indexed by entry number:
 - hash (32 bytes, zero-padded), checksum (8 bytes), key space;
 - group | state << 16;
 - offset and size of the slot, in units of SLOT_ALIGN bytes;
-- reuse count;
-- parent's entry, and depth;
+- reuse count, parent's entry, depth;
 - entry of the block's sketch; of a sketch, that of its block.
 """
 
@@ -196,8 +195,7 @@ def is_ready(words: Words) -> NDArray[np.bool_]:
 
 
 def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
-    """First 8 bytes of each hash, uint64 [hashes]; without a copy if `hash_bytes` is a multiple
-    of 8."""
+    """First 8 bytes of each, uint64 [hashes]; without a copy if `hash_bytes` is a multiple of 8."""
     if hash_bytes % 8 == 0:
         return np.frombuffer(packed, np.uint64)[:: hash_bytes // 8]
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -232,8 +230,8 @@ def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int6
 
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
-    """Copies buckets, each in a consistent state (`hotkv_proto.table_reading`). A bucket that
-    keeps changing is empty in the copy, with an odd sequence number."""
+    """Copies buckets in a consistent state (`hotkv_proto.table_reading`); one that keeps
+    changing is empty, with an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):

@@ -103,7 +103,9 @@ class Span:
 
 
 class Traces:
-    """sample_ratio: traced share of the calls without a traceparent, 0 to 1.
+    """Begins spans, and exports those that have ended.
+
+    sample_ratio: traced share of the calls without a traceparent, 0 to 1.
     where: name of the collector in the log.
     num_failed: sent and not accepted.
     num_dropped: not sent, because of a bound.

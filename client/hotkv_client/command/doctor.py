@@ -34,7 +34,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """state: GOOD, WARN, BAD or UNKNOWN.
+    """The result of a check.
+
+    state: GOOD, WARN, BAD or UNKNOWN.
     says: what was found and why it matters.
     mend: a command; empty without a problem or a fix.
     """

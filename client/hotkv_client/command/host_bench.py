@@ -161,7 +161,9 @@ CALL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """seconds: per repetition.
+    """Measured times of an operation.
+
+    seconds: per repetition.
     num_bytes: copied per repetition; 0 if it copies no blocks.
     """
 
@@ -326,7 +328,10 @@ PROMPT_TOKENS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """means: what the value says, for example in tokens per second."""
+    """A measured figure and its meaning.
+
+    means: what the value says, for example in tokens per second.
+    """
 
     what: str
     value: float
@@ -347,7 +352,9 @@ def _tokens_per_s(bytes_per_s: float) -> str:
 
 
 def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
-    """found: of `measure`.
+    """Makes a row for each operation.
+
+    found: of `measure`.
     num_threads: of `memcpy`.
     """
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))

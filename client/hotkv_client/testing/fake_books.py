@@ -232,7 +232,9 @@ class WriteRun:
 
 @dataclass(slots=True, eq=False)
 class FakeWriteLease:
-    """listed: that the first call under the lease named.
+    """Ranks store their shards of the same blocks under it.
+
+    listed: that the first call under the lease named.
     parts: written shards of what the lease has reserved and that is not ready yet.
     aborted: keys of `parts` that can't become ready.
     shards_seen: shards whose store has ended.

@@ -66,24 +66,18 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """A worker's record of a resident request (a request whose old blocks may be only in the
-    server's memory). A position is the index of a block in the request's context.
+    """A worker's record of a resident request. A position is the index of a block in the context.
 
-    state: index of the request's entries in the kernels' arrays on the device.
-    first_block: id of the device block with the context's first tokens. The worker reports the
-        request as lost by this id.
-    num_freed: the blocks between the sinks (first blocks, which stay on the device) and this
-        position are not on the device.
-    num_built: number of leading blocks whose sketches (compact forms of keys, by which
-        blocks are chosen) are built, or are built by the present step.
-    context_tokens: length of the context, including the step's `new_tokens`.
-    is_sparse: True if the request attends sparsely in the present step.
-    has_hot_slots: True if its hot slots (device blocks for copies of chosen blocks) are known.
-    rows: by position, the row of the block's sketch in the device's arrays, int32.
-    addresses: by position, the address at which the device reads the block in the arena, int64; 0
-        if not known.
-    pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`; None before
-        the scheduler has sent it.
+    state: index of its entries in the kernels' arrays.
+    first_block: the device block by which the request is reported as lost.
+    num_freed: the blocks between the sinks and this position are not on the device.
+    num_built: leading blocks whose sketches are built, at the latest by the present step.
+    context_tokens: with the step's `new_tokens`.
+    is_sparse: in the present step.
+    has_hot_slots: they are known.
+    rows: of sketches, by position, int32.
+    addresses: of slots as the device reads them, by position, int64; 0 if unknown.
+    pin: of the blocks at `addresses`; None before the scheduler has sent it.
     arenas: the arenas in which the addresses are.
     is_lost: True if the request must be computed anew.
     """

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockDemand:
-    """free: held by no request.
+    """What the coming step needs and the pool has.
+
+    free: held by no request.
     promised: that admitted requests will still allocate for their prompts.
     running: the most that running requests may allocate in the step.
     first: that must be free to admit the first waiting request; None if none may be admitted.

@@ -53,7 +53,10 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """layer_names: of the group, in vLLM's order; all among `layers`."""
+    """Computes where a rank's pages and sketches lie in a slot.
+
+    layer_names: of the group, in vLLM's order; all among `layers`.
+    """
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
     places = SlotPlaces()

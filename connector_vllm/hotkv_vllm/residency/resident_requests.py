@@ -51,7 +51,9 @@ MAX_LOSSES = 8
 
 
 class ResidentRequests:
-    """exactness: only exact blocks may have shared names.
+    """Owns the residencies of all resident requests.
+
+    exactness: only exact blocks may have shared names.
     timeout_s: `hotkv.residency_timeout_s`.
     """
 

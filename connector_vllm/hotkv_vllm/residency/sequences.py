@@ -181,7 +181,9 @@ class ResidentSequence:
 
 
 class ResidentSequences:
-    """arena_of: the arena that this process maps.
+    """Knows the requests, and finds lost ones.
+
+    arena_of: the arena that this process maps.
     of_step: by the last device block that the step writes.
     """
 

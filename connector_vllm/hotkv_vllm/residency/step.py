@@ -59,7 +59,9 @@ class ResidentRow:
 
 @dataclass(frozen=True, slots=True)
 class ResidentStep:
-    """preempted: since the last message.
+    """A step's message.
+
+    preempted: since the last message.
     lost: whose blocks the server has lost; workers report them to vLLM.
     """
 

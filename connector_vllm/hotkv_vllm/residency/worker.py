@@ -49,7 +49,9 @@ BUILD_PAGES = 64
 
 @dataclass(slots=True)
 class BatchRow:
-    """context_tokens: with the step's tokens.
+    """A row of vLLM's batch with its request.
+
+    context_tokens: with the step's tokens.
     blocks: the block table, int32. Entries of freed blocks must not be used.
     whole_table: `blocks` with hot slots in place of the freed blocks, if these all have copies
         there. None until a layer needs it.
@@ -70,7 +72,10 @@ class BatchRow:
 
 @dataclass(slots=True)
 class ResidentPlan(StepPlan):
-    """residents: by index of the row; lacks rows that the scheduler's message does not list."""
+    """A `StepPlan` with the rows' requests.
+
+    residents: by index of the row; lacks rows that the scheduler's message does not list.
+    """
 
     residents: dict[int, BatchRow] = field(default_factory=dict)
 

@@ -1,10 +1,9 @@
 """vLLM's attention backend for CPU with sparse decode. hotkv's plugin registers it in place of
 `CPU_ATTN`.
 
-The only module of `sparse` that uses vLLM's attention classes. A layer attends as vLLM's own
-until a `SparseWorker` is attached to it. If hotkv's code raises, all requests attend to their
-whole context in this layer and step. Source: `vllm/v1/attention/backends/cpu_attn.py` of vLLM
-0.32.
+A layer attends as vLLM's own until a `SparseWorker` is attached to it. If hotkv's code raises,
+all requests attend to their whole context in this layer and step. Source:
+`vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
 from dataclasses import dataclass, replace

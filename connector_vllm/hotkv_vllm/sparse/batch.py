@@ -23,7 +23,9 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SparseLayer:
-    """index: in the model.
+    """A layer that may attend sparsely.
+
+    index: in the model.
     group: vLLM's number.
     scale: factor of attention scores.
     sink_logits: learned sinks of the softmax, float32 [query heads].
@@ -67,7 +69,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class SparseRow:
-    """row: in the batch.
+    """A row that may attend sparsely.
+
+    row: in the batch.
     token: the row's only one, in the batch.
     blocks_C: indices of sketches; without residency the block ids.
     always_blocks: sinks, recent window and partial last block, int32.

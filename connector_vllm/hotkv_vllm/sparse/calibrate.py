@@ -2,10 +2,10 @@
 
     python -m hotkv_vllm.sparse.calibrate --model MODEL --output centres.npz
 
-Runs the model over ordinary text in a vLLM engine in this process, and records the keys and some
-queries of every layer at the input of attention: after RoPE, in the model's dtype. So it works for
-any model with layers of plain full attention that vLLM runs on a CPU. The result depends on the
-model and the context length, hardly on the text.
+Runs the model over ordinary text in a vLLM engine in this process, and records keys and some
+queries at the input of attention: after RoPE, in the model's dtype. So any model works with layers
+of plain full attention that vLLM runs on a CPU. The result depends on the model and the context
+length, hardly on the text.
 
 Shapes: S tokens of a context, N sampled tokens, Q query heads, H KV heads, D channels.
 """

@@ -1,9 +1,8 @@
 """`hotkv_sparse.cuda.device.Device` with torch's memory and streams, for kernels of an engine's
 step.
 
-Always true: launches and copies go to torch's current stream, so a CUDA graph that vLLM captures
-includes them. `write` does not wait: it copies to pinned memory, which torch retains until the
-device has copied it.
+Always true: launches and copies go to torch's current stream, so CUDA graphs include them.
+`write` copies to pinned memory, which torch retains until the device has copied it.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
 """Calibrates layers from the first prompts that the engine computes.
 
 The format `mix2` needs principal axes, which depend on the distribution of a layer's keys and
-queries. `FirstPrompt` records it from the first `ENOUGH_TOKENS` computed tokens. Until then all
-requests attend to everything in the layer; afterwards its axes are fixed.
+queries. `FirstPrompt` records it from `ENOUGH_TOKENS` computed tokens. Until then all requests
+attend to everything in the layer; afterwards its axes are fixed.
 
 RoPE rotates keys by their position, so axes of a short prompt would not fit later positions: the
-tokens are spread over the longest context (`hotkv_sparse.axes`). Engines see different prompts, so
-they don't share this calibration.
+tokens are spread over the longest context (`hotkv_sparse.axes`). Engines see different prompts, and
+don't share this calibration.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
@@ -45,7 +45,9 @@ NO_TURNING = Turning(np.empty(0), 1)
 
 
 class FirstPrompt:
-    """waiting: records of the uncalibrated layers, by index.
+    """Records keys and queries until they suffice to calibrate each layer.
+
+    waiting: records of the uncalibrated layers, by index.
     shapes: (KV heads, channels) by layer index.
     then: gets each calibration.
     """

@@ -189,7 +189,9 @@ class HostPages(Protocol):
 
 
 class ArrayPages:
-    """pages: uint8 [layers, blocks, page bytes], contiguous.
+    """Host memory in an array of this process.
+
+    pages: uint8 [layers, blocks, page bytes], contiguous.
     copy_method: `memcpy`: one copy for pages that are consecutive in both arrays; `batch`: one
         call of numpy; `kernel` and `auto`: the compiled loop of `PageCopier`.
     """
@@ -454,7 +456,9 @@ class SwapSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """block_table: int32, in the context's order: as argument of `handle_layer` host blocks of the
+    """The blocks of a sequence in a layer.
+
+    block_table: int32, in the context's order: as argument of `handle_layer` host blocks of the
         whole context, in its result the hot slots to attend to.
     seq_len: tokens in these blocks; the last may be partial.
     """

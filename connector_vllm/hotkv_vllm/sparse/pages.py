@@ -22,8 +22,10 @@ _LANES = 16
 
 
 class KeyPages:
-    """pages: [blocks, KV heads, tokens, 2 * channels]: per head keys, arranged as `packing` says,
-        then values.
+    """Reads the pages of a layer.
+
+    pages: [blocks, KV heads, tokens, 2 * channels]: per head keys, arranged as `packing` says, then
+        values.
     page_bytes: of all heads.
     """
 

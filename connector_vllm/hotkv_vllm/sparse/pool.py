@@ -38,7 +38,9 @@ BUILD_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """mu: centre, float32 [KV heads, channels], for formats that encode each token; None for zero.
+    """Shape and formats of a layer's sketches.
+
+    mu: centre, float32 [KV heads, channels], for formats that encode each token; None for zero.
     biases: by which formats overestimate the log of a block's mass with this centre; others have
         defaults.
     axes: for `mix2`; None until calibrated.

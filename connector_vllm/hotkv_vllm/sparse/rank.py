@@ -1,9 +1,9 @@
 """Connects the connector's worker side to sparse decode in a rank.
 
 Always true: attention never uses a sketch that is older than the block's keys. If it is not
-known which blocks a step writes, all sketches are discarded; if that raises, sparse decode is
-turned off. If other code of this module raises, requests attend to their whole context, or
-blocks are stored without sketches.
+known which blocks a step writes, all are discarded; if that raises, sparse decode is turned off.
+If other code here raises, requests attend to their whole context, or blocks are stored without
+sketches.
 """
 
 import time
@@ -120,8 +120,8 @@ class SparseRank:
 
     @callback(nothing, is_part=True)
     def opened(self) -> None:
-        """Lets a CUDA device read the arena. Called when the session is open, before vLLM
-        captures graphs: during a capture CUDA may refuse to register memory."""
+        """Lets a CUDA device read the arena, before vLLM captures graphs: during a capture CUDA
+        may refuse to register memory."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
@@ -173,8 +173,8 @@ class SparseRank:
         return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
-        """First blocks of all requests with blocks only in host memory: they count as lost,
-        because `take_lost` has raised."""
+        """First blocks of all requests with blocks only in host memory, because `take_lost` has
+        raised."""
         if self.cuda is not None:
             return self.cuda.all_away()
         worker = self.worker

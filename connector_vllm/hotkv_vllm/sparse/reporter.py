@@ -24,7 +24,9 @@ Positions = dict[str, I32]
 
 @dataclass(slots=True)
 class SparseReport:
-    """positions: that any layer has selected since the last report.
+    """A worker's report.
+
+    positions: that any layer has selected since the last report.
     layers: growth of counters, by layer index and names of `SPARSE_COUNTERS`.
     ended: all their selections are reported now; the server may forget them.
     """

@@ -29,7 +29,9 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """blocks: the hot set after the step, ascending, int32.
+    """The result of a decode step of a sequence in a layer.
+
+    blocks: the hot set after the step, ascending, int32.
     selection: `blocks` may lack some of it.
     num_seeded: added in the first step.
     num_corrected: selected and added in a later step.

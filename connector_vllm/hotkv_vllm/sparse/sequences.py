@@ -56,7 +56,10 @@ class StreamCount:
 
 @dataclass(frozen=True, slots=True)
 class SparseGroup:
-    """index: in the session's key space."""
+    """A group with sparse layers.
+
+    index: in the session's key space.
+    """
 
     index: int
     block_tokens: int
@@ -64,7 +67,9 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """ids: one per group; empty before creation.
+    """A request with sequences in the server.
+
+    ids: one per group; empty before creation.
     stream: connection on which they were created.
     num_sent: blocks, per group.
     next_tokens: length with another complete block.

@@ -1,12 +1,11 @@
 """Describes a rank's sketches to the server, which stores and loads them with the blocks.
 
-There is one *kind* for each group with sparse layers. A slot holds a block's sketches, one part per
-rank: all sparse layers of the group in the model's order, within a layer the formats in the
-    configuration's order.
+There is one *kind* per group with sparse layers. A slot holds a block's sketches, one part per
+rank: all sparse layers of the group in the model's order, in each the formats in the
+configuration's order.
 
-A kind's version hashes all that determines the meaning of the bytes: engines with different
-formats, sparse layers, centres or axes never share sketches. Engines that calibrate themselves
-from their first prompt share none.
+A kind's version hashes all that determines the meaning of the bytes: formats, sparse layers,
+centres, axes. Engines that calibrate themselves from their first prompt share none.
 """
 
 import hashlib

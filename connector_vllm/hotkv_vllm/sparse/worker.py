@@ -54,12 +54,12 @@ class _Trouble:
 
 
 class LayerFaults:
-    """Turns sparse attention off for a layer that keeps failing: an exception in every step would
-    cost more than dense attention.
+    """Turns sparse attention off for a layer that keeps failing: exceptions would cost more than
+    dense attention.
 
     After `MAX_IN_A_ROW` faults a layer attends densely for `FIRST_REST_STEPS` steps. Each
     further fault doubles these, up to `LONGEST_REST_STEPS`; a step without a fault resets all. A
-    layer's first fault and first rest are logged. `step` is the number of the present step.
+    layer's first fault and first rest are logged.
     """
 
     def __init__(self) -> None:
@@ -177,8 +177,7 @@ class SparseWorker:
         self._sequences.pop(request_id, None)
 
     def start_over(self) -> None:
-        """A step without the scheduler's message: it is not known which rows are sparse, or
-        which blocks the step writes. Discards all hot sets and sketches."""
+        """A step came without the scheduler's message: discards all hot sets and sketches."""
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self.sketches.forget_all()
 
@@ -209,8 +208,8 @@ class SparseWorker:
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:
-        """Positions that any layer has newly selected, by request id, ascending, int32. Includes
-        the always attended blocks."""
+        """Newly selected positions, by request id, ascending, int32. Includes the always
+        attended blocks."""
         taken = {}
         for request_id, sequence in self._sequences.items():
             positions = np.flatnonzero(sequence.selected).astype(np.int32)
@@ -289,7 +288,7 @@ class SparseWorker:
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
     def _forget_written(self, layer: SparseLayer, batch: Batch) -> None:
-        """Discards the sketches of the blocks that the step writes, in all layers of the group."""
+        """In all layers of the group."""
         written = batch.written_slots[batch.written_slots >= 0] // layer.shape.block_tokens
         indices = self._layers_of(layer.group)
         self.sketches.forget(np.unique(written).astype(np.int32), indices)
@@ -313,10 +312,7 @@ class SparseWorker:
         return plan
 
     def _named(self, written_block: int, num_queries: int) -> str | None:
-        """Request id of a listed row.
-
-        written_block: the row's last block.
-        """
+        """Request id of a listed row, found by its last block."""
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:

@@ -13,8 +13,8 @@ Always true:
 - Each mark increases its word by 1 (modulo 2^32), and a word belongs to one stream.
 - No method that runs in a step waits for the device.
 
-Words are written by a kernel of torch (`fill_`), which takes a few microseconds.
-cuStreamWriteValue32 would need a binding to the CUDA driver.
+Words are written by torch's `fill_`: cuStreamWriteValue32 would need a binding to the CUDA
+driver.
 """
 
 from collections import deque

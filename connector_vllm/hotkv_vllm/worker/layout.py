@@ -1,11 +1,11 @@
 """Finds the pages in the tensors that vLLM registered, and exports their memory to the server.
 
-A slot holds the pages of a block in the order in which its group lists its layers. Inside a page
-the axes (heads, tokens, channels) keep the engine's physical order, which is part of the key space.
+A slot holds the pages of a block in the order of its group's layers. Inside a page the axes (heads,
+tokens, channels) keep the engine's physical order, which is part of the key space.
 
-All strides are read from the tensors. So the same code serves all layouts of vLLM (LBHNC, LBNHC,
-LHBNC, BLHNC, BLNHC, BHLNC: the axes in memory, outermost first; L layers, B blocks, H KV heads,
-    N tokens of a block, C channels of K and V), and groups that share one buffer.
+All strides are read from the tensors. So all layouts of vLLM are served, and groups that share
+one buffer. The names of layouts (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) have the axes in
+memory, outermost first, for layers, blocks, KV heads, tokens, channels of K and V.
 """
 
 import contextlib
@@ -149,7 +149,9 @@ class LayerPages:
 
 @dataclass(slots=True)
 class EngineMemoryMap:
-    """tensors: of all groups, in the order of a slot.
+    """Where the engine's pages are.
+
+    tensors: of all groups, in the order of a slot.
     shard_bytes: of this rank, per group.
     storages: torch's, by handle id.
     page_format: for the key space (`_page_format`).

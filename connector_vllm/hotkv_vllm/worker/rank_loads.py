@@ -58,7 +58,10 @@ class ActiveLoad:
 
 @dataclass(frozen=True, slots=True)
 class EndedLoad:
-    """num_bytes: None if the load failed."""
+    """A load whose future is resolved.
+
+    num_bytes: None if the load failed.
+    """
 
     load: ActiveLoad
     num_bytes: int | None
@@ -72,10 +75,11 @@ class EndedLoad:
 
 
 class RankLoads:
-    """send: begins the transfer after the mark; must not raise.
-    cancel: takes the id of a transfer.
+    """Sends and follows the loads of a rank.
+
+    send: must not raise.
     given_up: negative seconds by request id, of loads given up after their deadline.
-        `RankReport` clears them.
+        `RankReporter` clears them.
     """
 
     def __init__(
@@ -261,7 +265,6 @@ class RankLoads:
 
 
 def never_begun(why: str) -> "Future[TransferResult]":
-    """Failed with ConnectionError."""
     failed: Future[TransferResult] = Future()
     failed.set_exception(ConnectionError(why))
     return failed

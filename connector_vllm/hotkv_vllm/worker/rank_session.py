@@ -43,7 +43,9 @@ logger = link.logger
 
 
 class RankSession:
-    """place: position in the engine, and index of the rank's shard in a slot.
+    """Owns a rank's exported memory and its session.
+
+    place: position in the engine, and index of the rank's shard in a slot.
     fence: in which the scheduler revokes stores; None if only workers revoke them.
     weights: None before the first export.
     shared: whose sketches are stored and loaded with blocks; None without.
@@ -313,7 +315,8 @@ class RankSession:
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:
-        """True if the key space has changed with the weights: the session must be replaced."""
+        """Adopts ordered weights. True if the key space has changed, so that the session must be
+        replaced."""
         weights, config = self.weights, self._session_config
         if weights is None or not weights.obey(order) or config is None or self._space is None:
             return False
@@ -329,8 +332,8 @@ class RankSession:
         self.shutdown()
 
     def shutdown(self, keeps_fence: bool = False) -> None:
-        """Waits for at most 5 seconds: a load that has not ended by then writes only to memory that
-        the engine does not use any more.
+        """Closes session, memory and fence. Waits for at most 5 seconds: a load that has not ended
+        by then writes only to memory that the engine does not use any more.
 
         keeps_fence: for the next session.
         """

@@ -33,7 +33,10 @@ FENCE_GRACE_S = 0.5
 
 @dataclass(slots=True)
 class ActiveStore:
-    """answer: None until the store is sent."""
+    """A store whose end is not reported yet.
+
+    answer: None until the store is sent.
+    """
 
     job: StoreJob
     after: Mark

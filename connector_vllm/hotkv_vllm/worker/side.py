@@ -35,7 +35,8 @@ from hotkv_vllm.worker.report import RankReporter
 
 
 class HotKVWorker:
-    """Does nothing until `register`. The methods `*_broke` are called if a callback raised."""
+    """One rank's part of the connector. Does nothing until `register`. The methods `*_broke` are
+    called if a callback raised."""
 
     def __init__(
         self,
