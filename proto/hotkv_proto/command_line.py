@@ -36,11 +36,10 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2 and a line on standard error."""
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:
-        """A suggestion in place of argparse's message."""
+        """Suggests in place of argparse's message."""
         head, found, words = message.partition("unrecognized arguments: ")
         if found:
             wrong = words.split()[0]

@@ -56,7 +56,7 @@ RETRYABLE: Final[dict[Reason, bool]] = {
     Reason.RESIDENCY_TOO_LARGE: False,
     Reason.UNKNOWN_RESIDENCY: False,
 }
-"""The same call may succeed later. Total, by a test. docs/wire.md has a remedy for each reason."""
+"""Whether the same call may succeed later. docs/wire.md has a remedy for each reason."""
 
 
 class HotKVError(Exception):

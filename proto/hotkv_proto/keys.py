@@ -19,7 +19,6 @@ MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
 """Of a key space. The server numbers sketches from here on."""
 MAX_NAME = 64
-"""Characters of a format's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,6 @@ class KeySpace:
 
 
 def signed_salt(salt: int) -> int:
-    """The salt as in messages."""
     return salt - (1 << 64) if salt >> 63 else salt
 
 
@@ -149,8 +147,7 @@ def group_hashes(
 ) -> Sequence[bytes]:
     """A group's block has the last of the engine's hashes within it.
 
-    hashes: one per `hash_block_tokens`.
-    block_tokens: of the group, a multiple of `hash_block_tokens`.
+    hashes: one per `hash_block_tokens`, of which `block_tokens` is a multiple.
     """
     step = block_tokens // hash_block_tokens
     return hashes if step == 1 else hashes[step - 1 :: step]

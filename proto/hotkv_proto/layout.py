@@ -27,7 +27,6 @@ FENCE_WORDS = 1024
 MAX_RUNS = 1 << 19
 """Of a block, over all tensors of a layout. At 32 bytes per run its recipes take at most 16 MiB."""
 MAX_DIMS = 8
-"""Of a `PageTensor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +199,8 @@ class Layout:
         groups: Sequence[GroupSpec],
         sketches: Mapping[int, Sketch] | None = None,
     ) -> None:
-        """Raises ValueError, with the name of the field, if the layout contradicts itself, `groups`
-        or `sketches`, or if tensors do not fit into their handles. All groups must have tensors,
+        """Raises ValueError, with the name of the field, if the layout contradicts itself or its
+        arguments, or if tensors do not fit into their handles. All groups must have tensors,
         sketches need not.
 
         sketches: by group index.
@@ -352,7 +351,6 @@ class Layout:
         block_ids: Int64s,
         slot_offsets: Int64s,
     ) -> list[CopyRuns]:
-        """One per handle."""
         return [
             recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)
         ]

@@ -23,7 +23,7 @@ def cgroup_bytes() -> int:
 
 
 def _cgroups() -> list[Path]:
-    """Own first (version 2); empty if there is none."""
+    """Own first (version 2)."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -84,7 +84,6 @@ def allocated_bytes(path: Path) -> int:
 
 
 def why_no_huge_pages() -> str:
-    """The most likely reason."""
     try:
         modes = SHMEM_HUGE.read_text().strip()
     except OSError:

@@ -155,11 +155,10 @@ class Traces:
         return self._bounds.num_dropped
 
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
-        """None if the call is not traced.
+        """Begins the span of a call; None if it is not traced.
 
         traceparent: the caller's span, traced if it is sampled. Empty or unreadable: with the
             probability `sample_ratio`. OTEL_SDK_DISABLED=true turns all off.
-        is_served: from another process.
         """
         if self._is_off:
             return None
@@ -185,11 +184,11 @@ class Traces:
         return Span(self, self._tracer.start_span(name, context, kind, start_time=began_ns or None))
 
     def flush(self) -> None:
-        """Blocks for CLOSE_S at most."""
+        """Exports the queued spans. Blocks for CLOSE_S at most."""
         self._bounds.within(self._bounds.batches.force_flush)
 
     def close(self) -> None:
-        """Refuses further spans. Blocks for CLOSE_S at most."""
+        """Exports the queued spans and refuses others. Blocks for CLOSE_S at most."""
         self._bounds.shutdown()
 
 
@@ -271,10 +270,9 @@ class _Bounds(SpanProcessor):
 
 
 class _Answers(threading.local):
-    """The outcome of the batch that the current thread exports.
+    """Of the batch that the current thread exports.
 
-    num_refused: spans that the collector refused.
-    said: first message of SDK or collector about the batch.
+    said: first message of SDK or collector.
     """
 
     is_exporting = False
@@ -315,8 +313,8 @@ _answers = _Answers()
 
 
 class _Export(SpanExporter):
-    """The exporter that the SDK calls. Counts spans, and logs when the collector stops accepting
-    them and when it accepts them again."""
+    """Counts spans, and logs when the collector stops accepting them and when it accepts them
+    again."""
 
     def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
         _hear_the_sdk()
@@ -384,10 +382,9 @@ def open_traces(
     """The collector may be absent. Raises ValueError for an unknown protocol, ImportError if its
     package is missing.
 
-    endpoint: URL of an OTLP/HTTP receiver, without a path /v1/traces; or FROM_ENVIRONMENT.
-    logger: says when exports begin to fail and when they work again.
-    headers, certificate: HTTP headers, and PEM file of the collector's authority; not with
-        FROM_ENVIRONMENT.
+    endpoint: URL of an OTLP/HTTP receiver, without a path /v1/traces; or FROM_ENVIRONMENT, without
+        `headers` and `certificate`.
+    certificate: PEM file of the collector's authority.
     default_protocol: with FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (or
         ..._PROTOCOL) names one.
     bounds: of `Traces`.

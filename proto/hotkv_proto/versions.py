@@ -36,7 +36,7 @@ class Feature(enum.IntEnum):
     TIERS = 2
     """Calls look up blocks in tiers, which the block table lacks."""
     EVENTS = 3
-    """A session reads its key space's events; engines publish them with their own."""
+    """A session reads its key space's events."""
     BATCHES = 5
     """A message may carry several requests, or answers and notices."""
 
@@ -45,7 +45,7 @@ FEATURES: Final = frozenset(Feature)
 
 
 def agreed_version(oldest: int, newest: int) -> int | None:
-    """None without one that both sides speak."""
+    """None without one."""
     version = min(newest, NEWEST_VERSION)
     return version if version >= max(oldest, OLDEST_VERSION) else None
 

@@ -32,7 +32,7 @@ TURN_S = 2.0
 SILENT_S = 3.0
 """A server that leaves a call unanswered for so long counts as away."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Refusals because of the session's state, for example in a reconnect: the call is repeated."""
+"""Refusals because of the session's state: the call is repeated."""
 CLOSED = -1
 """`Resident.stream` of a residency that is open on no connection."""
 
@@ -126,7 +126,7 @@ class ResidencyCalls:
         return one.request_id in self._refused
 
     def renew(self, one: Resident, now_s: float) -> None:
-        """Handles answers, retries refusals, asks again after a reconnect, and for more room."""
+        """Handles answers, and repeats calls when they are due."""
         # The pin call's answer comes first: after a reconnect `_opened` pins all kept blocks
         # again, and these must include that answer's blocks.
         self.take_answer(one)

@@ -1,17 +1,16 @@
 """vLLM's FlashAttention backend with residency. hotkv's plugin registers it in place of
-`FLASH_ATTN`. It has run on an H200, where vLLM's Triton kernel replaced the kernels of
-FlashAttention.
+`FLASH_ATTN`. It has run on an H200, with vLLM's Triton kernel in place of FlashAttention's.
 
 It serves engines with residency and `hotkv.allow_sparse_cuda`, and returns vLLM's own classes in
 all others.
 
 Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of
-`CudaWorker.layer_step`, which write a block table and lengths to device memory, then vLLM's
-attention kernel with this table.
+`CudaWorker.layer_step`, which write a block table and lengths, then vLLM's attention kernel with
+these.
 
 Prefill and mixed batches run without a graph. A row that attends to its whole context, some of it
 only in host memory, gets a separate call of attention over a copy in a staging area. If hotkv's
-code raises, vLLM computes the requests with blocks only in host memory anew.
+code raises, requests with blocks only in host memory are lost.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """

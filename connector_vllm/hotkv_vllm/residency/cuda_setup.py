@@ -44,8 +44,6 @@ def install(
     """Attaches a worker to all layers. Raises Unsupported, with the reason, if a layer can't attend
     to blocks that are only in host memory.
 
-    sketch_tokens: for whose sketches memory is allocated.
-    kv_caches: tensors by layer name.
     device: None for the device of `kv_caches`.
     """
     from hotkv_vllm.residency.cuda_backend import HotFlashImpl

@@ -58,7 +58,7 @@ ROWS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceArena:
-    """mapped: the same memory, registered with CUDA."""
+    """An arena that this process and the device map."""
 
     arena: Arena
     mapped: MappedArena
@@ -147,7 +147,6 @@ class CudaSequences:
         return sequence is None or sequence.is_lost
 
     def is_away(self, sequence: CudaSequence) -> bool:
-        """Some blocks are only in host memory."""
         return sequence.num_freed > self._residents.num_sinks
 
     # ------------------------------------------------------------------------------------ lifetime
@@ -202,7 +201,6 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """Reports the request once, because vLLM may then give its first block to another."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
@@ -222,7 +220,7 @@ class CudaSequences:
                 self.lose(sequence, why)
 
     def forget_all(self, why: str) -> None:
-        """Requests with blocks only in host memory are lost."""
+        """Forgets all requests; those with blocks only in host memory are lost."""
         for sequence in self:
             if self.is_away(sequence):
                 self.lose(sequence, why)
@@ -230,7 +228,6 @@ class CudaSequences:
             self.end(sequence.request_id)
 
     def take_lost(self) -> set[int]:
-        """First blocks of newly lost requests."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -248,7 +245,6 @@ class CudaSequences:
         self._work.device.write(self._work.pages, (sequence.state, 0), pages)
 
     def _begin_anew(self, sequence: CudaSequence) -> None:
-        """The next sparse step builds the hot sets anew."""
         self._residents.begin_anew(sequence.state)
         self._residents.give_back(sequence.state, sequence.num_freed)
 
@@ -316,7 +312,9 @@ class CudaSequences:
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """scale: factor of attention scores.
+    """A layer as the worker's kernels use it.
+
+    scale: factor of attention scores.
     pages: [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels of key and value.
     """
 
@@ -362,11 +360,7 @@ class HostBatch:
 
 
 class CudaWorker:
-    """The module describes how vLLM and the connector call it.
-
-    num_rows: for sketches, one per block.
-    slot_bytes: of a block in the arena.
-    plans_in_build: True with model runner V1: the batch is planned in `begin_batch`, otherwise in
+    """plans_in_build: model runner V1: the batch is planned in `begin_batch`, otherwise in
         `begin_resident`.
     device_arena: makes an arena readable for the device.
     staging: one layer's pages of one whole context; `staged_table` is its block table.
@@ -425,7 +419,6 @@ class CudaWorker:
         return found
 
     def _close_arenas(self) -> None:
-        """Unregisters arenas of earlier servers."""
         if len(self._arenas) < 2 or (arena := self.arena_of()) is None:
             return
         used = {arena.file_id, *(one.file_id for own in self.sequences for one in own.arenas)}
@@ -435,8 +428,7 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
-        """Processes the scheduler's message. Plans the batch if `begin_batch` was called before
-        (model runner V2)."""
+        """Processes the scheduler's message. Plans the batch with model runner V2."""
         over = (*rows.ended, *step.preempted)
         for request_id in over:
             self.sequences.end(request_id)
@@ -462,9 +454,8 @@ class CudaWorker:
             self._plan(self._batch)
 
     def begin_batch(self, batch: HostBatch) -> None:
-        """Plans the batch if `begin_resident` was called before (model runner V1). Otherwise
-        prepares it as one without resident requests, as in vLLM's dummy runs and graph captures;
-        with runner V2, `begin_resident` plans it afterwards."""
+        """Plans the batch with model runner V1. Otherwise prepares it as one without resident
+        requests, as in vLLM's dummy runs and graph captures, until `begin_resident` plans it."""
         self._batch = batch
         if self._plans_in_build and self._is_reported:
             self._plan(batch)
@@ -590,16 +581,17 @@ class CudaWorker:
         self.sequences.lose_rows(first_blocks, "its batch could not be planned")
 
     def start_over(self) -> None:
-        """The scheduler's message was missing, and may have said that a request begins anew:
-        those with blocks only in host memory are lost, all are forgotten."""
+        """Forgets all requests, because the scheduler's message was missing. Those with blocks
+        only in host memory are lost."""
         self._step, self._is_reported = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Loses requests that have read blocks that are no longer pinned, and all with blocks
-        only in the arena if a kernel lacked a hot slot or an address. If there are such
-        requests, waits for the device: pins must be tested after the last read."""
+        """Loses requests whose read blocks are no longer pinned, and all with blocks only in the
+        arena if a kernel lacked a hot slot or an address. For such requests it waits for the
+        device: pins must be tested after the last read.
+        """
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -620,10 +612,8 @@ class CudaWorker:
         return self.sequences.take_lost()
 
     def all_away(self) -> set[int]:
-        """First blocks of requests with blocks only in host memory."""
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
 
     def take_counters(self) -> dict[str, float]:
-        """Growth, by names of `counter_help.COUNTERS`."""
         counted, self._counted = self._counted, Counter()
         return dict(counted)

@@ -1,14 +1,13 @@
 """Copies pages from the arena for a step of a CPU engine: `ResidentPages` copies selected pages
 into hot slots, `PageStaging` all pages of a batch side by side into a staging area.
 
-A block's slot holds one shard per rank; a shard holds the group's layers in vLLM's order. A
-sketch's slot holds per rank all sparse layers in the model's order, each with its formats in the
-configuration's order (`sparse.shared`).
+A block's slot holds one shard per rank; a shard the group's layers in vLLM's order. A sketch's slot
+holds per rank all sparse layers in the model's order, each with its formats in the configuration's
+order (`sparse.shared`).
 
 Always true:
 - A page whose address is unknown raises LostBytesError; vLLM then computes the request anew.
-- Reading from the arena sets `ResidentSequence.has_read`: after the step the worker checks the
-  pins.
+- Reading from the arena sets `ResidentSequence.has_read`: after the step the worker tests the pins.
 - Pages copied ahead are used only if the layer then asks for the same slots.
 - A staging area is not written while attention reads it.
 """
@@ -224,6 +223,7 @@ class PageStaging:
     def _begin(
         self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
     ) -> None:
+        """Copies ahead."""
         pages = self._pages(area, layer, num_bytes)
         source = slots + self._places.pages[layer.index]
         try:
@@ -285,8 +285,8 @@ class ResidentPages:
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Addresses of slots, which count as read. Raises LostBytesError if one is unknown or the
-        request is lost.
+        """Counts slots as read. Raises LostBytesError if an address is unknown or the request is
+        lost.
 
         positions: ascending.
         """

@@ -39,27 +39,24 @@ class Resident:
     kept: leading blocks that are pinned, at `places`, of which workers have `sent`.
     sent_pin, sent_hot: what the workers have.
     asked: the pin call in flight, and its positions.
-    asks_again: a hit was asked to be pinned, and `ResidentRequests.usable_tokens` has not decided
-        yet.
+    asks_again: a hit was asked to be pinned; `ResidentRequests.usable_tokens` has not decided yet.
     storing: first position of each store in flight, by store id.
-    named: the greatest length of `names` under this `residency_id`: below it the server may have
-        pinned any block, even from `kept` on.
+    named: the most `names` under this `residency_id`: even from `kept` on the server may have
+        pinned these.
     private_from: names from here on are private, hashed with `salt`, a secret of this engine.
 
     Reservation:
     opening: the call in flight, for `asked_room` blocks on connection `asked_stream`.
     wanted: blocks for which the request should have room now.
-    asks_ahead: False once a reservation was too large for the arena: then only for present blocks.
+    asks_ahead: False once the arena was too small: then only for present blocks.
     opening_s, asked_s: time of the last step before the calls.
     stream: connection on which the residency is open.
     is_held: left out of steps because its next block has no room.
     opened: the last successful answer.
-    pin: the `opened` that the workers have; the old one until all blocks are pinned at their old
-        offsets.
+    pin: the `opened` that the workers have; the old one until all blocks are at their old offsets.
     refusal: the server will never reserve room.
     was_refused: was logged and counted.
     has_lost_room: had room before a reconnect, and has none now.
-    ask_at_s: earliest next call.
 
     Waiting and losses:
     waited_s: without any progress of the server, until the last step at `seen_s`. Too long fails
@@ -195,8 +192,8 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """vLLM has freed the device blocks, or the server has lost some. Privately named blocks are
-        stored again, and workers get all again.
+        """Begins anew after vLLM has freed the device blocks, or the server has lost some.
+        Privately named blocks are stored again, and workers get all again.
 
         kept: leading blocks that are still pinned.
         """

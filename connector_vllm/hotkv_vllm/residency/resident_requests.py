@@ -47,7 +47,7 @@ from other engines."""
 PARK_S = 1.0
 MAX_SHOWN_CHARS = 128
 MAX_LOSSES = 8
-"""Without a new token in between: then the request ends with an error."""
+"""That end a request with an error, without a new token in between."""
 
 
 class ResidentRequests:
@@ -367,7 +367,7 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """The device's KV has become inexact."""
+        """Renames the unpinned blocks: the device's KV has become inexact."""
         for request_id, one in self._residents.items():
             if self._pool.has_blocks(request_id):
                 self._make_private(one)
@@ -382,7 +382,7 @@ class ResidentRequests:
             one.storing[job.store_id] = min(run.depth for run in runs)
 
     def stored(self, store: StoreInFlight) -> None:
-        """Whatever its result. Called for the stores of all requests."""
+        """A store has ended, whatever its result. Called for the stores of all requests."""
         one = self._residents.get(store.request_id)
         if one is not None:
             one.storing.pop(store.store_id, None)

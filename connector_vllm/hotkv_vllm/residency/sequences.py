@@ -51,10 +51,10 @@ def num_rows_for(num_taken: int) -> int:
 
 class KeptRows:
     """Sketches of resident contexts, also of blocks that are not on the device: one row per block,
-    for all layers. Used by one thread. Grows with the contexts that run at the same time, to about
-    7 % of their KV.
+    for all layers. Used by one thread. Grows to about 7 % of the KV of contexts that run at the
+    same time.
 
-    pool: only of blocks on the device; the rows share its formats, centres and axes.
+    pool: the rows share its formats, centres and axes.
     """
 
     def __init__(self, pool: BlockReprManager) -> None:
@@ -117,9 +117,7 @@ class KeptRows:
 class ResidentSequence:
     """A worker's record of a request. A position is the index of a block in the context.
 
-    first_block: by which a loss is reported.
-    may_outgrow: old blocks may be freed on the device.
-    num_freed: the blocks between the sinks and this position are not on the device.
+    first_block, may_outgrow, num_freed: as in `ResidentRow`.
     hot_blocks: of the hot slots, int32.
     addresses, sketches: of slots and sketches' slots in this process, by position, int64; -1 if
         unknown.
@@ -261,8 +259,7 @@ class ResidentSequences:
     # ----------------------------------------------------------------------------------------- loss
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
-        """Reports the request with this step; once, because vLLM may then give its first block
-        to another."""
+        """Reports the request once, because vLLM may then give its first block to another."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
@@ -275,8 +272,8 @@ class ResidentSequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
 
     def forget_all(self, why: str) -> None:
-        """A lost message may have said that requests begin anew. Those with blocks only in host
-        memory are lost."""
+        """Forgets all requests, because a lost message may have said that some begin anew. Those
+        with blocks only in host memory are lost."""
         for sequence in list(self._sequences.values()):
             if sequence.num_freed:
                 self.lose(sequence, why)
@@ -296,7 +293,7 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Tests the pins of what this step has read. Called after its last layer."""
+        """Tests the pins of what this step has read, after its last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
@@ -307,7 +304,7 @@ class ResidentSequences:
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """First blocks of newly lost requests. Called after a step's last layer."""
+        """First blocks of newly lost requests, after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False

@@ -94,7 +94,6 @@ class ResidentWorker(SparseWorker):
     ) -> None:
         """layers: in the order in which they attend.
         recall_steps: ignored (`_is_sampled`).
-        longest_blocks: of the longest context.
         """
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
@@ -118,8 +117,8 @@ class ResidentWorker(SparseWorker):
         self.residents.end(request_id)
 
     def start_over(self) -> None:
-        """A step came without the scheduler's message: requests with blocks only in host memory
-        are lost, all are forgotten."""
+        """Forgets all requests, because the scheduler's message was missing. Those with blocks
+        only in host memory are lost."""
         self.residents.begin_step(())
         self.residents.forget_all("a step's plan was lost")
         super().start_over()
@@ -192,7 +191,6 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------ sketches
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Allocates rows of `KeptRows` if the request's decode steps may attend sparsely."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
             ahead = max(16, min(len(sequence.rows), MORE_ROWS))
@@ -203,7 +201,7 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Stores the sketches of newly complete blocks in the request's rows."""
+        """Stores sketches of newly complete blocks in `KeptRows`."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
@@ -281,7 +279,6 @@ class ResidentWorker(SparseWorker):
         return chosen
 
     def _num_away(self, one: BatchRow) -> int:
-        """Blocks of the row that are not on the device."""
         return max(0, one.sequence.num_freed - self._num_sinks)
 
     def _rewritten(
@@ -325,12 +322,9 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """Block table of a decode row that attends to its whole context, with hot slots for the
-        freed blocks. Raises LostBytesError if the row has too few. In each layer hot slot i holds
-        the i-th freed block, so all layers of a step share this table.
-
-        positions_C: 0, 1, 2, ...
-        """
+        """For the whole context, with hot slots for the freed blocks. Raises LostBytesError if
+        the row has too few. In each layer hot slot i holds the i-th freed block, so all layers
+        of a step share this table."""
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
         content = sequence.hot_content(layer.index)[: len(held)]
@@ -345,10 +339,7 @@ class ResidentWorker(SparseWorker):
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
     ) -> None:
         """Copies all pages of the batch into a staging area, because those of `whole` are in two
-        memories and attention reads one. Tables in `rewrite` become positions in this area.
-
-        whole: rows that attend to their whole context, some of it only in host memory.
-        """
+        memories and attention reads one. Tables in `rewrite` become positions in this area."""
         rows = np.flatnonzero(np.diff(plan.batch.starts) > 0).tolist()
         counts = [-(-int(rewrite.seq_lens[row]) // layer.shape.block_tokens) for row in rows]
         slots, masks = [NOTHING], []

@@ -73,10 +73,7 @@ class SparseRank:
 
     @callback(nothing, is_part=True)
     def install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
-        """Logs a warning and leaves the layers unchanged if the engine does not support it.
-
-        kv_caches: tensors by layer name.
-        """
+        """Logs a warning and leaves the layers unchanged if the engine does not support it."""
         if self._config.sparse is None:
             return
         try:

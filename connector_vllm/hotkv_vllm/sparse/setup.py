@@ -36,11 +36,7 @@ def install(
     centres: Centres | None = None,
 ) -> SparseWorker:
     """Attaches a worker to all layers that may attend sparsely. Raises Unsupported if there is
-    none, or if this CPU lacks the compiled kernels.
-
-    recall_steps: one selection in so many steps is compared with exact attention; 0: never.
-    kv_caches: tensors by layer name.
-    """
+    none, or if this CPU lacks the compiled kernels."""
     if not native.available():
         raise Unsupported(native.why_unavailable())
     from hotkv_vllm.sparse.backend import HotAttentionImpl

@@ -56,7 +56,7 @@ class Words(Protocol):
     @property
     def fds(self) -> Mapping[str, int]: ...
     def write(self, index: int, value: int) -> None:
-        """Queues a write at the end of the current stream."""
+        """At the end of the current stream."""
 
 
 class MarkedDevice(Protocol):
@@ -66,11 +66,11 @@ class MarkedDevice(Protocol):
     def uuid(self) -> bytes: ...
     @property
     def stream(self) -> int:
-        """Handle of the current stream."""
+        """Its handle."""
 
     def new_event(self, *, interprocess: bool) -> MarkEvent: ...
     def record(self, event: MarkEvent) -> None:
-        """Records the event at the end of the current stream."""
+        """At the end of the current stream."""
 
     def new_words(self, count: int) -> Words: ...
 

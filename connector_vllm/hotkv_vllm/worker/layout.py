@@ -168,12 +168,8 @@ def describe(
     kv_cache_config: Any,
     groups: Sequence[kv_groups.CacheGroup],
 ) -> EngineMemoryMap:
-    """Reads the layout from the registered tensors. Raises Unsupported if a layer has none, or if
-    it is not where vLLM's `kv_cache_tensors` places it.
-
-    kv_caches: tensors by layer name.
-    groups: those that hotkv stores.
-    """
+    """Reads the layout from the registered tensors. Raises Unsupported if a layer has none, or
+    if it is not where vLLM's `kv_cache_tensors` places it."""
     found = EngineMemoryMap()
     formats = []
     for index, group in enumerate(groups):
@@ -242,8 +238,7 @@ def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
-    """This module would misunderstand a tensor or vLLM's placement if they differ: raises
-    Unsupported."""
+    """Raises Unsupported if tensor and placement differ: this module misunderstands one of them."""
     for placed in kv_cache_config.kv_cache_tensors:
         if layer.name in placed.layers:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
@@ -354,8 +349,8 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Found by a trial: the kernel writes known numbers. Raises Unsupported if it does more than
-    permute.
+    """Finds the arrangement by a trial: the kernel writes known numbers. Raises Unsupported if it
+    does more than permute.
 
     isa: vLLM's name of the kernel's instruction set.
     """
@@ -388,7 +383,7 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
 
 
 def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
-    """Keys of the given blocks in token order, float32 [blocks, tokens, heads, head_size].
+    """In token order, float32 [blocks, tokens, heads, head_size].
 
     pages: of a layer on a CPU, [number of blocks, heads, tokens, 2 * head_size].
     """
@@ -414,9 +409,7 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """A rank's description of its own KV memory.
-
-    memory: None if it can't be exported; the note says why.
+    """memory: None if it can't be exported; the note says why.
     groups: those that hotkv stores.
     """
 
@@ -437,12 +430,10 @@ def find_own(
     reading: "Future[str]",
 ) -> OwnMemory:
     """Describes and exports this rank's KV memory. Never raises, because the other ranks wait for
-    this rank's note: after an error the note says why the rank can't take part.
+    this rank's note, which says why it can't take part.
 
-    kv_caches: tensors by layer name.
     known_space: this rank's key space from before a sleep; None to compute it.
-    earlier: connectors that have registered the tensors before this one
-        (`checks.earlier_connectors`).
+    earlier: connectors that have registered the tensors before (`checks.earlier_connectors`).
     reading: identity of the weights; awaited for READ_WAIT_S.
     """
     host = this_host()

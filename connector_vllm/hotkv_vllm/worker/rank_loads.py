@@ -68,7 +68,8 @@ class EndedLoad:
 
     @property
     def seconds(self) -> float:
-        """Negative if cancelled at its deadline; 0 for other failures or if unknown."""
+        """That the server took; negative if cancelled at its deadline; 0 for other failures or
+        if unknown."""
         if self.num_bytes is None:
             return -self.load.seconds if self.load.is_late else 0.0
         return self.load.seconds
@@ -122,9 +123,9 @@ class RankLoads:
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """The callback that begins loads has raised.
+        """Fails loads that were not begun, because the callback that begins them has raised.
 
-        abandoned: ids of further requests whose load fails.
+        abandoned: further requests whose load fails.
         """
         self._failed |= set(abandoned)
         for job in jobs:
@@ -143,7 +144,7 @@ class RankLoads:
         return [load.answer for load in self._active.values()]
 
     def make_void(self) -> None:
-        """Cancels all active loads; they fail however they end."""
+        """They fail however they end."""
         for load in self._active.values():
             load.is_void = True
             self._end_early(load)

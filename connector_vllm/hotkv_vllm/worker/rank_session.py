@@ -97,12 +97,9 @@ class RankSession:
     # --------------------------------------------------------------------------------------- memory
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports the engine's memory. If that fails, or the ranks do not agree on a key space, the
-        engine runs without hotkv, and the log says why. CPU memory moves into a shared file;
-        tensors and views stay valid.
-
-        kv_caches: tensors by layer name.
-        """
+        """Exports the engine's memory. If that fails, or the ranks do not agree on a key space,
+        the engine runs without hotkv, and the log says why. CPU memory moves into a shared file;
+        tensors and views stay valid."""
         try:
             self._export(kv_caches)
         except (Unsupported, OSError, ValueError) as error:
@@ -230,9 +227,9 @@ class RankSession:
         wait_s: float,
         opening_s: float = 0.0,
     ) -> None:
-        """Waits for the server up to `wait_s`, and `opening_s` longer if it has answered but not
-        opened the session. Does nothing without exported memory, or while the weights' files are
-        being read.
+        """Opens a session. Waits for the server up to `wait_s`, and `opening_s` longer if it has
+        answered but not opened the session. Does nothing without exported memory, or while the
+        weights' files are being read.
 
         sparse: without its sketches if they can't be exported; the log says why.
         """
@@ -326,7 +323,7 @@ class RankSession:
         return True
 
     def turn_off(self, why: str) -> None:
-        """The whole engine then runs without hotkv."""
+        """Closes all. The whole engine then runs without hotkv."""
         self._why_off = why
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
@@ -410,8 +407,7 @@ class RankSession:
     # ---------------------------------------------------------------------------------------- state
 
     def mark(self) -> Mark:
-        """Makes a mark for transfers that the caller begins. Logs how the server tests it, each
-        time this has changed."""
+        """Logs how the server tests it, each time this has changed."""
         if self.session is None:
             return self.marks.make(OrderKind.HOST)
         if self.marks.order != NO_ORDER and self.session.connected:

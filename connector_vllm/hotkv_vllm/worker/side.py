@@ -76,10 +76,7 @@ class HotKVWorker:
     # --------------------------------------------------------------------------------------- memory
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Exports the memory, installs sparse attention and opens the session.
-
-        kv_caches: tensors by layer name.
-        """
+        """Exports the memory, installs sparse attention and opens the session."""
         self._kv_caches = kv_caches
         # The export comes first: it moves CPU memory, and sparse attention must read the new
         # addresses. The session comes last: it registers everything.
