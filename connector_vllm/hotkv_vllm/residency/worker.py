@@ -322,9 +322,9 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """For the whole context, with hot slots for the freed blocks. Raises LostBytesError if
-        the row has too few. In each layer hot slot i holds the i-th freed block, so all layers
-        of a step share this table."""
+        """Block table of the whole context, with hot slots for the freed blocks. Raises
+        LostBytesError if the row has too few. In each layer hot slot i holds the i-th freed
+        block, so all layers of a step share this table."""
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
         content = sequence.hot_content(layer.index)[: len(held)]
