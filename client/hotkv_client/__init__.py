@@ -1,7 +1,6 @@
-"""The client library of hotkv: sessions for engines, admin calls for operators, the command
-`hotkv`.
+"""hotkv's client library: sessions for engines, admin calls for operators, the command `hotkv`.
 
-The library depends on grpcio, protobuf and numpy only.
+Depends on grpcio, protobuf and numpy only.
 """
 
 from hotkv_client.arena import Arena

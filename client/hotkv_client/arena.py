@@ -1,15 +1,13 @@
 """Maps the server's arena into this process.
 
-The server sends the arena's descriptor over the link, the session's connection to the descriptor
-socket. The descriptor is read-only unless the setting `security.arena_writers` names this process's
-user.
+The server sends its descriptor over the link, read-only unless `security.arena_writers` names this
+process's user.
 
-Always true: this process never writes to the arena, even if the mapping is writable. The arena
-stays mapped as long as the `Arena` or a view of `Arena.memory` is referenced, even after the
-session and the server have ended. As long as the arena is mapped, the system can't free its memory.
+Always true: this process never writes to the arena. It stays mapped as long as the `Arena` or a
+view of `Arena.memory` is referenced, even after session and server have ended; until then the
+system can't free its memory.
 
-A caller may read a block only while a lease or a residency (a request's reserved room in the arena)
-pins the block, because the server reuses slots.
+A block may be read only while a lease or a residency pins it, because the server reuses slots.
 """
 
 import ctypes
@@ -26,11 +24,11 @@ from hotkv_proto.words import OLDEST_START
 
 # ----------------------------------------------------------------------------------- mapping a file
 
-# Maps files. No code writes through the arrays that `map_file` returns.
+# No code writes through the arrays that `map_file` returns.
 #
-# Always true: a mapping begins at a multiple of 2 MiB. The kernel can map a file with huge pages
-# only at such an address, which Python's own mmap does not promise. With small pages, a cold lookup
-# spends more time on page faults than on reading the block table.
+# Always true: a mapping begins at a multiple of 2 MiB. Only there can the kernel map a file with
+# huge pages, which Python's own mmap does not promise. With small pages, a cold lookup spends
+# more time on page faults than on the block table.
 
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -49,21 +47,17 @@ _libc.mmap.argtypes = (
 
 
 def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.uint8]:
-    """Maps the first `num_bytes` bytes of a file. Returns them as a read-only array, uint8
-    [num_bytes].
+    """The first `num_bytes` of a file as a read-only array, uint8, mapped as long as it or a view
+    of it is referenced. Raises OSError if the system refuses or the file is shorter.
 
-    The file stays mapped as long as the array or a view of it is referenced. Raises OSError if the
-    system refuses or the file is shorter.
-
-    fd: descriptor of the file; the caller may close it after the call.
-    is_writable: True maps writable pages, because CUDA registers only writable memory. The array
-        is read-only in both cases.
+    fd: may be closed after the call.
+    is_writable: maps writable pages, because CUDA registers only these; the array is read-only
+        even so.
     """
     file_bytes = os.fstat(fd).st_size
     if file_bytes < num_bytes:
         raise OSError(f"the file has {file_bytes} bytes, not {num_bytes}")
-    # This anonymous mapping reserves addresses. The file's mapping then replaces a part of it, and
-    # both are unmapped together.
+    # Reserves addresses. The file's mapping replaces a part, and both are unmapped together.
     room = mmap.mmap(
         -1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
     )
@@ -87,26 +81,20 @@ def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.u
 class Arena:
     """The server's arena, mapped into this process.
 
-    memory: a read-only array of the arena's bytes, uint8.
-    is_writable: whether the mapped pages are writable; CUDA registers only writable pages.
-    words: the validity words (`hotkv_proto.words`), uint64, read-only. `holds` reads these words to
-        check that blocks stayed pinned. Empty if the server has no residencies (requests whose KV
-        stays in host memory).
-    file_id: (device, inode) of the arena's file. A restarted server may continue to use the same
-        file. If `file_id` has not changed, memory that is registered with CUDA can stay registered.
+    memory: uint8, read-only.
+    is_writable: of the mapped pages; CUDA registers only writable ones.
+    words: the validity words (`hotkv_proto.words`), uint64, read-only; empty without residencies.
+    file_id: (device, inode). As long as it does not change, also over a server's restart, memory
+        may stay registered with CUDA.
     """
 
     def __init__(
         self, fd: int, num_bytes: int, words_offset_bytes: int = 0, num_words: int = 0
     ) -> None:
-        """Maps the file.
+        """Raises OSError if the system refuses or the file is shorter.
 
-        Raises OSError if the system refuses or the file is shorter.
-
-        fd: descriptor of the arena's file; the caller may close it after the call.
-        num_bytes: size of the arena.
-        words_offset_bytes: offset of the validity words in the file.
-        num_words: number of validity words.
+        fd: may be closed after the call.
+        words_offset_bytes: in the file.
         """
         status = os.fstat(fd)
         self.file_id = (status.st_dev, status.st_ino)
@@ -119,25 +107,18 @@ class Arena:
         weakref.finalize(self, os.close, self._fd)
 
     def memory_end(self, start: int) -> int:
-        """Returns the end of the part of the arena, from the offset `start` on, that has memory
-        already. The server allocates the arena's memory from the file's beginning to its end, and
-        may not have finished. The caller must not touch or register later bytes: that would
-        allocate their memory, at the expense of the caller's own control group."""
+        """End of the part from `start` on that has memory. The server allocates it from
+        beginning to end, and may not have finished. Later bytes must not be touched or
+        registered: that would allocate them in the caller's control group.
+        """
         return min(os.lseek(self._fd, start, os.SEEK_HOLE), self.memory.size)
 
     def holds(self, opened: ResidencyOpened) -> bool:
-        """Returns True if all blocks that the server pinned for a residency (a request's reserved
-        room) have stayed pinned until this call. Compares the validity words in the arena's file,
-        which the server changes when it ends residencies on its own.
+        """Whether all blocks pinned for a residency have stayed pinned until this call, so that the
+        bytes copied before it are the stored ones. Once False, it stays False.
 
-        True: the bytes that the caller copied from `memory` before this call are the stored bytes.
-        False: the copied bytes may be wrong; all later calls for this residency return False too.
-
-        opened: the residency, as `Session.open_residency` returned it.
-
-        The caller must finish its copy before this call reads the validity words. On x86-64,
-        program order guarantees that. On other machines the caller needs an acquire fence between
-        copy and call.
+        The copy must be finished before this call reads the validity words. On x86-64, program
+        order guarantees that; elsewhere an acquire fence is needed in between.
         """
         return holds(self.words, opened)
 
@@ -149,13 +130,7 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """Returns True if all blocks that the server pinned for a residency (a request's reserved room)
-    are still pinned. Returns False if `words` is empty.
-
-    words: the validity words, which are in the arena's file after the arena's bytes, and show which
-        residencies are still valid (`hotkv_proto.words`).
-    opened: the residency, as `Session.open_residency` returned it.
-    """
+    """False if `words` is empty."""
     return bool(
         len(words)
         and words[OLDEST_START] <= opened.start_number

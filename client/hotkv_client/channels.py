@@ -1,9 +1,9 @@
-"""Opens gRPC channels to a server, with the credentials that identify both sides.
+"""Opens gRPC channels, with the credentials of both sides.
 
-On a Unix socket the server identifies the client by SO_PEERCRED (the kernel says which user the
-client is), so the client sends no credentials. Over TCP a channel uses TLS if any TLS setting is
-given. A token is sent in the metadata of calls; without TLS it is sent only to a loopback address.
-`why_unanswered` explains to an operator why a call got no answer.
+On a Unix socket the server identifies the client by SO_PEERCRED, so no credentials are sent.
+Over TCP a channel uses TLS if any TLS setting is given. A token is sent in the metadata of
+calls; without TLS only to a loopback address. `why_unanswered` explains to an operator why a
+call got no answer.
 """
 
 import contextlib
@@ -37,21 +37,19 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def is_unix(target: str) -> bool:
-    """Returns whether the target is a Unix socket."""
     return target.startswith("unix:")
 
 
 def admin_target(target: str) -> str:
-    """For a Unix target, returns the target of the admin socket, which is in the same folder.
-    Returns any other target unchanged."""
+    """The admin socket beside a Unix target; other targets unchanged."""
     if is_unix(target) and Path(target.removeprefix("unix:")).name == USER_SOCKET:
         return target.removesuffix(USER_SOCKET) + ADMIN_SOCKET
     return target
 
 
 def why_closed(target: str) -> str:
-    """Returns why this process can't connect to the socket of a Unix target; empty if it can, and
-    for other targets. Does not wait for the server."""
+    """Why this process can't connect to a Unix target; empty if it can, and for other targets.
+    Does not wait for the server."""
     if not is_unix(target):
         return ""
     path = target.removeprefix("unix:").removeprefix("//")
@@ -59,7 +57,7 @@ def why_closed(target: str) -> str:
         try:
             probe.connect(path)
         except BlockingIOError:
-            # The server has not accepted earlier connections yet.
+            # Earlier connections are not accepted yet.
             return ""
         except FileNotFoundError:
             return f"there is no {path}"
@@ -71,9 +69,8 @@ def why_closed(target: str) -> str:
 
 
 def _is_loopback(target: str) -> bool:
-    """Returns whether the target is this machine: `localhost` or an address of its loopback, with
-    or without a port. Returns False for any other name, such as `localhost.example.com`, without
-    resolving it."""
+    """`localhost` or a loopback address, with or without a port. Other names, such as
+    `localhost.example.com`, are not resolved."""
     for host in (target, target.rpartition(":")[0]):
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -81,10 +78,7 @@ def _is_loopback(target: str) -> bool:
 
 
 def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
-    """Opens a gRPC channel, which connects in the background.
-
-    Raises HotKVError for credentials that can't be used.
-    """
+    """Connects in the background. Raises HotKVError for credentials that can't be used."""
     wants_tls = (
         credentials.tls_ca
         or credentials.tls_certificate
@@ -121,8 +115,8 @@ def _check_authorities(path: str) -> None:
 
 
 def metadata(target: str, credentials: Credentials) -> Metadata:
-    """Returns the metadata (the bearer token) for calls that open a session or use an admin
-    service; empty without a token or for a Unix socket.
+    """The bearer token for calls that open a session or use an admin service; empty without one or
+    for a Unix socket.
 
     Raises HotKVError if the token can't be read, or would be sent over a network without TLS.
     """
@@ -151,18 +145,17 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
 
 
 def ask(channel: grpc.Channel, timeout_s: float) -> Any:
-    """Makes a call that finds out whether a server answers, and returns gRPC's future of this call.
-    The call is sent as soon as the channel is connected. The future's code is DEADLINE_EXCEEDED if
-    no server answers within `timeout_s`.
+    """gRPC's future of a call that finds out whether a server answers. It is sent once the channel
+    is connected; its code is DEADLINE_EXCEEDED if no server answers within `timeout_s`.
 
-    `grpc.channel_ready_future` is not used: its thread raises if the channel is closed too soon.
+    Not `grpc.channel_ready_future`, whose thread raises if the channel is closed too soon.
     """
     check: Any = channel.unary_unary(HEALTH_CHECK)
     return check.future(b"", timeout=timeout_s, wait_for_ready=True)
 
 
 def _read(field: str, path: str) -> bytes | None:
-    """Returns the file's bytes; None if no path is set."""
+    """None if no path is set."""
     try:
         return Path(path).read_bytes() if path else None
     except OSError as error:
@@ -211,9 +204,8 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
         "log says why; over TCP it may also want TLS",
     ),
 )
-"""Explanations for operators, for calls that failed with the gRPC code UNAVAILABLE. An entry has
-texts that gRPC's error details may contain, and the explanation for them. The first matching entry
-is used."""
+"""For the gRPC code UNAVAILABLE: texts in gRPC's details, and what they mean. The first match
+counts."""
 SENTENCES: dict[grpc.StatusCode, str] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         "no answer in time: the server is busy or hangs; --timeout-s waits longer"
@@ -227,8 +219,7 @@ SENTENCES: dict[grpc.StatusCode, str] = {
 
 
 def why_unanswered(code: grpc.StatusCode, details: str) -> str:
-    """Returns a sentence that explains why a call got no answer, with the gRPC code. Returns gRPC's
-    own `details` if this module has no explanation."""
+    """A sentence with the gRPC code; gRPC's own `details` if there is no explanation."""
     found = SENTENCES.get(code)
     if code is grpc.StatusCode.UNAVAILABLE:
         known = (text for words, text in UNREACHED if any(word in details for word in words))

@@ -1,16 +1,13 @@
-"""A connection of a session to the server: one gRPC stream, from its opening to the end of its last
-transfer.
+"""A connection of a session: one gRPC stream, from its opening to the end of its last transfer.
 
-A connection owns the gRPC channel, the link (the connection to the server's descriptor socket), the
-mapped block table, and every call that waits for its answer. Always true: each call is resolved
-once, by the answer with the same `request_id`. If an answer can't be read, only the call of that
-answer fails.
+It owns the channel, the link, the mapped block table, and every call that waits for its answer.
+Each call is resolved once, by the answer with its `request_id`. An answer that can't be read fails
+only its own call.
 
-If the stream breaks, the calls that wait for an answer fail:
-- Calls that touch no engine memory fail at once.
-- A store is revoked (it can't commit any more) through its word of the fence, a page shared with
-  the server. Then it fails at once.
-- A load fails only when the server can no longer touch the engine's memory.
+If the stream breaks, waiting calls fail:
+- Calls that touch no engine memory at once.
+- A store at once, after it was revoked through its word of the fence.
+- A load only when the server can no longer touch the engine's memory.
 """
 
 import itertools
@@ -46,23 +43,20 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 MAX_UNSENT = 1 << 14
-"""Limit for the requests in the outbox that were not sent yet. If there are more, the server must
-be hanging, even if its system still answers gRPC's pings. `send_only` then ends the stream, so that
-the outbox does not fill the engine's memory. Calls that wait for an answer do not count, because
-MAX_PENDING limits them."""
+"""Requests in the outbox that were not sent. Beyond, the server must be hanging, even if its
+system answers gRPC's pings: `send_only` ends the stream, so that the outbox does not fill the
+engine's memory. Calls with an answer don't count; MAX_PENDING limits them."""
 REQUEST_ID_BYTES = 16
-"""An upper bound for the bytes that `request_id` adds to a message."""
+"""Upper bound of what `request_id` adds to a message."""
 REGISTERED_BYTES_PER_S = 256 << 20
-"""Lowest speed at which a server maps the files of an engine's memory; most servers are far faster.
-When a session opens, the client waits as long as the files take at this speed, in addition to
-`connect_timeout_s`."""
+"""Lowest speed at which a server maps an engine's files. The time limit for opening a session
+grows accordingly."""
 DEVICE_GRACE_S = 1.0
-"""After a server's death, the client waits this time, seconds, before it fails loads into device
-memory.
+"""Wait after a server's death before loads into device memory fail.
 
-The reason: copies that the dead server started on the device may still run when the client notices
-the death, because the kernel closes a dead process's sockets and devices in any order. These copies
-take tens of milliseconds: a server has at most `copy.depth` pieces in flight on a device.
+The kernel closes a dead process's sockets and devices in any order, so its copies on the device
+may still run. They take tens of milliseconds: a server has at most `copy.depth` pieces in flight
+on a device.
 """
 
 
@@ -70,14 +64,10 @@ take tens of milliseconds: a server has at most `copy.depth` pieces in flight on
 class Pending:
     """A call that waits for its answer.
 
-    future: the future that the answer resolves.
-    lease_id: the lease that an `acquire` call names; empty for other calls.
-    transfer_id: id of a load or store; empty for other calls.
-    fence_index: index of this store's word on the fence (page shared with the server), by which the
-        store is revoked; 0 for other calls, and without a link (connection to the descriptor
-        socket).
-    is_load: True for a load.
-    call: name of the call, a field of `ConnectRequest.body`; set when the call is sent.
+    lease_id: of an `acquire`.
+    transfer_id: of a load or store.
+    fence_index: of a store's word on the fence; 0 without a link and for other calls.
+    call: a field of `ConnectRequest.body`, set when the call is sent.
     """
 
     future: "Future[Any]"
@@ -89,17 +79,13 @@ class Pending:
 
 
 class Connection:
-    """A connection of a session, with the calls that wait for answers. Thread-safe once `open` has
-    returned.
+    """Thread-safe once `open` has returned.
 
     outbox: requests to send, in order; None ends the stream.
-    link: the connection to the descriptor socket; None for a TCP target or if it is not needed.
-    table: the mapped block table; None without a link, or if the session does not use the table.
-    opened: the server's answer to the opening of the session.
-    order_kind: the kind of mark that the server chose for the transfers of this connection. A mark
-        is a point in the queue of the engine's device, for which a transfer waits.
-    order_message: the reason why the server rejected a kind of mark that the memory's `order`
-        offers; empty if it rejected no kind.
+    link: None for a TCP target or if it is not needed.
+    table: None without a link, or if the session does not use it.
+    order_kind: the server's choice of marks for this connection.
+    order_message: why it rejected a kind that the memory's `order` offers, or empty.
     """
 
     def __init__(
@@ -110,15 +96,14 @@ class Connection:
     ) -> None:
         """Opens the channel. Raises HotKVError for credentials that can't be used.
 
-        memory: the engine's memory, which `open` registers; None for a session without memory.
-        fence: the page with the words that revoke stores; None for a session without memory.
+        memory, fence: None for a session without memory.
         """
         self._config = config
         self._memory = memory
         self._fence = fence
         self._metadata = channels.metadata(config.target, config.credentials)
         self.channel = channels.open_channel(config.target, config.credentials)
-        # Make the stub while the channel is open: for a closed channel gRPC crashes the process.
+        # For a closed channel gRPC would crash the process.
         self._stub = _wire.Stub(self.channel)
         self.selecting = _sparse_wire.Stub(self.channel)
         self.outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
@@ -141,18 +126,14 @@ class Connection:
 
     @property
     def num_pending(self) -> int:
-        """Returns the number of calls that wait for their answers."""
         return len(self._pending)
 
     def open(self, ticket: bytes) -> None:
-        """Opens the session, opens the link (the connection to the descriptor socket) and registers
-        the engine's memory. Blocks the calling thread.
+        """Opens the session and the link, and registers the memory. Blocks.
 
-        Raises HotKVError if the server refuses, OSError if the link fails, and ValueError if the
-        block table has another format. Raises grpc.RpcError if the stream breaks or if these steps
-        together take longer than `_opening_timeout_s`.
-
-        ticket: proves which user this process runs as; empty without a ticket.
+        Raises HotKVError if the server refuses, OSError if the link fails, ValueError if the
+        block table has another format, grpc.RpcError if the stream breaks or all takes longer
+        than `_opening_timeout_s`.
         """
         self.outbox.put(_wire.open_session(self._config, ticket))
         requests = _wire.batched(self.outbox, lambda: self.opened.takes_batches)
@@ -169,8 +150,7 @@ class Connection:
             watchdog.cancel()
 
     def _opening_timeout_s(self) -> float:
-        """Returns the time limit for opening the session, in seconds: `connect_timeout_s` plus the
-        time that the server may need to map the engine's memory."""
+        """Includes the time that the server may need to map the engine's memory."""
         handles = () if self._memory is None else self._memory.layout.handles
         num_bytes = sum(one.base_offset_bytes + one.num_bytes for one in handles if not one.is_cuda)
         return self._config.connect_timeout_s + num_bytes / REGISTERED_BYTES_PER_S
@@ -218,18 +198,13 @@ class Connection:
     def submit(
         self, request: _wire.Request, pending: Pending, after: After | None
     ) -> HotKVError | None:
-        """Sends a request. The answer will resolve `pending.future`.
+        """Sends a request. Returns None, or the error without changing `pending`.
 
-        Returns None if the request was sent. Otherwise returns the error and leaves `pending`
-        unchanged.
+        OVERLOADED if MAX_PENDING calls are unanswered, or if a store has no word on the fence and
+        so could not be revoked. SessionLostError if the mark `after` is not of this connection's
+        `order_kind`.
 
-        The error is OVERLOADED in two cases. Either MAX_PENDING calls are already unanswered. Or
-        the call is a store that could not be revoked, because `pending` has no word on the fence
-        (the shared page by which stores are revoked).
-
-        after: the mark (a point in the queue of the engine's device) after which a transfer may
-            begin. If the mark's kind is not this connection's `order_kind`, the returned error is a
-            SessionLostError. None: the transfer may begin at once.
+        after: None: the transfer may begin at once.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large
@@ -254,19 +229,15 @@ class Connection:
                 )
             request.request_id = next(self._request_ids)
             pending.call = request.WhichOneof("body") or ""
-            # Marks the future as running, so that the caller can't cancel it: resolving a cancelled
-            # future raises an exception.
+            # A running future can't be cancelled: resolving a cancelled one raises.
             pending.future.set_running_or_notify_cancel()
             self._pending[request.request_id] = pending
             self.outbox.put(request)
             return None
 
     def send_only(self, request: _wire.Request) -> None:
-        """Sends a request that has no answer.
-
-        Drops a request that is too large, and logs a warning. If more than MAX_UNSENT requests wait
-        to be sent, drops the request and ends the stream.
-        """
+        """Sends a request that has no answer. One that is too large is dropped with a warning.
+        Beyond MAX_UNSENT ends the stream."""
         if (too_large := _too_large(request)) is not None:
             log.warning("not sent: %s", too_large.message)
         elif self.outbox.qsize() - len(self._pending) < MAX_UNSENT:
@@ -277,12 +248,10 @@ class Connection:
             self.call.cancel()
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
-        """Resolves calls as answers arrive, until the server ends the stream. Blocks the calling
-        thread.
+        """Resolves calls until the server ends the stream. Blocks. Raises grpc.RpcError if it
+        breaks.
 
-        Raises grpc.RpcError if the stream breaks.
-
-        on_notice: called with each message that answers no call.
+        on_notice: gets each message that answers no call.
         """
         for response in self.responses:
             if response.request_id:
@@ -309,10 +278,8 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer early. The transfer's future resolves when the server
-        has answered. Exception: a store with a word on the fence (a page that the server reads
-        before it commits a store) is revoked at once, by setting this word. Its future then
-        resolves at once, as CANCELLED."""
+        """Asks the server to end a transfer, which has ended when the server has answered. A
+        store with a word on the fence is revoked, and resolves as CANCELLED, at once."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
@@ -329,13 +296,9 @@ class Connection:
             )
 
     def end(self) -> None:
-        """Closes the stream and fails the calls that wait for an answer.
-
-        Two kinds of calls fail at once: calls that touch no engine memory, and stores that can be
-        revoked. All other transfers fail when the server has closed the link (the connection to its
-        descriptor socket) or is dead; a separate thread waits for that. Without a link, these
-        transfers fail at once too.
-        """
+        """Closes the stream and fails the waiting calls: at once those that touch no engine
+        memory and stores that can be revoked; others when the server has closed the link or is
+        dead, for which a thread waits, or at once without a link."""
         with self._lock:
             self._has_ended = True
             waiting = list(self._pending.values())
@@ -345,9 +308,8 @@ class Connection:
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
             if item.fence_index and self._fence is not None:
-                # The server may be alive and unaware that the stream broke, so it could still
-                # commit this store. This is the client's last chance to revoke the store, because
-                # the client forgets it here.
+                # The server may not know that the stream broke, and could still commit. This is
+                # the last chance to revoke the store.
                 self._fence.revoke(item.fence_index)
                 told, item.future = item.future, Future()
                 told.set_exception(lost)
@@ -364,8 +326,7 @@ class Connection:
             try:
                 thread.start()
             except RuntimeError:
-                # The system refuses to start a thread. So this thread itself waits for the end of
-                # the transfers, before it opens the next connection.
+                # Waits in this thread, before the next connection.
                 self._settle(*arguments)
         else:
             self.link.close()
@@ -393,10 +354,7 @@ class Connection:
 
 
 def _too_large(request: _wire.Request) -> HotKVError | None:
-    """Returns an error if a request is too large to send; None if it fits.
-
-    gRPC would end the whole stream at a message that is too large.
-    """
+    """gRPC would end the whole stream at a message that is too large."""
     num_bytes = request.ByteSize() + REQUEST_ID_BYTES
     if num_bytes <= MAX_MESSAGE_BYTES:
         return None
@@ -408,5 +366,4 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
 
 
 def _await_devices() -> None:
-    """Waits DEVICE_GRACE_S, so that copies that a dead server has started on a device can end."""
     time.sleep(DEVICE_GRACE_S)

@@ -1,5 +1,4 @@
-"""Sends hints about cached blocks to the server, for routers, and reads their outcomes (what the
-server has done about each hint)."""
+"""Sends routers' hints to the server, and reads their outcomes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +11,10 @@ from hotkv_proto.errors import HotKVError
 
 
 class HintClient:
-    """A client of the server's HintService, for one tenant. For one thread.
+    """For one tenant and one thread. Calls block for at most `timeout_s`, and raise HotKVError if
+    the server refuses or does not answer.
 
-    Each call blocks for at most `timeout_s`. It raises HotKVError if the server refuses or does not
-    answer.
-
-    tenant: the tenant whose blocks the hints name; empty if the server has no tenants.
+    tenant: empty if the server has none.
     """
 
     def __init__(
@@ -43,11 +40,10 @@ class HintClient:
     def send(
         self, envelope: Mapping[str, Any], key_space_id: int = 0, hashes: Sequence[bytes] = ()
     ) -> list[dict[str, Any]]:
-        """Sends an envelope: a set of actions on blocks, such as `pin` or `prefetch`, with the
-        fields of vLLM's `kv_hints`. Returns the outcomes of the actions that are known so far.
+        """Sends an envelope of actions, with the fields of vLLM's `kv_hints`. Returns the outcomes
+        known so far.
 
-        key_space_id, hashes: a prompt, named by its key space and block hashes. Actions that name
-            no user session apply to the blocks of this prompt.
+        key_space_id, hashes: the prompt for actions that name no user session.
         """
         return _wire.send_hints(
             self._stub,
@@ -63,12 +59,11 @@ class HintClient:
     def outcomes(
         self, message_id: str = "", cursor: int = 0, page_size: int = 0
     ) -> tuple[list[dict[str, Any]], int]:
-        """Returns the outcomes that have changed since an earlier call, and the cursor for the next
-        call.
+        """Outcomes that have changed since `cursor`, and the next cursor.
 
-        message_id: only outcomes of the envelope with this id; empty: of all envelopes.
-        cursor: the cursor that the earlier call returned; 0: all known outcomes.
-        page_size: largest number of outcomes; 0: the server's default.
+        message_id: of an envelope; empty: all.
+        cursor: 0: all known outcomes.
+        page_size: 0: the server's default.
         """
         return _wire.poll_hints(
             self._stub,
@@ -82,11 +77,8 @@ class HintClient:
         )
 
     def _ticket(self) -> bytes:
-        """Fetches a ticket, which proves to the server which user this process runs as.
-
-        Returns empty bytes over TCP, without a tenant, or if no ticket can be fetched. A server
-        without tenants needs no ticket.
-        """
+        """Proves this process's user. Empty over TCP, without a tenant, or if none can be
+        fetched."""
         path = descriptor_socket(self._target)
         if path is None or not self._tenant:
             return b""

@@ -1,9 +1,8 @@
-"""The life of a session: a sequence of connections, with back-off between them.
+"""The life of a session: connections, with back-off between them.
 
-`SessionLife` owns the session's thread, the session's state, the engine's memory, and the session's
-fence (a page shared with the server, through which stores are revoked). If a connection fails for
-any reason, the thread opens a new connection; only `close` ends the thread. Always true: at most
-one connection is open, and the session's state is CONNECTED only while a connection is open.
+`SessionLife` owns the session's thread, state, engine memory and fence. If a connection fails
+for any reason, the thread opens a new one, until `close`. Always true: at most one connection is
+open, and the state is CONNECTED only while one is.
 """
 
 import logging
@@ -27,14 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class SessionLife:
-    """Maintains a session's connection from `start` to `close`.
+    """Keeps a session connected from `start` to `close`.
 
-    memory: the engine memory that each connection registers; None for a session without memory.
-    connection: the open connection; None while no connection is open.
-    opened: the server's answer when the latest connection was opened.
-    fence: the page, shared with the server, through which stores are revoked. It is `memory.fence`
-        if that is set, else the session's own page; None for a session without memory.
-    state: whether a server is connected.
+    memory, fence: None for a session without memory. The fence is `memory.fence` or the session's
+        own.
+    connection: None while none is open.
+    opened: the server's latest answer to an opening.
     """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None) -> None:
@@ -44,7 +41,7 @@ class SessionLife:
         self.connection: Connection | None = None
         self.opened = _answers.NOT_OPENED
         self.state = LinkState.ABSENT
-        # The connection while a server is opening the session on it; None otherwise.
+        # While a server is opening the session on it.
         self._opening: Connection | None = None
         self._changed = threading.Condition()
         self._awaited: grpc.Future[bytes] | None = None
@@ -54,31 +51,27 @@ class SessionLife:
         )
 
     def start(self) -> None:
-        """Starts to connect in the background."""
         self.thread.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Blocks until the session is connected or closed, at most `timeout_s`. Returns whether it
-        is connected."""
+        """Blocks until the session is connected or closed, at most `timeout_s`."""
         with self._changed:
             ends = LinkState.CONNECTED, LinkState.CLOSED
             self._changed.wait_for(lambda: self.state in ends, timeout_s)
             return self.state is LinkState.CONNECTED
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """If a server has accepted the connection but has not opened the session yet, waits until
-        the opening has succeeded or failed, for at most `timeout_s`. Otherwise returns at once.
-        Returns whether the session is connected."""
+        """Waits for a server that has accepted the connection but not opened the session, at
+        most `timeout_s`. Returns whether the session is connected."""
         with self._changed:
             self._changed.wait_for(lambda: self._opening is None, timeout_s)
             return self.state is LinkState.CONNECTED
 
     def close(self) -> None:
-        """Ends the connection and the thread. Then drops the session's own fence (the page through
-        which stores are revoked); a fence that another process shares stays.
+        """Ends connection and thread, then drops the session's own fence.
 
-        Blocks until the thread has ended, for at most 5 seconds. If a callback of the session calls
-        this method, it does not block, and the thread ends after the callback.
+        Blocks until the thread has ended, at most 5 seconds; not in a callback of the session,
+        after which the thread ends.
         """
         self._closed.set()
         with self._changed:
@@ -86,17 +79,15 @@ class SessionLife:
         if connection is not None:
             connection.outbox.put(None)
         elif opening is not None:
-            # Does not wait until the session is open: the server may need long to map the engine's
-            # memory.
+            # The server may need long to map the engine's memory.
             opening.channel.close()
         if awaited is not None:
-            # Ends the thread's wait for a server, which would otherwise last until its timeout.
+            # Otherwise the thread would wait for a server until the timeout.
             awaited.cancel()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(CLOSE_WAIT_S)
         if isinstance(self.fence, Fence) and not self.thread.is_alive():
-            # Drops the fence: the thread has ended and has revoked the stores in flight, so the
-            # fence is unused.
+            # The thread has ended and revoked the stores in flight.
             self.fence = None
         self._set_state(LinkState.CLOSED, "closed")
 
@@ -120,8 +111,7 @@ class SessionLife:
             delay_s = min(2 * delay_s, self._config.reconnect_max_s)
 
     def _connect_and_serve(self) -> str:
-        """Opens a connection and serves it until it ends. Returns the reason why the connection
-        ended."""
+        """Returns why the connection ended."""
         config, why_no_ticket = self._config, ""
         connection = Connection(config, self.memory, self.fence)
         try:
@@ -160,20 +150,17 @@ class SessionLife:
             self._lose(connection)
 
     def _await_server(self, channel: grpc.Channel) -> bool:
-        """Blocks until a server answers, at most `connect_timeout_s`. Returns whether one answers.
-
-        Raises grpc.FutureCancelledError after `close`.
-        """
+        """Whether one answers within `connect_timeout_s`. Raises grpc.FutureCancelledError after
+        `close`."""
         asked = channels.ask(channel, self._config.connect_timeout_s)
         with self._changed:
             self._awaited = asked
-        # `close` sets `_closed` first and reads `_awaited` after that. So if `close` has missed
-        # this call, this method sees `_closed` and cancels the call itself.
+        # `close` sets `_closed` before it reads `_awaited`. If it has missed this call, this
+        # sees `_closed`.
         if self._closed.is_set():
             asked.cancel()
         try:
-            # `exception` waits for the call's end. If the call failed because the server refused
-            # it, a server has answered all the same.
+            # Waits for the call's end. A server that refused it has answered all the same.
             asked.exception()
             return asked.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         finally:
@@ -181,12 +168,8 @@ class SessionLife:
                 self._awaited = None
 
     def _ticket(self) -> tuple[bytes, str]:
-        """Fetches a ticket, which proves to the server which user this process runs as.
-
-        Returns the ticket and an empty reason, or an empty ticket and the reason why the server
-        gave no ticket. Over TCP both are empty. A server without tenants needs no ticket, so a
-        missing ticket is not a failure here.
-        """
+        """The ticket, which proves this process's user, or why there is none; both empty over
+        TCP. A server without tenants needs none, so this is no failure."""
         path = descriptor_socket(self._config.target)
         if path is None:
             return b"", ""
@@ -205,8 +188,7 @@ class SessionLife:
                 self._set_state(LinkState.DRAINING, "the server is draining")
 
     def _lose(self, connection: Connection) -> None:
-        """Removes the connection from the session, so that no further call uses it. Then ends the
-        connection."""
+        """Removes the connection, so that no call uses it, and ends it."""
         with self._changed:
             if self.connection is connection:
                 self.connection = None
@@ -233,8 +215,7 @@ class SessionLife:
 
 
 def _tell(listener: Callable[..., None], *news: object) -> None:
-    """Calls a callback of `SessionConfig` with the arguments `news`. Logs an exception of the
-    callback and does not raise it."""
+    """Logs an exception of a callback of `SessionConfig`."""
     try:
         listener(*news)
     except Exception:

@@ -1,11 +1,9 @@
-"""The link: a connection to the server's descriptor socket, which accompanies a session's gRPC
-stream.
+"""The link: a connection to the server's descriptor socket, beside a session's gRPC stream.
 
-Over the link the client sends the descriptors of the engine's memory, and the server sends the
-descriptors of the arena and the block table. Once the link is closed, the server can no longer
-touch the engine's memory. A server closes the link only after its last access. If the server dies,
-the kernel closes the link. Exception: copies that a dead server started on a device may still run
-for a moment (`connection.DEVICE_GRACE_S`).
+The client sends the descriptors of the engine's memory, the server those of arena and block
+table. The server closes the link only after its last access to the engine's memory, and the
+kernel does if the server dies; only copies of a dead server on a device may still run
+(`connection.DEVICE_GRACE_S`).
 """
 
 import contextlib
@@ -25,18 +23,15 @@ MAX_PACKET_BYTES = 65536
 
 
 def descriptor_socket(target: str) -> Path | None:
-    """Returns the path of the descriptor socket beside a `unix:` target; None for other targets."""
+    """Beside a `unix:` target; None for others."""
     if not target.startswith("unix:"):
         return None
     return Path(target.removeprefix("unix:").removeprefix("//")).parent / SOCKET_NAME
 
 
 def fetch_ticket(path: Path, timeout_s: float) -> bytes:
-    """Fetches a ticket from the descriptor socket. The ticket proves to the server which user this
-    process runs as; the server accepts a ticket once.
-
-    Raises OSError if the socket does not answer, HotKVError if the server refuses.
-    """
+    """Proves to the server, once, which user this process runs as. Raises OSError if the socket
+    does not answer, HotKVError if the server refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
@@ -45,23 +40,17 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
 
 
 class Link:
-    """An open connection to the server's descriptor socket, over which both sides pass file
-    descriptors of shared memory.
-
-    table: the server's table of cached blocks, mapped read-only; None if the server does not let
-        this session map it.
-    """
+    """table: mapped read-only; None if the server does not let this session map it."""
 
     def __init__(
         self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float
     ) -> None:
-        """Connects, sends the descriptors `fds`, and receives the descriptors of the block table
-        and the arena.
+        """Exchanges the descriptors.
 
-        Raises OSError if the socket does not answer, HotKVError if the server refuses, and
-        ValueError if the block table has another format.
+        Raises OSError if the socket does not answer, HotKVError if the server refuses, ValueError
+        if the block table has another format.
 
-        fds: descriptor of each memory handle, by handle id.
+        fds: by handle id.
         """
         self._lock = threading.Lock()
         self._arena: Arena | None = None
@@ -104,11 +93,8 @@ class Link:
             raise
 
     def arena(self) -> Arena | None:
-        """Returns the server's arena. The first call maps the arena.
-
-        Returns None if the server does not let this session map the arena, or if the link is
-        closed. Raises OSError if the arena can't be mapped.
-        """
+        """Mapped by the first call. None if the server does not let this session map it, or if
+        the link is closed. Raises OSError if it can't be mapped."""
         with self._lock:
             if self._arena is None and self._arena_fd is not None:
                 sizes = self._sizes
@@ -118,16 +104,14 @@ class Link:
             return self._arena
 
     def _drop_arena(self) -> None:
-        """Closes the arena's descriptor and drops the link's `Arena`. The arena stays mapped while
-        a caller still references that `Arena`."""
+        """The arena stays mapped while a caller references its `Arena`."""
         with self._lock:
             if self._arena_fd is not None:
                 os.close(self._arena_fd)
             self._arena = self._arena_fd = None
 
     def wait_closed(self) -> None:
-        """Blocks until the server has closed the link or has died. Then closes this end of the
-        link."""
+        """Blocks until the server has closed the link or has died."""
         self._drop_arena()
         with contextlib.suppress(OSError):
             while self._socket.recv(1):
@@ -135,7 +119,6 @@ class Link:
         self._socket.close()
 
     def close(self) -> None:
-        """Closes this end of the link."""
         self._drop_arena()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,7 @@
-"""Splits lists that are too large for one message into parts, and joins the answers to the parts.
+"""Splits lists that are too large for one message, and joins the answers.
 
-Always true: a part has at most PART_BYTES of hashes or messages, so a message with the part is
-small enough for gRPC. A part has at most PART_BLOCKS hashes, the most that the server accepts in a
-call. The parts keep the order of the lists.
+Always true: a part has at most PART_BYTES of hashes or messages, and PART_BLOCKS hashes, the
+most that the server accepts in a call. Parts keep the order.
 """
 
 import threading
@@ -25,13 +24,7 @@ R = TypeVar("R")
 
 
 def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[GroupHashes]]:
-    """Splits lists of hashes into parts, and returns at least one part.
-
-    A part has at most PART_BYTES of hashes and at most PART_BLOCKS hashes. A list that does not fit
-    into a part continues in the next part.
-
-    hash_bytes: length of each hash.
-    """
+    """Returns at least one part. A list that does not fit continues in the next part."""
     most = left = min(PART_BYTES // hash_bytes, PART_BLOCKS)
     parts: list[list[GroupHashes]] = [[]]
     for group in groups:
@@ -50,12 +43,7 @@ def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[Gr
 def join_masks(
     groups: Sequence[GroupHashes], answers: Sequence[Sequence[BoolMask]]
 ) -> tuple[BoolMask, ...]:
-    """Joins the answers to the parts of `split_groups`. Returns one mask for each list of `groups`.
-    A mask has a flag for each hash of its list: True if the block is ready.
-
-    groups: the lists that `split_groups` has split.
-    answers: the answer to each part, in order: one mask for each list of that part.
-    """
+    """One mask per list of `groups`, from the answers to the parts of `split_groups`, in order."""
     pieces = iter([mask for answer in answers for mask in answer])
     joined = []
     for group in groups:
@@ -69,11 +57,8 @@ def join_masks(
 def split_messages(
     messages: Iterable[T], num_bytes: Callable[[T], int], most_bytes: int
 ) -> Iterator[list[T]]:
-    """Yields the messages in parts of at most `most_bytes` and at most MAX_REPORTS messages. A
-    message of more than `most_bytes` makes a part of its own.
-
-    num_bytes: returns the size of a message.
-    """
+    """Parts of at most `most_bytes` and MAX_REPORTS messages. A larger message is a part of its
+    own."""
     part: list[T] = []
     size = 0
     for message in messages:
@@ -88,15 +73,10 @@ def split_messages(
 
 
 def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Future[R]":
-    """Returns a future that resolves when all `futures` have resolved.
-
-    The result of the returned future is `join(results)`, with the results of all `futures` in
-    order. If some of `futures` failed, the returned future fails with the exception of the first of
-    them, in the order of `futures`.
-    """
+    """A future of `join(results)`, in order. If some fail, it fails with the first one's
+    exception."""
     whole: Future[R] = Future()
-    # Marks the future as running, so that the caller can't cancel it: resolving a cancelled future
-    # raises an exception.
+    # A running future can't be cancelled: resolving a cancelled one raises.
     whole.set_running_or_notify_cancel()
     left, lock = len(futures), threading.Lock()
 

@@ -1,13 +1,10 @@
-"""A stream of selections. In a selection, the server chooses, for a query, the blocks that sparse
-attention reads.
+"""A stream of selections that the server makes, for engines that can't map its memory, and for
+inspection.
 
-Engines that can't map the server's memory use this stream, and so do tools for inspection.
-Selections run one at a time: each call waits for its answer. The first selection opens the stream;
-the stream ends with its session.
+Selections run one at a time. The first opens the stream, which ends with its session.
 
-For a sequence (a context) with `SelectConfig.hot_blocks`, the server records the *hot set*: the
-blocks that the caller keeps on the device. The record begins empty when a stream opens, and is
-dropped with that stream. So use the same stream for all decode steps of a sequence.
+For a sequence with `SelectConfig.hot_blocks` the server records the hot set. The record begins
+empty with each stream: all decode steps of a sequence must use the same.
 """
 
 import queue
@@ -24,8 +21,7 @@ CLOSED = "the session was closed during a selection"
 
 
 class Selects:
-    """A stream in which the server makes selections (chooses blocks for sparse attention). For one
-    thread. Use it in a `with` block, or close it."""
+    """For one thread. Must be closed, or used in a `with` block."""
 
     def __init__(self, stub: _sparse_wire.Stub, session_id: str) -> None:
         self._stub = stub
@@ -49,21 +45,18 @@ class Selects:
         *,
         shard_index: int = 0,
     ) -> SelectedBlocks:
-        """Selects the blocks that a layer of a sequence (a context that is decoded sparsely) should
-        attend to. Waits for the answer.
+        """Selects the blocks that a layer should attend to. Waits for the answer.
 
-        Raises HotKVError if the server refuses the selection, SessionLostError if the session is
-        closed during the call. If Ctrl-C interrupts the call, the stream of selections ends.
+        Raises HotKVError if the server refuses, SessionLostError if the session is closed
+        meanwhile. Ctrl-C ends the stream.
 
-        sequence_id: a sequence that was created with a `SelectConfig`.
-        layer_index: one of `SelectConfig.layer_indices` of the sequence.
-        query_QD: the query, float32 [query heads of the shard, head size], after positional
-            encoding.
-        context_tokens: number of the context's tokens to which the query attends.
-        always_log_mass_Q: float32 [query heads]: log of the attention mass (sum of exp(score)) of
-            the blocks that are always selected (first and recent blocks). None: the server
-            estimates this mass from the sketches (compact forms of keys) of these blocks.
-        shard_index: the shard (the KV heads of a rank) to which the query's heads belong.
+        sequence_id: created with a `SelectConfig`.
+        layer_index: one of `SelectConfig.layer_indices`.
+        query_QD: float32 [query heads of the shard, head size], after positional encoding.
+        context_tokens: to which the query attends.
+        always_log_mass_Q: float32 [query heads]: log of the sum of exp(score) over the always
+            selected blocks; without it, it is estimated from their sketches.
+        shard_index: of the query's heads.
         """
         self._outbox.put(
             _sparse_wire.select_request(
@@ -87,8 +80,7 @@ class Selects:
         except ValueError as error:  # The channel is closed.
             raise SessionLostError(CLOSED) from error
         except BaseException:
-            # Closes the stream: the answer may still arrive, and the next selection would take it
-            # for its own answer.
+            # The next selection would take a late answer for its own.
             self.close()
             raise
         if response is None:
@@ -100,7 +92,6 @@ class Selects:
             raise HotKVError(Reason.INTERNAL, why) from error
 
     def close(self) -> None:
-        """Ends the stream."""
         self._outbox.put(None)
         if self._call is not None:
             self._call.cancel()

@@ -1,6 +1,4 @@
-"""Parses command lines, and prints each error as a single line. If a flag or word is unknown, the
-error suggests a similar name. `ended` runs a command and handles Ctrl-C, a closed output and a full
-disk. `columns` formats a table."""
+"""Parses command lines; each error is one line and suggests a similar name."""
 
 import argparse
 import difflib
@@ -15,26 +13,22 @@ from typing import Any, NoReturn
 
 CLOSE_RATIO = 0.6
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, the same as in shells."""
+"""Exit status after Ctrl-C, as in shells."""
 _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports an error in a single line, with a suggestion for an unknown
-    flag or word. Its subparsers do the same. If there are subcommands, make them required
+    """Suggests a similar flag or word, in subparsers too. Subcommands must be required
     (`add_subparsers(required=True)`)."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments. An unknown argument ends the program with an error that suggests a
-        flag of the subcommand."""
+        """An unknown argument ends the program."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             self._named(found).error(f"unrecognized arguments: {' '.join(rest)}")
         return found
 
     def _named(self, found: argparse.Namespace) -> "Parser":
-        """Returns the parser of the subcommand in `found`; this parser if `found` has no
-        subcommand."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 named: Parser = action.choices[getattr(found, action.dest)]
@@ -42,12 +36,10 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2 and prints a line to standard error."""
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:
-        """Returns the text of the error for a message of argparse: the message itself, unless a
-        flag or word is unknown; then a text that suggests the closest known name."""
+        """Suggests in place of argparse's message."""
         head, found, words = message.partition("unrecognized arguments: ")
         if found:
             wrong = words.split()[0]
@@ -81,13 +73,10 @@ def _hint(word: str, known: Iterator[str]) -> str:
 
 
 def open_streams() -> None:
-    """Makes the standard streams usable. Call it first in a program.
-
-    Opens /dev/null in place of each stream that the caller of this program has closed, as a shell
-    does with `>&-`. Otherwise the next file or socket would get the stream's number, and Python's
-    `sys` would have None in place of the stream. Then makes a death by a native fault (SIGSEGV,
-    SIGABRT, SIGBUS, SIGFPE, SIGILL) leave the stacks of all threads on standard error.
-    """
+    """Must be called first in a program. Opens /dev/null for standard streams that the caller
+    has closed (`>&-`): otherwise the next file would get the number, and `sys` None. A native
+    fault (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) leaves all threads' stacks on standard
+    error."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -101,9 +90,8 @@ def open_streams() -> None:
 
 
 def ended(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status: 130 after Ctrl-C; 0 if the reader of the output
-    stops early, as `head` does; 1 if the output's disk is full. Prints a `?` for each character
-    that the terminal's encoding lacks."""
+    """The command's exit status: 130 after Ctrl-C, 0 if the reader stops early, as `head` does,
+    1 if the output's disk is full. Characters that the terminal's encoding lacks become `?`."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
@@ -116,8 +104,7 @@ def ended(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Redirects standard output to /dev/null. Otherwise Python would write its buffer again when
-        # it exits, and fail again.
+        # Otherwise Python would write its buffer again at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return 0
@@ -126,8 +113,7 @@ def ended(command: Callable[[], int]) -> int:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> str:
-    """Formats the rows of a table as lines, with columns as wide as their widest cells. Aligns the
-    columns with the indices in `left` to the left, all others to the right. A row without cells is
+    """Formats a table. Columns in `left` are aligned left, others right. A row without cells is
     an empty line."""
     widths = [max(len(row[at]) for row in rows if row) for at in range(len(rows[0]))]
     put = [str.ljust if at in left else str.rjust for at in range(len(widths))]

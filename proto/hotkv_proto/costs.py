@@ -1,28 +1,16 @@
-"""Estimates how many seconds transfers of a given size take, from the durations of a few measured
-transfers."""
+"""Estimates how long transfers take, from a few measured ones."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""Needed spread of the measured sizes (largest divided by smallest). If the measured costs do not
-grow with the size, `fitted` treats the cost as independent of the size only with at least this
-spread: with similar sizes, equal costs prove nothing."""
+"""Sizes must spread so much (largest by smallest) to prove that cost does not grow with size."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Splits the cost of transfers (their duration) into a fixed part and a part that grows with
-    the size. Returns the fixed seconds of a transfer, and the seconds per unit of size.
-
-    sizes: size of each measured transfer.
-    seconds: duration of each of these transfers.
-
-    Fits a line by least squares, with three exceptions:
-    - If the fixed part would be negative, the whole cost counts as cost per unit.
-    - If the cost does not grow with the size, the whole cost counts as fixed cost. But if the sizes
-      differ by less than a factor of WIDE, it counts as cost per unit.
-    - If no size is above 0, both results are 0.
-    """
+    """Fixed seconds of a transfer, and seconds per unit of size, by least squares. But all cost
+    is per unit if the fixed part would be negative; all is fixed if it does not grow over sizes
+    that spread by WIDE; 0 without sizes above 0."""
     all_sizes, all_seconds = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     has_some = all_sizes > 0
     some, took_s = all_sizes[has_some], all_seconds[has_some]

@@ -1,8 +1,8 @@
-"""The base class of hotkv's errors, and the enum of their reasons.
+"""hotkv's errors and their reasons.
 
-A refusal always has a reason and a sentence that names the problem and the fix. If a field is
-wrong, the sentence begins with the field's path. Three outcomes are return values, never errors: a
-miss, an answer that is not ready yet, and a lease that pins fewer blocks than requested.
+A refusal's sentence names the problem and the fix, and begins with the field's path if a field
+is wrong. A miss, an answer that is not ready yet, and a lease with fewer blocks are values,
+never errors.
 """
 
 import enum
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Reason(enum.IntEnum):
-    """The reason why a call was refused; numbered as `hotkv.v1.ErrorReason`."""
+    """Why a call was refused; numbered as `hotkv.v1.ErrorReason`."""
 
     INVALID_FIELD = 1
     INVALID_HASH = 2
@@ -56,17 +56,11 @@ RETRYABLE: Final[dict[Reason, bool]] = {
     Reason.RESIDENCY_TOO_LARGE: False,
     Reason.UNKNOWN_RESIDENCY: False,
 }
-"""For each reason: whether the same call, unchanged, may succeed later. A test checks that every
-`Reason` has an entry. docs/wire.md names a remedy for each reason."""
+"""Whether the same call may succeed later. docs/wire.md has a remedy for each reason."""
 
 
 class HotKVError(Exception):
-    """A call was refused and has changed no state. Exception: if a subclass of this error was
-    raised, the server may have executed the call.
-
-    reason: the reason for the refusal, for programs.
-    message: sentence that names the problem and the fix, for people.
-    """
+    """A call was refused and has changed nothing. With a subclass it may have been executed."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -75,12 +69,11 @@ class HotKVError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Returns True if the same call, unchanged, may succeed later."""
         return RETRYABLE[self.reason]
 
     @property
     def reason_name(self) -> str:
-        """Returns the reason as messages and `hotkv --json` show it."""
+        """The reason as messages and `hotkv --json` show it."""
         return self.reason.name
 
     def __str__(self) -> str:
@@ -88,16 +81,13 @@ class HotKVError(Exception):
 
 
 def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
-    """Returns the error that refuses a call because of a wrong field. `reason`: given if a more
-    exact reason than INVALID_FIELD exists."""
     return HotKVError(reason, message)
 
 
 def check_most(most: int, count: int, what: str, advice: str = "") -> None:
-    """Raises TOO_LARGE if `count` exceeds `most`.
+    """Raises TOO_LARGE.
 
-    what: start of the error message, with {} in place of the count.
-    advice: end of the error message.
+    what: begins the message, with {} for the count; `advice` ends it.
     """
     if count > most:
         raise HotKVError(
@@ -106,9 +96,8 @@ def check_most(most: int, count: int, what: str, advice: str = "") -> None:
 
 
 class NoAnswerError(HotKVError):
-    """The server could not be reached, or did not answer in time. The server may have executed the
-    call. `reason` is INTERNAL, because no reason of the protocol fits; `reason_name` is
-    NO_ANSWER."""
+    """Not reached, or no answer in time. The protocol has no reason that fits: `reason` is
+    INTERNAL."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.INTERNAL, message)
@@ -123,12 +112,8 @@ class NoAnswerError(HotKVError):
 
 
 class SessionLostError(HotKVError):
-    """There is no connection to the server, or the connection broke before the server answered. The
-    server may have executed the call.
-
-    If a load fails with this error, the server can no longer access the engine's memory for this
-    load.
-    """
+    """No connection, or it broke before the answer. The server can no longer access the engine's
+    memory for a load that fails so."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.UNKNOWN_SESSION, message)

@@ -1,5 +1,4 @@
-"""Names the packages of an extra (an optional feature of hotkv's package, such as `otel`), for
-messages that advise how to install them. These packages are on PyPI; hotkv itself is not."""
+"""Advice how to install an extra, such as `otel`: its packages are on PyPI, hotkv itself is not."""
 
 import re
 import shlex
@@ -7,8 +6,7 @@ from importlib import metadata
 
 
 def packages(extra: str) -> list[str]:
-    """Returns the packages of an extra with their version bounds. Returns an empty list if hotkv is
-    not installed as a package, or has no such extra."""
+    """Packages with version bounds; empty if hotkv is not installed, or has no such extra."""
     try:
         needed = metadata.requires("hotkv") or []
     except metadata.PackageNotFoundError:
@@ -19,7 +17,6 @@ def packages(extra: str) -> list[str]:
 
 
 def advice(extra: str) -> str:
-    """Returns the command that installs the packages of an extra."""
     names = packages(extra)
     if not names:
         return f"pip install '.[{extra}]' in a clone of hotkv"

@@ -1,13 +1,12 @@
-"""Hints about the KV cache that routers send with a request, in vLLM's envelope (`kv_hints`).
+"""Hints that routers send with a request, in vLLM's envelope (`kv_hints`): a list of actions on
+blocks.
 
-An envelope is a message with a list of actions, such as retaining or prefetching the blocks of a
-user session. Only this module knows the names, versions and payloads of the protocol. vLLM's PR
-#53423 defines the envelope and leaves the actions to the receiver. RFCs #51428, #52113 and #57103
-name the actions and outcomes that this module implements.
+Only this module knows names, versions and payloads. vLLM's PR #53423 defines the envelope and
+leaves the actions to the receiver; RFCs #51428, #52113 and #57103 name those implemented here.
 
-Always true: `read` never raises, whatever an envelope contains. If an action is wrong, only this
-action is rejected, with a reason that names the field. Sizes are bounded (MAX_ACTIONS,
-MAX_ID_CHARS). A request is served even if the server can't execute its hints.
+Always true: `read` never raises. A wrong action is rejected alone, with a reason that names the
+field. Sizes are bounded (MAX_ACTIONS, MAX_ID_CHARS). A request is served even if its hints can't
+be executed.
 """
 
 import enum
@@ -23,29 +22,27 @@ PROTOCOL_MAJORS = ("0", "1")
 ACTION_VERSION = "1.0"
 ACTION_MAJORS = ("0", "1")
 PREFIX = "kv."
-"""A prefix that the type of an action may have, as in KVCR's `kv.fetch`."""
+"""That an action's type may have, as in KVCR's `kv.fetch`."""
 MAX_ACTIONS = 64
-"""Largest number of actions that are read from an envelope (a message of a router). All further
-actions of the envelope get a single rejection."""
+"""Of an envelope; all further ones get a single rejection."""
 MAX_ID_CHARS = 128
 MAX_REASON_CHARS = 200
 MAX_DEADLINE_S = 600.0
 MAX_TOKENS = 1 << 31
 ENVELOPE_ACTION_ID = "*"
-"""Action id of an outcome that belongs to no single action: it applies to a whole envelope (message
-of a router), or to all its actions beyond MAX_ACTIONS."""
+"""Action id of an outcome for a whole envelope, or for all its actions beyond MAX_ACTIONS."""
 _UNSET: Any = object()
 Kind = TypeVar("Kind", bound=enum.Enum)
 
 
 class ActionType(enum.Enum):
-    """The kind of an action on blocks, which a router requests by a hint.
+    """What a router asks for.
 
-    retain: evict the blocks later than other blocks.
-    pin: do not evict the blocks for a time.
-    demote: evict the blocks before other blocks.
-    prefetch: promote the blocks to host memory.
-    release: the user session has ended and its blocks will not be used again.
+    retain: evict later than others.
+    pin: do not evict for a time.
+    demote: evict before others.
+    prefetch: promote to host memory.
+    release: the user session has ended; its blocks will not be used again.
     """
 
     RETAIN = "retain"
@@ -56,18 +53,18 @@ class ActionType(enum.Enum):
 
 
 AT_END = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Kinds of actions that are executed after the end of the request that carried them, if they name
-this request's own blocks or its user session."""
+"""Executed after the end of the request that carried them, if they name its own blocks or user
+session."""
 
 
 class Status(enum.Enum):
-    """The outcome of an action on blocks, which a router has requested by a hint.
+    """The outcome of an action.
 
     accepted: done for all blocks.
-    clipped: done for some of the blocks, or with reduced values.
+    clipped: done for some, or with reduced values.
     deferred: not done yet, or not finished.
     rejected: not done.
-    missing: the user session is unknown, or none of the blocks is in host memory.
+    missing: unknown user session, or no block in host memory.
     """
 
     ACCEPTED = "accepted"
@@ -81,11 +78,9 @@ class Status(enum.Enum):
 class Target:
     """The blocks to which an action applies.
 
-    session_id: the blocks of the latest prompt of this user session; empty: the blocks of the
-        request that carried the action.
-    start_tokens, end_tokens: a range of tokens of the prompt, from `start_tokens` up to, but not
-        including, `end_tokens` (None: the end of the prompt). The action applies only to blocks
-        that have tokens in this range.
+    session_id: those of this user session's latest prompt; empty: those of the request.
+    start_tokens, end_tokens: only blocks with tokens in this range of the prompt (None: to its
+        end).
     """
 
     session_id: str = ""
@@ -102,16 +97,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action of an envelope (a router's list of actions on blocks) that was read without an
-    error.
+    """An action that was read without an error.
 
-    action_id: id that the router has chosen, or the action's index in the envelope, such as `#0`.
-    priority, ttl_s: for `retain` and `pin`, the fields of the `Retention` that the action requests;
-        0 for other kinds.
-    deadline_s: for `prefetch`, the time after which the server gives up the prefetch, counted from
-        the arrival of the action at the server; 0 for other kinds.
-    clipped: text that names the values that were reduced to their bounds; empty if no value was
-        reduced.
+    action_id: the router's, or the index in the envelope, such as `#0`.
+    priority, ttl_s: for `retain` and `pin`.
+    deadline_s: for `prefetch`, from the action's arrival at the server.
+    clipped: names the values that were reduced to their bounds.
     """
 
     action_id: str
@@ -124,7 +115,6 @@ class Action:
 
     @property
     def retention(self) -> Retention:
-        """Returns the retention that the action requests for its blocks."""
         match self.kind:
             case ActionType.RETAIN:
                 return Retention(self.priority, self.ttl_s)
@@ -138,11 +128,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An action of an envelope (a router's list of actions on blocks) that was rejected, because it
-    has an error.
+    """An action that was rejected, because it has an error.
 
-    kind: the action's type as the router wrote it, shortened.
-    reason: sentence that names the wrong field.
+    kind: as the router wrote it, shortened.
+    reason: names the wrong field.
     """
 
     action_id: str
@@ -152,8 +141,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The actions that were read from an envelope (a router's list of actions on blocks), and the
-    rejected actions."""
+    """What was read from an envelope."""
 
     message_id: str = ""
     actions: tuple[Action, ...] = ()
@@ -163,12 +151,10 @@ class Hints:
         return bool(self.actions or self.rejected)
 
     def split(self, session_id: str) -> "tuple[Hints, Hints]":
-        """Splits the hints by the time of execution. Returns two `Hints`. The first has the actions
-        to execute at once, and all rejections. The second has the actions to execute after the end
-        of the request (see AT_END).
+        """Hints to execute at once, with all rejections, and hints to execute after the request's
+        end (AT_END).
 
-        session_id: the user session to which the request belongs; empty if the request names no
-            session.
+        session_id: the request's user session, or empty.
         """
         own = ("", session_id)
         later = tuple(a for a in self.actions if a.kind in AT_END and a.target.session_id in own)
@@ -176,12 +162,9 @@ class Hints:
         return Hints(self.message_id, now, self.rejected), Hints(self.message_id, later)
 
     def retention(self) -> Retention:
-        """Returns the combined retention of the actions that apply to all blocks of the request.
-
-        The result has the highest priority and the longest `ttl_s`. If an action pins the blocks,
-        `ttl_s` is the longest of the pins. If an action retains or pins the blocks, actions that
-        demote or release them are ignored.
-        """
+        """Joins the actions on all blocks of the request: the highest priority and the longest
+        `ttl_s` (of the pins, if there are any). Actions that retain or pin outweigh those that
+        demote or release."""
         asked = [
             action.retention
             for action in self.actions
@@ -199,14 +182,12 @@ NO_HINTS = Hints()
 
 
 class _WrongField(Exception):
-    """Raised for a wrong field of an envelope (a router's list of actions on blocks) or of an
-    action; the message names the field and the fault."""
+    """Names the field and the fault."""
 
 
 def read(envelope: Any) -> Hints:
-    """Reads vLLM's `KvHintsEnvelope` (a list of actions on blocks), or the same envelope as
-    mappings decoded from JSON. A wrong envelope or action does not raise; it is listed in
-    `Hints.rejected`."""
+    """Reads vLLM's `KvHintsEnvelope`, or the same as mappings decoded from JSON. A wrong
+    envelope or action does not raise; it is listed in `Hints.rejected`."""
     try:
         return _read(envelope)
     except _WrongField as error:
@@ -245,7 +226,6 @@ def _read(envelope: Any) -> Hints:
 
 
 def _free_id(number: int, known: set[str]) -> str:
-    """Returns an id for the action with index `number` that is not in `known`."""
     action_id = f"#{number}"
     while action_id in known:
         action_id += "'"
@@ -288,8 +268,7 @@ def _kind(value: Any) -> ActionType:
 
 
 def _target(payload: Mapping[Any, Any]) -> Target:
-    """Reads the target of an action (the blocks to which it applies) from `payload.target`, or from
-    `payload` if it has no `target`."""
+    """Reads `payload.target`, or `payload` without it."""
     given = payload.get("target", _UNSET)
     where, fields = ("payload", payload) if given is _UNSET else ("payload.target", given)
     if given is not _UNSET and not isinstance(given, Mapping):
@@ -347,7 +326,7 @@ def _identifier(value: Any, name: str) -> str:
 
 
 def is_identifier(value: Any) -> bool:
-    """Returns whether a value can be the id of a session, a message or an action."""
+    """A session, a message or an action may have this id."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and value.isprintable()
 
 
@@ -362,7 +341,7 @@ def _get(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Returns a short form of any value, for messages."""
+    """A short form, for messages."""
     if isinstance(value, str):
         return repr(value[:40]) if len(value) > 40 or not value.isprintable() else value or "''"
     if isinstance(value, bool | float | None) or (isinstance(value, int) and abs(value) < 1 << 64):
@@ -375,12 +354,7 @@ def _short(text: str) -> str:
 
 
 def short_forms(retention: Retention, *, demote: bool, release: bool) -> Iterator[Action]:
-    """Yields the actions that a request's `hotkv.*` parameters stand for. All of them apply to the
-    blocks of the request itself.
-
-    retention: the parameters `hotkv.priority`, `hotkv.ttl_s` and `hotkv.pin`.
-    demote, release: whether the parameters ask to demote or release the blocks.
-    """
+    """The actions that a request's `hotkv.*` parameters stand for, on the request's own blocks."""
     if retention.pin:
         yield Action("hotkv.pin", ActionType.PIN, Target(), retention.priority, retention.ttl_s)
     elif retention != NO_RETENTION:

@@ -1,9 +1,8 @@
-"""Key spaces, sketches (compact forms of blocks' keys), block keys and block hashes.
+"""Key spaces, sketches, block keys and block hashes.
 
-A block key is (key space, group index, block hash). Two engines share blocks exactly when the
-fingerprints of their key spaces are equal. So every field that changes the bytes of a block is a
-field of `KeySpace`. A field that changes only the bytes of a block's sketch is a field of
-`Sketch`: engines whose sketches differ share blocks, but not sketches.
+Engines share blocks exactly when the fingerprints of their key spaces are equal: every field
+that changes a block's bytes is one of `KeySpace`. A field that changes only a sketch's bytes is
+one of `Sketch`.
 """
 
 import hashlib
@@ -18,23 +17,17 @@ from hotkv_proto.groups import GroupSpec
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
-"""Largest number of groups of a key space. The server uses group numbers from MAX_GROUPS on for
-sketches (compact forms of blocks' keys, for sparse attention)."""
+"""Of a key space. The server numbers sketches from here on."""
 MAX_NAME = 64
-"""Largest number of characters in the name of a format of sketches (compact forms of blocks'
-keys)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A kind of sketch: a small summary of each block's keys, for sparse attention. Engines
-    share sketches only if all fields are equal.
+    """A kind of sketch. Engines share sketches only if all fields are equal.
 
-    group_index: the KV cache group to whose blocks the sketches belong.
-    format, version: define the meaning of the bytes (`hotkv_sparse.formats`); `version` is a
-        number of at most 63 bits.
-    shard_bytes: bytes of a block's sketch in each shard (a rank's part); the slot holds the
-        shards in order.
+    group_index: of the blocks.
+    format, version: define the meaning of the bytes (`hotkv_sparse.formats`); at most 63 bits.
+    shard_bytes: of a sketch per shard, in the slot's order.
 
     Raises ValueError if a number is out of range.
     """
@@ -65,15 +58,12 @@ class Sketch:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the bytes that a block's sketch (a compact form of its keys) takes in a
-        slot of the server: the sum over all shards (parts of the ranks)."""
         return sum(self.shard_bytes)
 
 
 @dataclass(frozen=True)
 class KeySpace:
-    """Identifies a model in a configuration, by all fields that determine the bytes of a block.
-    Only engines with equal key spaces share blocks. See `hotkv.v1.KeySpace` for each field.
+    """All that determines the bytes of a block; fields as in `hotkv.v1.KeySpace`.
 
     `model` must not be a path: the same weights in another folder are the same model.
     """
@@ -121,52 +111,43 @@ class KeySpace:
 
     @property
     def num_shards(self) -> int:
-        """Returns the number of shards in a slot, which is the number of ranks that hold different
-        KV."""
+        """Number of ranks that hold different KV."""
         return len(self.groups[0].shard_bytes)
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Returns SHA-256 over the canonical JSON of all fields, 32 bytes."""
+        """SHA-256 over the canonical JSON of all fields, 32 bytes."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(b"hotkv-key-space-1\0" + text.encode()).digest()
 
     def group_salt(self, group_index: int) -> int:
-        """Returns the 64-bit salt of a group: a number that the block table mixes into the group's
-        hashes. So equal hashes of two groups or key spaces are different keys in the block table.
-        """
+        """64 bits that the block table mixes into hashes: equal hashes of two groups or key
+        spaces are different keys."""
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
         return int.from_bytes(digest[:8], "little")
 
     def sketch_salt(self, sketch: Sketch) -> int:
-        """Returns the 64-bit salt that the block table mixes into the hashes of sketches
-        (compact forms of blocks' keys) of this kind. The salt differs for each group, format,
-        version and size."""
+        """As `group_salt`, for a kind of sketch."""
         text = json.dumps(asdict(sketch), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         digest = hashlib.sha256(b"hotkv-sketch-1\0" + self.fingerprint + text.encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 
 def signed_salt(salt: int) -> int:
-    """Converts a 64-bit salt (a number mixed into the hashes of a group) to the signed number that
-    represents it in messages."""
     return salt - (1 << 64) if salt >> 63 else salt
 
 
 def unsigned_salt(number: int) -> int:
-    """Converts a signed number from a message to a 64-bit salt (a number mixed into the hashes of a
-    group): the inverse of `signed_salt`."""
+    """Inverse of `signed_salt`."""
     return number & ((1 << 64) - 1)
 
 
 def group_hashes(
     hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
 ) -> Sequence[bytes]:
-    """Returns the hashes of a group's blocks. The hash of a block of the group is the last of the
-    engine's hashes within this block.
+    """A group's block has the last of the engine's hashes within it.
 
-    hashes: the engine's hashes, one per `hash_block_tokens`.
-    block_tokens: tokens of a block of the group, a multiple of `hash_block_tokens`.
+    hashes: one per `hash_block_tokens`, of which `block_tokens` is a multiple.
     """
     step = block_tokens // hash_block_tokens
     return hashes if step == 1 else hashes[step - 1 :: step]
@@ -177,18 +158,17 @@ def _sha256_pickle(value: object) -> bytes:
 
 
 TOKEN_HASH_ALGORITHMS: dict[str, Callable[[object], bytes]] = {"sha256": _sha256_pickle}
-"""Algorithms of vLLM's block hashes that `token_block_hashes` can compute from token ids."""
+"""Of vLLM's block hashes, those that `token_block_hashes` can compute."""
 
 
 def token_block_hashes(
     token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str
 ) -> list[bytes]:
-    """Computes the block hashes of a plain prompt (no images, no adapter, no salt) as vLLM does.
-    Returns one hash for each full block. `seed`: the engine's seed (`KeySpace.hash_seed`), whose
-    hash is the parent hash of the first block.
+    """Hashes a plain prompt (no images, no adapter, no salt) as vLLM does, once per full block. The
+    hash of `seed` (`KeySpace.hash_seed`) is the first parent.
 
     Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an
-    algorithm that is not in TOKEN_HASH_ALGORITHMS.
+        algorithm that is not in TOKEN_HASH_ALGORITHMS.
     """
     if algorithm not in TOKEN_HASH_ALGORITHMS:
         raise ValueError(

@@ -1,10 +1,9 @@
-"""The canonical KV layout: where the pages of a block lie in engine memory and in its slot.
+"""Where the pages of a block lie in engine memory and in its slot.
 
-A slot (a block's place in the server's arena) holds the shards of all ranks in order. A shard holds
-the pages of that rank's tensors, each page at its `shard_offset_bytes`. A page holds its runs
-(contiguous bytes) in order, without gaps. All copies between slots and engine memory use the
-`Recipe`s of this module. No other code computes the places of bytes. The code never assumes a
-single group or a single rank.
+A slot holds the shards of all ranks in order; a shard the pages of that rank's tensors, each at
+its `shard_offset_bytes`; a page its *runs* of contiguous bytes in order, without gaps. All
+copies use the `Recipe`s of this module; no other code computes places of bytes or assumes a
+single group or rank.
 """
 
 import dataclasses
@@ -21,26 +20,23 @@ from hotkv_proto.keys import Sketch
 Int64s = NDArray[np.int64]
 
 FENCE_HANDLE = "hotkv-fence"
-"""Id under which an engine sends the server the descriptor of its fence: a page of shared memory in
-which the engine writes which stores it has revoked. The fence is not part of a layout."""
+"""Id under which an engine sends its fence: shared memory in which it writes which stores it has
+revoked. Not part of a layout."""
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19
-"""Largest number of runs (contiguous byte ranges) of a block, summed over all tensors of a layout.
-At 32 bytes per run, the copy plans (`Recipe`) of a layout need at most 16 MiB."""
+"""Of a block, over all tensors of a layout. At 32 bytes per run its recipes take at most 16 MiB."""
 MAX_DIMS = 8
-"""Largest number of entries in the `dims` of a `PageTensor`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """A piece of an engine's memory: CUDA memory, or a file whose descriptor the engine sends to
-    the server over the descriptor socket (the server's Unix socket for file descriptors).
+    """A piece of an engine's memory: CUDA memory, or a file whose descriptor is sent over the
+    server's Unix socket.
 
-    handle_id: name of this memory in the layout.
-    base_offset_bytes: start of the memory in the file or in the CUDA allocation.
+    base_offset_bytes: in the file or the CUDA allocation.
     cuda_handle: CUDA's IPC handle, 64 bytes; empty for a file.
-    device_uuid: UUID of the GPU; empty for a file.
+    device_uuid: of the GPU; empty for a file.
     """
 
     handle_id: str
@@ -56,15 +52,13 @@ class MemoryHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """The pages of one or several layers of a group, for all blocks. Instead of a group, a tensor
-    may belong to a kind of sketch (compact form of blocks' keys).
+    """The pages of one or several layers of a group, or of a kind of sketch, for all blocks.
 
-    base_offset_bytes, block_stride_bytes: the page of block b starts at base + b * stride in the
-        memory of `handle_id`.
-    run_bytes: a page consists of runs of `run_bytes` contiguous bytes.
-    dims: how the runs repeat within a page: a (count, stride_bytes) for each of several nested
-        loops, the outermost loop first.
-    shard_offset_bytes: start of the page in the rank's shard of the slot.
+    base_offset_bytes, block_stride_bytes: block b's page starts at base + b * stride of
+        `handle_id`.
+    run_bytes: of each run of a page.
+    dims: (count, stride_bytes) of the nested loops that repeat the runs, outermost first.
+    shard_offset_bytes: of the page in the rank's shard.
     """
 
     group_index: int
@@ -78,12 +72,10 @@ class PageTensor:
 
     @property
     def page_bytes(self) -> int:
-        """Returns the size of a block's page in this tensor, in bytes."""
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
-        """Returns the offset of each run (contiguous bytes) from the start of the page in engine
-        memory [runs]. The runs have the order that they have in the slot."""
+        """Offsets of runs in a page of engine memory, in the slot's order [runs]."""
         offsets = np.zeros(1, np.int64)
         for count, stride in self.dims:
             offsets = (
@@ -94,11 +86,9 @@ class PageTensor:
 
 @dataclass(frozen=True, slots=True)
 class CopyRuns:
-    """The runs (contiguous bytes) to copy between the engine memory of one handle and the arena.
+    """Runs to copy between a handle's memory and the arena, int64 [runs].
 
-    engine_offsets: start of each run in the memory of `handle_id`, int64 [runs].
-    slot_offsets: start of each run in the arena, int64 [runs].
-    num_bytes: length of each run, int64 [runs].
+    slot_offsets: in the arena.
     """
 
     handle_id: str
@@ -109,15 +99,14 @@ class CopyRuns:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The places of a block's bytes in the memory of one handle and in the block's slot. The bytes
-    are given as runs (contiguous bytes), in the order of the slot. Runs that are adjacent both in
-    engine memory and in the slot are merged, also across tensors.
+    """A block's runs in one handle's memory and in its slot, in the slot's order. Runs that are
+    adjacent on both sides are merged, also across tensors.
 
-    All arrays are int64 [runs]:
-    bases: offset of each run in the handle's memory, for block 0.
-    strides: bytes from a block's run to the same run of the next block.
-    slot_offsets: offset of each run in the slot.
-    num_bytes: length of each run.
+    All int64 [runs]:
+    bases: offset in the handle's memory, for block 0.
+    strides: bytes to the same run of the next block.
+    slot_offsets: in the slot.
+    num_bytes: of each run.
     """
 
     handle_id: str
@@ -128,14 +117,13 @@ class Recipe:
 
     @property
     def block_bytes(self) -> int:
-        """Returns how many bytes of a block are in the memory of this handle."""
+        """Bytes of a block in this handle's memory."""
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
-        """Returns the runs (contiguous bytes) to copy for these blocks, block by block.
+        """Block by block.
 
-        block_ids: id of each block in engine memory [blocks].
-        slot_offsets: start of each block's slot in the arena [blocks].
+        slot_offsets: of the slots in the arena [blocks].
         """
         engine = block_ids[:, None] * self.strides[None, :] + self.bases[None, :]
         slot = slot_offsets[:, None] + self.slot_offsets[None, :]
@@ -148,10 +136,10 @@ class Recipe:
 
     @staticmethod
     def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
-        """Makes the recipe (the places of a block's bytes in engine memory and in a slot) of a
-        group's tensors, all of which lie in the memory of the same handle.
+        """Merges a group's runs.
 
-        shard_start: offset of the rank's shard in the slot.
+        tensors: of a group, all in the same handle's memory.
+        shard_start: of the rank's shard in the slot.
         """
         parts: list[list[Int64s]] = [[], [], [], []]
         for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
@@ -184,10 +172,10 @@ class Recipe:
 class Layout:
     """The KV memory of a rank. `validate` must pass before any copy.
 
-    shard_index: index, in each slot, of the shard that this rank holds.
-    num_blocks: number of blocks in the memory; block ids are less than this.
-    name: name of the layout for people, such as `LBHNC`: the order of the axes in memory (L layers,
-        B blocks, H heads, N tokens, C channels); empty: unknown. Copies do not use it.
+    shard_index: of the rank in each slot.
+    num_blocks: block ids are less.
+    name: for people, such as `LBHNC`: the axes in memory (L layers, B blocks, H heads, N tokens,
+        C channels); empty: unknown.
     """
 
     shard_index: int
@@ -201,11 +189,9 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the total size of all memory handles, in bytes."""
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:
-        """Returns whether the layout has pages of this group."""
         return any(tensor.group_index == group_index for tensor in self.tensors)
 
     def validate(
@@ -213,12 +199,11 @@ class Layout:
         groups: Sequence[GroupSpec],
         sketches: Mapping[int, Sketch] | None = None,
     ) -> None:
-        """Raises ValueError, with the name of the field, if the layout contradicts itself, `groups`
-        or `sketches`, or if its tensors do not fit into its handles.
+        """Raises ValueError, with the name of the field, if the layout contradicts itself or its
+        arguments, or if tensors do not fit into their handles. All groups must have tensors,
+        sketches need not.
 
-        sketches: kinds of sketch (compact forms of blocks' keys, for sparse
-            attention), by group index. The layout must have tensors for all groups, but may omit
-            sketches.
+        sketches: by group index.
         """
         handles = {handle.handle_id: handle for handle in self.handles}
         if len(handles) != len(self.handles):
@@ -273,18 +258,14 @@ class Layout:
                 )
 
     def _by_group(self) -> dict[int, list[PageTensor]]:
-        """Returns, by group index, the tensors of the group. Omits groups without tensors."""
         tensors_of: dict[int, list[PageTensor]] = {}
         for tensor in self.tensors:
             tensors_of.setdefault(tensor.group_index, []).append(tensor)
         return tensors_of
 
     def prepare(self, groups: Sequence[GroupSpec], sketches: Mapping[int, Sketch]) -> None:
-        """Validates the layout and computes all recipes (places of blocks' bytes, by which
-        transfers copy) in advance, so that the first transfer is as fast as later transfers. Raises
-        ValueError if the layout is not valid, for example because it does not fit the KV cache
-        groups of the key space, or the kinds of sketches (compact forms of blocks' keys, by
-        group index)."""
+        """Validates (ValueError) and computes all recipes, so that the first transfer is as fast
+        as later ones."""
         self.validate(groups, sketches)
         shapes: dict[int, GroupSpec | Sketch] = {
             **dict(enumerate(groups)),
@@ -314,10 +295,9 @@ class Layout:
             )
         if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
-        # Checks that no two runs overlap. The order of runs in the slot may differ from their order
-        # in memory, so the dimensions are sorted by stride. Each stride must be at least the extent
-        # of the dimensions below it. The blocks are treated as one more dimension, with
-        # `block_stride_bytes` as its stride.
+        # No two runs may overlap. Runs in the slot may have another order than in memory, so
+        # dimensions are sorted by stride: each stride must be at least the extent of those below
+        # it. The blocks are one more dimension.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
         named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)
@@ -353,11 +333,7 @@ class Layout:
             )
 
     def recipes(self, group_index: int, group: GroupSpec | Sketch) -> list[Recipe]:
-        """Returns where the bytes of a group's blocks are in the engine's memory: a recipe (strides
-        and runs of bytes) for each memory handle that holds a part of them. They are computed once.
-
-        group: the group, or a kind of sketch (compact form of blocks' keys).
-        """
+        """One per handle with a part of the group; computed once."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])
@@ -375,8 +351,6 @@ class Layout:
         block_ids: Int64s,
         slot_offsets: Int64s,
     ) -> list[CopyRuns]:
-        """Returns the runs (contiguous bytes) to copy for blocks of a group: one `CopyRuns` per
-        memory handle."""
         return [
             recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)
         ]

@@ -1,5 +1,4 @@
-"""Reads the limits of the machine: locked memory, memory of the control group, huge pages. Servers
-and engines compare their settings with these limits when they start."""
+"""Reads the machine's limits, with which servers and engines compare their settings."""
 
 import resource
 from pathlib import Path
@@ -12,20 +11,19 @@ NO_LIMIT = (1 << 63) - 1
 
 
 def memlock_bytes() -> int:
-    """Returns how many bytes this process may lock, or pin for a GPU; NO_LIMIT if unlimited."""
+    """What this process may lock, or pin for a GPU."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def cgroup_bytes() -> int:
-    """Returns the smallest memory limit of this process's control group and the group's ancestors;
-    NO_LIMIT if none of them has a limit that can be read."""
+    """Least limit of this process's control group and its ancestors; NO_LIMIT if none can be
+    read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
-    """Returns the directories of this process's control group (version 2) and of the group's
-    ancestors, the process's own group first. Empty if the process has no control group."""
+    """Own first (version 2)."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -37,7 +35,7 @@ def _cgroups() -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Returns the number in a file; NO_LIMIT if the file contains no number or can't be read."""
+    """NO_LIMIT if it can't be read."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -46,8 +44,7 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """Reads a file with a name and a number on each line. Returns the number on the line of `name`,
-    multiplied by `unit`; NO_LIMIT if the name is missing or the file can't be read."""
+    """Number in the line of `name`, times `unit`; NO_LIMIT if it can't be read."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -56,13 +53,8 @@ def _field(path: Path, name: str, unit: int) -> int:
 
 
 def available_bytes() -> int:
-    """Returns how many bytes can be allocated before the kernel must kill a process. That is the
-    smallest number among the available bytes of the machine and of each control group of this
-    process.
-
-    Returns NO_LIMIT if the kernel does not report these numbers. Memory of files in the page cache
-    counts as available.
-    """
+    """What can be allocated before the kernel must kill a process: the least of the machine and
+    each control group, with files in the page cache. NO_LIMIT if the kernel does not say."""
     least = _field(MEMINFO, "MemAvailable:", 1024)
     for directory in _cgroups():
         limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
@@ -78,13 +70,13 @@ def available_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Returns the memory of this machine in bytes, or the limit of this process's control groups if
-    that is less; NO_LIMIT if the kernel reports neither."""
+    """Memory of the machine, or the limit of the control groups, if less; NO_LIMIT if the kernel
+    reports neither."""
     return min(_field(MEMINFO, "MemTotal:", 1024), cgroup_bytes())
 
 
 def allocated_bytes(path: Path) -> int:
-    """Returns the memory that a file on tmpfs uses at the moment; 0 if there is no such file."""
+    """Memory that a file on tmpfs uses; 0 without the file."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -92,7 +84,6 @@ def allocated_bytes(path: Path) -> int:
 
 
 def why_no_huge_pages() -> str:
-    """Returns the most likely reason why the kernel provided no huge pages, as text for people."""
     try:
         modes = SHMEM_HUGE.read_text().strip()
     except OSError:

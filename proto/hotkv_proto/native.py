@@ -1,10 +1,6 @@
-"""Loads modules of kernels: functions that numba compiles.
-
-A module of kernels is named `kernels` and imports numba. Other modules import it by name at its
-first use, because numba takes a second to load, and clients can work without it. A client calls
-`load`, and computes in numpy if `load` returns None. The server and the sparse library call
-`require`.
-"""
+"""Loads modules of kernels, which numba compiles, by name at their first use: numba takes a
+second to load, and clients can do without. These call `load`; the server and the sparse library
+`require`."""
 
 import functools
 import importlib
@@ -16,15 +12,14 @@ from types import ModuleType
 
 @functools.cache
 def available() -> bool:
-    """Returns whether kernels can be used: numba is installed and HOTKV_DISABLE_NUMBA is not
-    set."""
+    """Numba is installed and HOTKV_DISABLE_NUMBA is not set."""
     return (
         not os.environ.get("HOTKV_DISABLE_NUMBA") and importlib.util.find_spec("numba") is not None
     )
 
 
 def why_unavailable() -> str:
-    """Returns the reason why kernels can't be used, and the fix."""
+    """Reason and fix."""
     if os.environ.get("HOTKV_DISABLE_NUMBA"):
         return "HOTKV_DISABLE_NUMBA is set: server and sparse decode need kernels, unset it"
     return "numba is not installed: pip install numba"
@@ -32,10 +27,8 @@ def why_unavailable() -> str:
 
 @functools.cache
 def load(module_name: str) -> ModuleType | None:
-    """Loads a module of kernels. Returns None if kernels can't be used.
-
-    The first call takes seconds: kernels are compiled, or read from numba's cache on disk.
-    """
+    """None if kernels can't be used. Takes seconds at first: kernels are compiled, or read from
+    numba's cache on disk."""
     if not available():
         return None
     kernels = importlib.import_module(module_name)
@@ -44,13 +37,9 @@ def load(module_name: str) -> ModuleType | None:
 
 
 def _answer_scans() -> None:
-    """Gives llvmlite's library object, which numba has loaded, an empty `__dict__`.
-
-    This object returns a function for any name that is asked of it, also for `__dict__`, which
-    should be a dict. So code that inspects the attributes of all modules raises. vLLM does that
-    when a CPU engine starts (`vllm.triton_utils.dispatcher`), so without this fix no engine could
-    start in a process that has loaded numba.
-    """
+    """Gives llvmlite's library object an empty `__dict__`. It returns a function for any name,
+    also for this one, so code that inspects all modules raises, as vLLM does when a CPU engine
+    starts (`vllm.triton_utils.dispatcher`)."""
     ffi = sys.modules.get("llvmlite.binding.ffi")
     functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
     if isinstance(functions, dict):
@@ -59,8 +48,7 @@ def _answer_scans() -> None:
 
 @functools.cache
 def require(module_name: str) -> ModuleType:
-    """Loads a module of kernels without which the caller can't work. Takes seconds the first time.
-    Raises ImportError if kernels can't be used."""
+    """Takes seconds the first time. Raises ImportError if kernels can't be used."""
     kernels = load(module_name)
     if kernels is None:
         raise ImportError(why_unavailable())

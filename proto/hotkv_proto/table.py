@@ -1,32 +1,24 @@
 """The shared block table: its binary format, and how to probe it.
 
-The server publishes the index of its blocks in a file. Only the server writes the file
-(`hotkv_server.cache.table.index`). Any process that has the file's descriptor can read it without a
-call. The result of such a lookup is a *hint*: a block may be evicted at any time, until a lease
-pins it.
+Only the server writes the file (`hotkv_server.cache.table.index`); who has its descriptor reads it
+without a call. A lookup is a *hint*: a block may be evicted until a lease pins it.
 
-The file consists of a header (4096 bytes), buckets and records. All words are little-endian uint32.
-An *entry* of the index stands for a block, or for a block's sketch (a compact form of its
-keys, for sparse attention). Entries are numbered from 1 on.
+The file has a header (4096 bytes), buckets and records of little-endian uint32. Entries are
+numbered from 1 on.
 
 A bucket has 64 bytes: sequence number, overflow count, 7 tags, 7 entry words.
-- A tag has 32 bits of the mixed hash, which is computed from the hash's first 8 bytes and a *salt*.
-  The salt is a number that differs for each key space and group (and each kind of sketch),
-  so equal hashes of two groups get different tags.
-- An entry word is the entry's number, with the high bit set while the entry is reserved (not
-  ready); 0: no entry.
-- The mixed hash also chooses an entry's home bucket (`home_buckets`). An entry is in its home
-  bucket or, if that was full, in one of the next 63 buckets.
-- The overflow count of a bucket is the number of entries that are in a later bucket because this
-  bucket was full.
+- A tag is 32 bits of the mixed hash of a hash's first 8 bytes and a *salt*, a number per key space
+  and group or kind of sketch: equal hashes of two groups get different tags.
+- An entry word is the entry's number, with the high bit set while it is reserved; 0: none.
+- The mixed hash also chooses the home bucket (`home_buckets`). If it is full, the entry is in one
+  of the next 63, and the overflow count of each bucket passed over grows.
 
-A record has 72 bytes, and its index is the number of its entry. Its fields, in order:
+A record has 72 bytes, indexed by entry number:
 - hash (32 bytes, zero-padded), checksum (8 bytes), key space;
 - group | state << 16;
 - offset and size of the slot, in units of SLOT_ALIGN bytes;
-- reuse count, which grows when the entry is reused;
-- entry of the block before this block, and depth (position in the context);
-- entry of the block's sketch; for a sketch, the entry of its block.
+- reuse count, parent's entry, depth;
+- entry of the block's sketch; of a sketch, that of its block.
 """
 
 import struct
@@ -51,8 +43,7 @@ RECORD_WORDS: Final = 18
 STATE_RESERVED: Final = 1
 STATE_READY: Final = 2
 STATE_DETACHED: Final = 3
-"""State of an entry (record of a block) that was removed from its bucket, so that lookups can't
-find it, and whose slot is still in use because it is pinned."""
+"""Lookups can't find the entry, but its slot is still pinned."""
 RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64
@@ -76,10 +67,9 @@ _MAX_RETRIES: Final = 1000
 class TableGeometry:
     """The header of a table file.
 
-    num_buckets: number of buckets.
     capacity: highest entry number; entry 0 is never used.
-    epoch: number that changes when the server loses the cache's contents.
-    arena_bytes: size of the arena, without the validity words behind the arena's bytes.
+    epoch: changes when the server loses the cache's contents.
+    arena_bytes: without the validity words.
     """
 
     num_buckets: int
@@ -89,8 +79,7 @@ class TableGeometry:
 
     @staticmethod
     def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
-        """Returns the sizes of the parts of a block table for `capacity` entries. It has so many
-        buckets that these entries fill the share TARGET_LOAD of the places in the buckets."""
+        """`capacity` entries fill the share TARGET_LOAD of the buckets' places."""
         return TableGeometry(
             max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes
         )
@@ -104,15 +93,13 @@ class TableGeometry:
         return self.records_offset_bytes + (self.capacity + 1) * RECORD_WORDS * 4
 
     def pack(self) -> bytes:
-        """Returns the header's bytes."""
         return HEADER.pack(
             MAGIC, FORMAT_VERSION, 0, self.num_buckets, self.capacity, self.epoch, self.arena_bytes
         )
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
-        """Reads the header of a table file. Raises ValueError if the header has another format, or
-        if its sizes do not fit into `file_bytes`."""
+        """Raises ValueError for another format, or if the sizes do not fit into `file_bytes`."""
         if len(data) < HEADER.size:
             raise ValueError(
                 f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
@@ -135,7 +122,7 @@ class TableGeometry:
 
 
 class BlockTable:
-    """A block table that is mapped into this process. Its methods are safe while the server writes.
+    """A mapped block table. Safe while the server writes.
 
     buckets: uint32 [num_buckets, 16], a view of the file.
     records: uint32 [capacity + 1, 18], a view of the file.
@@ -151,8 +138,7 @@ class BlockTable:
 
     @staticmethod
     def open(mapping: NDArray[np.uint8]) -> "BlockTable":
-        """Makes a `BlockTable` from a mapped file. Raises ValueError if the file does not have this
-        format."""
+        """Raises ValueError if the file does not have this format."""
         return BlockTable(
             mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping))
         )
@@ -164,13 +150,10 @@ class BlockTable:
         )
 
     def probe(self, prefixes: NDArray[np.uint64], salt: int) -> Words:
-        """Looks up hashes by their tags (32 bits) only. Returns an entry word for each hash: 0 for
-        a miss, with the high bit set for a block that is reserved but not ready.
+        """Looks hashes up by tag only. Entry word per hash, 0 for a miss. A false hit among n
+        hashes has a probability below n · 2^-29.
 
-        prefixes: the first 8 bytes of each hash, uint64 [hashes].
-        salt: the salt of the key space and group (`KeySpace.group_salt`).
-
-        The probability of a false hit among n hashes is below n · 2^-29.
+        prefixes: first 8 bytes of each hash, uint64 [hashes].
         """
         if self._kernels is None:
             return probe_reference(self.buckets, prefixes, salt)
@@ -179,21 +162,18 @@ class BlockTable:
         return out
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
-        """Returns a mask of the blocks that are ready, as a hint. Takes microseconds for a thousand
-        hashes.
+        """Mask of the ready blocks, as a hint. Takes microseconds for a thousand hashes.
 
-        packed: the blocks' hashes, joined; each has `hash_bytes` bytes.
-        salt: the salt of the key space and group (`KeySpace.group_salt`).
+        packed: the hashes, joined.
         """
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
     def find(self, hashes: Words, salt: int, key_space: int, group: int) -> Words:
-        """Looks up blocks by key space, group and whole hash. Returns an entry word for each hash;
-        0 for a miss. Only for processes with numba: raises ImportError without it.
+        """Looks hashes up in whole. Entry word per hash, 0 for a miss. Raises ImportError without
+        numba.
 
-        hashes: words [hashes, 8] from `hash_words`.
-        salt: the salt of the key space and group (`KeySpace.group_salt`).
-        key_space, group: the numbers by which the server's records name them.
+        hashes: [hashes, 8] of `hash_words`.
+        key_space, group: numbers in the server's records.
         """
         out = np.empty(len(hashes), np.uint32)
         native.require("hotkv_proto.table_reading").find(
@@ -209,15 +189,13 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Returns a mask of the entry words (results of lookups) that belong to ready entries. False
-    for a miss, and for an entry that is only reserved."""
+    """False for a miss and for a reserved entry."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 
 
 def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
-    """Returns the first 8 bytes of each packed hash as uint64 [hashes]; without a copy if
-    `hash_bytes` is a multiple of 8."""
+    """First 8 bytes of each, uint64 [hashes]; without a copy if `hash_bytes` is a multiple of 8."""
     if hash_bytes % 8 == 0:
         return np.frombuffer(packed, np.uint64)[:: hash_bytes // 8]
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -225,7 +203,7 @@ def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
 
 
 def hash_words(packed: bytes, hash_bytes: int) -> Words:
-    """Converts packed hashes to zero-padded uint32 words [hashes, 8]."""
+    """Zero-padded uint32 [hashes, 8]."""
     if hash_bytes == 32:
         return np.frombuffer(packed, np.uint32).reshape(-1, 8)
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -235,36 +213,29 @@ def hash_words(packed: bytes, hash_bytes: int) -> Words:
 
 
 def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
-    """Returns the mixed 64-bit key of each hash. Its upper 32 bits choose the home bucket, its
-    lower 32 bits are the tag.
+    """Upper 32 bits choose the home bucket, lower 32 bits are the tag.
 
-    hashes: uint32 words [hashes, 8].
-    salt: the salt of the hashes' key space and group.
+    hashes: uint32 [hashes, 8].
     """
     return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
-    """Returns the mixed 64-bit key of each hash, as `mix` does, given only the hash's first 8
-    bytes."""
+    """`mix` of the hashes' first 8 bytes."""
     return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
 
 
 def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
-    """Returns the index of the home bucket (the bucket that is searched first) of each mixed
-    hash."""
     return (((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)).astype(np.int64)
 
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
-    """Copies buckets, each in a consistent state (see the lock protocol in
-    `hotkv_proto.table_reading`). If the server keeps changing a bucket, its copy is empty and has
-    an odd sequence number."""
+    """Copies buckets in a consistent state (`hotkv_proto.table_reading`); one that keeps
+    changing is empty, with an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):
-        # Reading a row is not atomic, and its words are read in any order. So the sequence number
-        # is read before and after the row.
+        # A row is read in pieces, in any order: hence the sequence number before and after it.
         before = buckets[rows[torn], SEQ]
         copy[torn] = buckets[rows[torn]]
         torn = torn[(before & 1 == 1) | (buckets[rows[torn], SEQ] != before)]
@@ -276,8 +247,7 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
 
 
 def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
-    """Looks up hashes by their tags (32 bits) only, in numpy, for processes without numba. Returns
-    the entry words that `kernels.probe` would write; its docstring explains the arguments."""
+    """`kernels.probe` in numpy, for processes without numba."""
     mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))

@@ -1,15 +1,14 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that read the block table and copy memory, and the machine operations that these
-kernels need and numpy lacks: ordered loads and stores, prefetches, memory fences.
+"""Numba kernels that read the block table and copy memory, and machine operations that numpy lacks:
+ordered loads and stores, prefetches, fences.
 
-Import this module through `hotkv_proto.native.load`. `hotkv_proto.table` defines the format of
-buckets and records. The lock protocol of a bucket has one writer, the server:
-1. The writer makes the bucket's sequence number odd.
+Import it through `hotkv_proto.native.load`. `hotkv_proto.table` defines buckets and records. A
+bucket has one writer, the server:
+1. It makes the bucket's sequence number odd.
 2. It changes the bucket and its records.
-3. It makes the number even.
-A reader copies the bucket. It uses the copy only if the number was even before it copied, and is
-still the same afterwards. `load32`, `reload32` and `store32` keep these accesses in order; compiler
-and CPU may reorder plain array accesses.
+3. It makes the number even. A reader uses its copy of a bucket only if the number was even
+   before and is the same afterwards. `load32`, `reload32` and `store32` keep these accesses in
+   order; compiler and CPU may reorder plain ones.
 """
 
 from typing import Any
@@ -29,12 +28,10 @@ MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
 STREAM_AHEAD_BYTES = 2048
-"""Distance at which a streaming copy prefetches its source, in bytes. The prefetched lines go only
-to the nearest cache, so the other caches keep their lines."""
+"""How far ahead a streaming copy prefetches its source, into the nearest cache only."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
-# The types of arrays that kernels only read. Callers may pass read-only arrays (a client's mapping,
-# hashes in `bytes`) or writable arrays.
+# Of arrays that kernels only read: callers may pass read-only or writable ones.
 READ_WORDS = types.Array(types.uint32, 2, "C", readonly=True)
 _READ_PREFIXES = types.Array(types.uint64, 1, "A", readonly=True)
 
@@ -47,9 +44,9 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, 
 
 
 def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
-    """Emits code that prefetches the cache line at a byte pointer. Any address is allowed.
+    """Any address is allowed.
 
-    locality: 3 puts the line into all caches, 0 into as few caches as possible.
+    locality: 3 puts the line into all caches, 0 into as few as possible.
     """
     int32 = ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
@@ -59,8 +56,7 @@ def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
 
 @intrinsic
 def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads array[row, column] (uint32). Later accesses happen after this load: the compiler and
-    the CPU do not move them before it."""
+    """Later accesses stay behind this load."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -73,8 +69,7 @@ def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads array[row, column] (uint32). Earlier loads happen before this load: the compiler and
-    the CPU do not move them behind it."""
+    """Earlier loads stay before this load."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("acquire")
@@ -86,8 +81,7 @@ def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> Any:
-    """Stores to array[row, column] (uint32). Other threads see earlier stores before this store,
-    and later stores after it."""
+    """Other threads see earlier stores before this one, and later ones after it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -101,8 +95,6 @@ def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> An
 
 @intrinsic
 def prefetch(typingctx: Any, array: Any, row: Any) -> Any:
-    """Prefetches the cache line at array[row, 0]."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = context.get_constant(types.intp, 0)
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], zero)
@@ -114,8 +106,6 @@ def prefetch(typingctx: Any, array: Any, row: Any) -> Any:
 
 @intrinsic
 def prefetch_address(typingctx: Any, address: Any) -> Any:
-    """Prefetches the cache line at an integer address."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _emit_prefetch(builder, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
@@ -125,8 +115,6 @@ def prefetch_address(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: Any) -> Any:
-    """Copies bytes between integer addresses with memcpy."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte_pointer = ir.IntType(8).as_pointer()
         dst = builder.inttoptr(args[0], byte_pointer)
@@ -141,12 +129,11 @@ def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: An
 def stream_lines(
     typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any, ahead_bytes: Any
 ) -> Any:
-    """Copies lines of 64 bytes with non-temporal stores, which bypass the caches. The caller must
-    call `fence` before other threads read the copy.
+    """Copies lines of 64 bytes past the caches. `fence` must be called before other threads read
+    the copy.
 
     dst_address: a multiple of 64.
-    ahead_bytes: distance of the prefetch: while a line is copied, the line at this distance behind
-        it in the source is prefetched. The prefetched address may lie outside the source.
+    ahead_bytes: of the prefetch, which may lie outside the source.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -174,8 +161,7 @@ def stream_lines(
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Executes a full memory fence. After it, other threads see the lines that `stream_lines` has
-    copied."""
+    """Other threads then see what `stream_lines` has copied."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -191,7 +177,7 @@ def mix(prefix: np.uint64, salt: np.uint64) -> np.uint64:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def row_prefix(rows: Any, row: Any) -> np.uint64:
-    """Returns the first 8 bytes of the hash at the start of a row of words."""
+    """The hash's first 8 bytes."""
     return np.uint64(rows[row, 0]) | (np.uint64(rows[row, 1]) << np.uint64(32))
 
 
@@ -204,13 +190,7 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
-    """Looks up hashes by their tags only (32 bits of each mixed hash). Writes an entry word for
-    each hash into `out`; 0 for a miss. `hotkv_proto.table` defines tags and entry words.
-
-    buckets: the table's buckets, uint32 [num_buckets, 16].
-    prefixes: the first 8 bytes of each hash, uint64 [hashes].
-    salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
-    """
+    """Looks hashes up by tag only: `BlockTable.probe`."""
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
@@ -273,15 +253,7 @@ def find(
     group: Any,
     out: Any,
 ) -> None:
-    """Looks up blocks by key space, group and whole hash. Writes an entry word
-    (`hotkv_proto.table`) for each hash into `out`; 0 for a miss.
-
-    buckets, records: the table's buckets and records, uint32 [num_buckets, 16] and [capacity + 1,
-        `hotkv_proto.table.RECORD_WORDS`].
-    hashes: uint32 words [hashes, 8].
-    salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
-    key_space, group: numbers that the records of the blocks must have.
-    """
+    """Looks hashes up in whole: `BlockTable.find`."""
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]
     for i in range(hashes.shape[0]):
@@ -318,14 +290,10 @@ def find(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
-    """Copies a run (contiguous bytes) with memcpy, or with stores that bypass the caches.
-
-    dst, src: addresses of the target and the source.
-    count: number of bytes.
-    streaming: True: bypass the caches, if the run has at least MIN_STREAMED_BYTES.
-    following: source address of the next run. Its first lines are prefetched while the last lines
-        of this run are copied. The hardware can't predict this address, so without the prefetch
-        each short run would wait for memory and for page tables.
+    """dst, src: addresses.
+    streaming: bypasses the caches, from MIN_STREAMED_BYTES on.
+    following: address of the next run, prefetched with the last lines of this one. The hardware
+        can't predict it: each short run would wait for memory and page tables.
     """
     if streaming and count >= MIN_STREAMED_BYTES:
         head = -dst & 63
@@ -358,11 +326,10 @@ def copy_runs(
     end: Any,
     streaming: Any,
 ) -> None:
-    """Copies the runs (contiguous byte ranges) `start` to `end` - 1 between two mappings.
+    """Copies runs `start` to `end` - 1 between two mappings.
 
-    dst_base, src_base: addresses of the two mappings.
-    dst_offsets, src_offsets, num_bytes: offset of each run in each mapping, and its length.
-    streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
+    dst_base, src_base: addresses of the mappings.
+    streaming: bypasses the caches, for amounts that do not fit into them.
     """
     for i in range(start, end):
         following = src_base + src_offsets[min(i + 1, end - 1)]
@@ -391,22 +358,12 @@ def copy_blocks(
     to_engine: Any,
     streaming: Any,
 ) -> None:
-    """Copies blocks between engine memory and arena slots, by the arrays of a `Recipe`
-    (`hotkv_proto.layout`).
+    """Copies by a `Recipe`. Runs that are adjacent on both sides are copied together.
 
-    engine_base, arena_base: addresses at which this process has mapped the engine memory and the
-        arena.
-    block_ids: id of each block in engine memory [blocks].
-    slot_offsets: start of each block's slot in the arena [blocks].
-    bases: for each run (contiguous bytes) of a block [runs], its offset in engine memory for block
-        0.
-    strides: bytes in engine memory from each run to the same run of the next block [runs].
-    places: offset of each run in the slot [runs].
-    num_bytes: length of each run [runs].
-    to_engine: True copies from slots to engine memory, False from engine memory to slots.
-    streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
-
-    Runs that are adjacent on both sides are copied together.
+    engine_base, arena_base: addresses of the mappings.
+    block_ids, slot_offsets: [blocks].
+    bases, strides, places, num_bytes: [runs] of the recipe; `places` are its `slot_offsets`.
+    streaming: bypasses the caches, for amounts that do not fit into them.
     """
     dst = src = count = np.int64(0)
     for i in range(block_ids.shape[0]):
@@ -434,9 +391,8 @@ def copy_blocks(
 def extent_of_blocks(
     block_ids: Any, slot_offsets: Any, bases: Any, strides: Any, places: Any, num_bytes: Any
 ) -> tuple[int, int, int, int]:
-    """Returns the bounds of the memory that `copy_blocks` accesses with these arguments: the least
-    block id, the end offset in engine memory, the least slot offset, and the end offset in the
-    arena. Needs at least one block and one run."""
+    """What `copy_blocks` accesses: least block id, end in engine memory, least slot offset, end
+    in the arena. Needs at least one block and one run."""
     low_id, high_id = block_ids.min(), block_ids.max()
     end, slot_end = np.int64(0), np.int64(0)
     for run in range(bases.shape[0]):

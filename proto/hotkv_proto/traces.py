@@ -1,11 +1,10 @@
-"""Records traces of calls with OpenTelemetry's SDK. Importing this module needs the extra `otel`,
-so other modules import it by name, and only if traces are configured.
+"""Records traces with OpenTelemetry's SDK. Needs the extra `otel`, so it is imported by name, and
+only if traces are configured.
 
-Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans
-per second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread and the
-helper thread of `_Bounds` send to the collector. Spans that the collector does not accept are lost.
-The log gets a line with the reason when the collector stops accepting spans, and a line when it
-accepts spans again. The SDK's own log lines are suppressed.
+Always true: recording neither blocks nor raises, from any thread. Queue and spans per second are
+bounded; spans beyond are dropped and counted. Only the SDK's thread and the helper thread of
+`_Bounds` send. The log says when and why the collector stops accepting spans, and when it
+accepts them again. The SDK's own log lines are suppressed.
 """
 
 import logging
@@ -34,33 +33,31 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import hotkv_proto
 
 FROM_ENVIRONMENT = "env"
-"""Value of the argument `endpoint`: the variables OTEL_EXPORTER_OTLP_* name the endpoint."""
+"""As `endpoint`: the variables OTEL_EXPORTER_OTLP_* name it."""
 PATH = "/v1/traces"
 MAX_SPANS_PER_S = 1000
-"""Largest number of spans that a process records in a second. To record and export a span takes
-about 100 us."""
+"""One takes about 100 us."""
 QUEUE_SPANS = 4096
 BATCH_SPANS = 512
 PAUSE_MS = 1000
-"""Pause between two batches; a full batch is sent at once."""
+"""Between two batches; a full batch is sent at once."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_S = 2.0
-"""Longest time that `flush` and `close` wait for the last batch, in seconds."""
+"""Longest wait of `flush` and `close` for the last batch."""
 MAX_REASON_CHARS = 300
 PROTOBUF = "application/x-protobuf"
 TRACEPARENT = "traceparent"
 MAX_TRACEPARENT_CHARS = 128
-"""Longest traceparent that is read; version 00 has 55 characters."""
+"""Version 00 has 55."""
 _W3C = TraceContextTextMapPropagator()
 
 Value = str | bool | int | float
-"""The value of a span's attribute: a number or a name. Attributes contain no prompts and no
-hashes."""
+"""Of a span's attribute: never prompts or hashes."""
 
 
 @final
 class Span:
-    """A span that has begun. The caller may set `attributes` until the span ends."""
+    """`attributes` may be set until it ends."""
 
     __slots__ = ("_span", "_traces", "attributes")
 
@@ -74,50 +71,45 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """Returns a W3C traceparent header. With it another process can begin children of this
-        span."""
+        """W3C header, with which another process begins children."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, trace.set_span_in_context(self._span))
         return carrier[TRACEPARENT]
 
     @property
     def began_ns(self) -> int:
-        """Returns the time at which the span began, in nanoseconds since 1970."""
+        """Since 1970."""
         return int(self._span.start_time)  # type: ignore[attr-defined]
 
     def child(self, name: str, began_ns: int = 0, *, is_call: bool = False) -> "Span":
-        """Begins a child span.
-
-        began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
-        is_call: True if the span is a call to another process.
+        """began_ns: since 1970; 0: now.
+        is_call: to another process.
         """
         kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
         return self._traces.start(name, self._span, kind, began_ns)
 
     def end(self, error: str = "", ended_ns: int = 0) -> None:
-        """Ends the span; only the first end counts.
+        """Only the first end counts.
 
-        error: the name of a reason; empty for success.
-        ended_ns: time at which the span ended, in nanoseconds since 1970; 0: now.
+        error: name of a reason; empty for success.
+        ended_ns: since 1970; 0: now.
         """
         if self._span.is_recording():
             self._span.set_attributes(self.attributes)
             if error:
                 self._span.set_status(Status(StatusCode.ERROR, error))
-            # A span must not end before it began, but the clock may have been set back in between.
+            # The clock may have been set back since the span began.
             self._span.end(max(ended_ns or time.time_ns(), self.began_ns))
 
 
 class Traces:
-    """Begins spans, and exports spans that have ended.
+    """Begins spans, and exports those that have ended.
 
-    sample_ratio: share of the calls without a traceparent that are traced, 0 to 1.
+    sample_ratio: traced share of the calls without a traceparent, 0 to 1.
     where: name of the collector in the log.
-    num_exported: number of spans that the collector has accepted.
-    num_failed: number of spans that were sent and not accepted.
-    num_dropped: number of spans that were not sent, because the queue was full or there were too
-        many spans in a second.
-    num_malformed: number of traceparents that could not be read.
+    num_failed: sent and not accepted.
+    num_dropped: not sent, because of a bound.
+    num_malformed: traceparents that could not be read.
     """
 
     def __init__(
@@ -137,9 +129,8 @@ class Traces:
         provider = TracerProvider(
             resource=Resource.create({"service.name": service}),
             id_generator=_Ids(),
-            # The SDK must record every span, because `begin` has already decided which calls are
-            # traced. Without this argument, the variable OTEL_TRACES_SAMPLER could make the SDK
-            # drop spans.
+            # `begin` decides which calls are traced. Otherwise the variable OTEL_TRACES_SAMPLER
+            # could make the SDK drop spans.
             sampler=ALWAYS_ON,
             shutdown_on_exit=False,
         )
@@ -164,13 +155,10 @@ class Traces:
         return self._bounds.num_dropped
 
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
-        """Begins the span of a call. Returns None for a call that is not traced.
+        """Begins the span of a call; None if it is not traced.
 
-        traceparent: the caller's span as a W3C header, or empty. The call is traced if the caller's
-            span is sampled. If `traceparent` is empty or can't be read, the call is traced with a
-            probability of `sample_ratio`. No call is traced if the variable OTEL_SDK_DISABLED is
-            `true`.
-        is_served: whether the call came from another process.
+        traceparent: the caller's span, traced if it is sampled. Empty or unreadable: with the
+            probability `sample_ratio`. OTEL_SDK_DISABLED=true turns all off.
         """
         if self._is_off:
             return None
@@ -189,11 +177,8 @@ class Traces:
         return None
 
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
-        """Begins a child of the span `parent`, or the first span of a trace if `parent` is
-        INVALID_SPAN.
-
-        kind: OpenTelemetry's kind of the child, such as SERVER.
-        began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
+        """parent: INVALID_SPAN begins a trace.
+        began_ns: since 1970; 0: now.
         """
         context = trace.set_span_in_context(parent)
         return Span(self, self._tracer.start_span(name, context, kind, start_time=began_ns or None))
@@ -203,13 +188,12 @@ class Traces:
         self._bounds.within(self._bounds.batches.force_flush)
 
     def close(self) -> None:
-        """Exports the queued spans and refuses further spans. Blocks for CLOSE_S at most."""
+        """Exports the queued spans and refuses others. Blocks for CLOSE_S at most."""
         self._bounds.shutdown()
 
 
 _chance = random.Random()
-"""A random generator for span ids, trace ids and sampling. The global generator of the module
-`random` is not used: engines seed it, so several processes would choose equal span ids."""
+"""Engines seed the global generator: several processes would choose equal ids."""
 os.register_at_fork(after_in_child=_chance.seed)
 
 
@@ -222,8 +206,7 @@ class _Ids(IdGenerator):
 
 
 class _Bounds(SpanProcessor):
-    """Passes ended spans to the SDK's queue. Drops and counts spans beyond `max_spans_per_s` or
-    beyond the queue's size."""
+    """Passes ended spans to the SDK's queue, up to the bounds; drops and counts the others."""
 
     def __init__(self, export: "_Export", max_spans_per_s: int, queue_spans: int) -> None:
         self.num_dropped = 0
@@ -238,19 +221,17 @@ class _Bounds(SpanProcessor):
         self._queue_spans = queue_spans
         self._num_emitted = 0
         self._lock = threading.Lock()
-        # `_second`: the current second. `_num_in_second`: number of spans that ended in it.
+        # Current second, and spans that ended in it.
         self._second = self._num_in_second = 0
-        # The helper thread starts now, because from Python 3.12 on no thread can start while the
-        # interpreter ends.
+        # From Python 3.12 on no thread can start while the interpreter ends.
         self._asked = queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]()
         self._is_closed = False
         threading.Thread(target=self._help, name="hotkv-traces", daemon=True).start()
 
     def on_end(self, span: ReadableSpan) -> None:
         with self._lock:
-            # The limit per second counts spans by the time of this call, not by their own end
-            # times: a transfer records all its spans in one moment, although its parts may have
-            # ended seconds apart.
+            # By the time of this call, not of the span's end: a transfer records all its spans
+            # in one moment, although its parts may have ended seconds apart.
             second = int(time.monotonic())
             if second != self._second:
                 self._second = second
@@ -267,13 +248,12 @@ class _Bounds(SpanProcessor):
 
     def shutdown(self) -> None:
         if not self.within(self._end):
-            # The helper thread has not finished the last export in time. If it is waiting between
-            # two retries, this call ends its wait.
+            # Ends its wait between two retries.
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread, and waits for its end for at most CLOSE_S, because a
-        collector may hang. Returns False if the call takes longer."""
+        """Runs a call on the helper thread. False if it takes longer than CLOSE_S: a collector
+        may hang."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)
@@ -290,10 +270,9 @@ class _Bounds(SpanProcessor):
 
 
 class _Answers(threading.local):
-    """The outcome of the batch of spans that the current thread exports.
+    """Of the batch that the current thread exports.
 
-    num_refused: number of spans of the batch that the collector refused.
-    said: the first message of the SDK or the collector about the batch; empty without a message.
+    said: first message of SDK or collector.
     """
 
     is_exporting = False
@@ -309,19 +288,14 @@ class _Answers(threading.local):
         self.said = self.said or said[:MAX_REASON_CHARS]
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Filters the log records of the SDK's loggers. During an export it stores the record's
-        message and suppresses the record."""
+        """During an export, stores the message of a record of the SDK and suppresses the record."""
         if self.is_exporting:
             self.say(record.getMessage())
         return not self.is_exporting
 
     def judge(self, response: requests.Response, *_: Any, **__: Any) -> None:
-        """Checks a response of the collector for two failures that the SDK ignores. `requests`
-        calls it as a response hook.
-
-        Raises TooManyRedirects for a redirection, which the SDK does not follow and treats as
-        success. Counts the spans that the collector refuses in a partial success.
-        """
+        """Response hook of `requests` for two failures that the SDK ignores: raises
+        TooManyRedirects for a redirection, and counts the spans refused in a partial success."""
         if 300 <= response.status_code < 400:
             response.close()
             raise requests.TooManyRedirects(f"{response.status_code}, a redirection")
@@ -339,8 +313,8 @@ _answers = _Answers()
 
 
 class _Export(SpanExporter):
-    """The exporter that the SDK calls. It counts spans, and logs when the collector stops accepting
-    spans and when it accepts them again."""
+    """Counts spans, and logs when the collector stops accepting them and when it accepts them
+    again."""
 
     def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
         _hear_the_sdk()
@@ -351,7 +325,7 @@ class _Export(SpanExporter):
         self._is_away = self._is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends a batch of spans to the collector, on the SDK's thread or the helper thread."""
+        """Runs on the SDK's thread or the helper thread."""
         self.num_taken += len(spans)
         result = SpanExportResult.FAILURE
         _answers.begin()
@@ -390,8 +364,7 @@ class _Export(SpanExporter):
 
 
 def _hear_the_sdk() -> None:
-    """Adds `_Answers.filter` to all loggers of the SDK, so that `_answers` stores their messages
-    about an export. Call this function after the SDK has created its loggers."""
+    """Must be called after the SDK has created its loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("opentelemetry"):
             logging.getLogger(name).addFilter(_answers.filter)
@@ -406,20 +379,15 @@ def open_traces(
     default_protocol: str = "http/protobuf",
     **bounds: Any,
 ) -> Traces:
-    """Makes a `Traces` that exports to a collector. The collector may be absent.
+    """The collector may be absent. Raises ValueError for an unknown protocol, ImportError if its
+    package is missing.
 
-    endpoint: the URL of an OTLP/HTTP receiver, or FROM_ENVIRONMENT. A URL without a path gets the
-        path /v1/traces.
-    service: name of the service to which the spans belong.
-    logger: logs when exports begin to fail and when they work again.
-    headers: HTTP headers for the collector, by name; not used with FROM_ENVIRONMENT.
-    certificate: PEM file of the authority that signed the collector's certificate; not used with
-        FROM_ENVIRONMENT.
-    default_protocol: the protocol with FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
-        (or ..._PROTOCOL) names a protocol.
-    bounds: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`.
-
-    Raises ValueError for an unknown protocol, and ImportError if the protocol's package is missing.
+    endpoint: URL of an OTLP/HTTP receiver, without a path /v1/traces; or FROM_ENVIRONMENT, without
+        `headers` and `certificate`.
+    certificate: PEM file of the collector's authority.
+    default_protocol: with FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (or
+        ..._PROTOCOL) names one.
+    bounds: of `Traces`.
     """
     if endpoint != FROM_ENVIRONMENT:
         parts = urlsplit(endpoint)
@@ -448,9 +416,8 @@ def open_traces(
 
 
 def _session() -> requests.Session | None:
-    """Makes the HTTP session with which the exporter sends spans to the collector. Returns None if
-    the environment names a provider of credentials for the SDK, because the SDK then makes the
-    session itself."""
+    """None if the environment names a provider of credentials: the SDK then makes the session
+    itself."""
     if any(name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
         return None
     session = requests.Session()
@@ -459,9 +426,8 @@ def _session() -> requests.Session | None:
 
 
 def _grpc_exporter() -> SpanExporter:
-    """Makes a gRPC exporter by the same rule as vLLM: no TLS unless the URL begins with https. This
-    exporter does not report a partial success: if the collector refuses some spans of a batch,
-    `num_exported` counts them as accepted."""
+    """Follows vLLM: no TLS unless the URL begins with https. Does not report a partial success:
+    refused spans count as accepted."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
         OTLPSpanExporter as GrpcExporter,
     )

@@ -1,7 +1,7 @@
 """The command line `hotkv`: asks a server about its blocks, hits and misses, and controls it.
 
-Answers are tables by default, JSON with `--json`. The docstring of a command's function is the help
-text of the command.
+Answers are tables by default, JSON with `--json`. The docstring of a command's function is its
+help text, up to an empty line.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     if options.all:
         total = client.evict(options.key_space, everything=True, dry_run=options.dry_run)
     else:
-        # The counts start at 0. They stay 0 if no group can have a block with these hashes.
+        # Stay 0 if no group can have a block with these hashes.
         counts = "evicted_block_count", "kept_block_count", "evicted_byte_count"
         total = dict.fromkeys(counts, 0)
         places = named_blocks.places(client, options.hashes, options.key_space, options.group)
@@ -224,8 +224,7 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
 
 
 def show_explained(answer: Any) -> str:
-    """Formats the answer of `explain`. The answer is a list if the user named a prompt, and a dict
-    if the user named a session."""
+    """A list if the user named a prompt, a dict for a session."""
     if isinstance(answer, dict):
         return tables.show_session(answer["sessions"])
     return tables.show_explain(answer)
@@ -259,8 +258,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
 
 
 def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
-    """Builds the parser of the command line. `kind`: class of this parser and of the parser of each
-    command."""
+    """kind: class of this parser and of each command's."""
     common = common_options(has_defaults=False)
     texts = {
         **{name: run.__doc__ or "" for name, (run, _) in COMMANDS.items()},
@@ -296,7 +294,7 @@ def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
 def examine(options: argparse.Namespace) -> int:
     """Checks this host for problems with hotkv, and prints the commands that fix them.
 
-    Needs no server. Returns exit status 1 if a finding is bad.
+    Needs no server. Exit status 1 if a finding is bad.
     """
     findings = doctor.examine(doctor.Host(options.root, target=options.target))
     print(doctor.report(findings, as_json=options.json), flush=True)
@@ -307,14 +305,14 @@ def bench(options: argparse.Namespace) -> int:
     """Measures this host in a minute: memory, lookups, stores, loads, tiers. Starts a server for
     that.
 
-    Returns exit status 1 if the benchmark can't run or a tier does not work. After a signal, the
-    exit status is 128 plus the signal's number.
+    Exit status 1 if the benchmark can't run or a tier does not work; 128 plus its number after a
+    signal.
     """
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    # A signal raises an exception, so that the benchmark's server and memory are removed.
+    # An exception, so that the benchmark's server and memory are removed.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, end)
     try:
@@ -331,8 +329,7 @@ def size(options: argparse.Namespace) -> int:
     """Computes which share of prompt tokens would hit in an arena of a given size, and how much
     time that saves.
 
-    The exit status is the same as for other commands: 1 if the server refused or the simulator
-    can't run, 2 for bad input.
+    Exit status 1 if the server refused or the simulator can't run, 2 for bad input.
     """
 
     def connect() -> AdminClient:
@@ -357,7 +354,6 @@ def size(options: argparse.Namespace) -> int:
 
 
 def credentials_of(options: argparse.Namespace) -> Credentials:
-    """Returns the TLS files and the token file that the flags name."""
     return Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
 
 
@@ -373,11 +369,11 @@ LOCAL_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "size": size,
     "completion": complete,
 }
-"""Commands that need no running server. They print their answers and return the exit status."""
+"""Need no running server, print their answers, and return the exit status."""
 
 
 def of_fleet(options: argparse.Namespace) -> int:
-    """Runs `hotkv status` for several servers. Returns exit status 1 if one does not answer."""
+    """`hotkv status` of several servers. Exit status 1 if one does not answer."""
     try:
         credentials = credentials_of(options)
         answer = fleet.status(
@@ -424,11 +420,8 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status.
-
-    0: success, also if the reader of the output stops early, as `head` does. 1: the server refused
-    or is absent. 2: bad input. 130: Ctrl-C.
-    """
+    """Exit status 0: success, also if the reader of the output stops early, as `head` does. 1:
+    the server refused or is absent. 2: bad input. 130: Ctrl-C."""
     return ended(lambda: _main(arguments))
 
 

@@ -1,9 +1,7 @@
-"""Shell completion: `hotkv completion SHELL` prints a script that is generated from the parser of
-the command line.
+"""Shell completion: `hotkv completion SHELL` prints a script made from the command line's parser.
 
-The script contains all commands and flags. Values of a live server (key spaces, hashes, sessions)
-are not in the script: to complete them, the script runs the hidden command `hotkv __values`, which
-asks the server. This command prints no value if no server answers within WAIT_S.
+It contains all commands and flags. Values of a live server (key spaces, hashes, sessions) come
+from the hidden command `hotkv __values`, which prints none if no server answers within WAIT_S.
 """
 
 import argparse
@@ -19,12 +17,11 @@ from hotkv_proto.errors import HotKVError
 WAIT_S = 2.0
 MAX_VALUES = 50
 VALUES = "__values"
-"""The hidden command that the script runs to list values of a live server."""
+"""The hidden command."""
 KEY_SPACE, SESSION, HASH = "key-space", "session", "hash"
 OF_FLAGS = {"--key-space": KEY_SPACE, "--session": SESSION}
 OF_WORDS = {"evict": HASH, "explain": HASH}
-"""Commands whose positional arguments are values of a live server, each with the kind of these
-values."""
+"""Commands whose positional arguments are values of a live server."""
 
 BASH = """\
 _hotkv() {{
@@ -53,17 +50,14 @@ _hotkv_values() {{
 }}
 complete -o default -F _hotkv hotkv
 """
-"""The script for bash. Clients choose the names of sessions, so a name may contain shell commands.
-The script therefore quotes the values and does not pass them to `compgen -W`, which would run these
-commands."""
+"""Clients choose sessions' names, which may contain shell commands. So values are quoted, and
+not passed to `compgen -W`, which would run them."""
 ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def script(top: argparse.ArgumentParser, shell: str) -> str:
-    """Returns the completion script for a shell. Users load it with `source <(hotkv completion
-    bash)` or `hotkv completion fish | source`.
+    """Made for `source <(hotkv completion bash)` or `hotkv completion fish | source`.
 
-    top: the parser of the whole command line.
     shell: `bash`, `zsh` or `fish`.
     """
     if shell == "fish":
@@ -90,13 +84,12 @@ def script(top: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _parsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Returns the parser of each command of the command line `top`, by the command's name."""
     (found,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
     return dict(found.choices)
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yields a parser's long flags and the choices of its positional arguments."""
+    """Long flags, and choices of positional arguments."""
     for action in _shown(parser):
         yield from (flag for flag in action.option_strings if flag.startswith("--"))
         if not action.option_strings:
@@ -111,9 +104,9 @@ def _shown(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _fish(top: argparse.ArgumentParser) -> Iterator[str]:
-    """Yields the lines of the script for fish, with a description of each command and flag."""
+    """Yields lines with a description of each command and flag."""
     first = "not __fish_seen_subcommand_from " + " ".join(_parsers(top))
-    # -f: do not complete file names, except as the value of a flag that takes a file.
+    # -f: no file names, except as the value of a flag that takes a file.
     yield "complete -c hotkv -f"
     for name, parser in _parsers(top).items():
         yield f"complete -c hotkv -n '{first}' -a {name} -d {_quoted(parser.description or '')}"
@@ -149,7 +142,6 @@ def _asked(kind: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quotes a text for fish."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -157,10 +149,10 @@ def _quoted(text: str) -> str:
 
 
 def values(words: Sequence[str]) -> Iterator[str]:
-    """Yields lines `VALUE<tab>DESCRIPTION` for the shell; yields no line if no server answers.
+    """Lines `VALUE<tab>DESCRIPTION`; none if no server answers.
 
-    words: first the kind of value (`key-space`, `session` or `hash`), then the beginning of the
-        word to complete, then all words of the command line, in which flags may name the server.
+    words: kind of value (`key-space`, `session` or `hash`), beginning of the word to complete,
+        then all words of the command line, in which flags may name the server.
     """
     kind, word, *typed = [*words, "", ""]
     # bash splits words at these characters: `--target unix : /run/hotkv/grpc.sock`.

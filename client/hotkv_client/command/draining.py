@@ -1,5 +1,4 @@
-"""`hotkv drain --wait`: makes a server drain (refuse new work and end its work in flight), and
-waits until the server has ended."""
+"""`hotkv drain --wait`: drains a server and waits until it has ended."""
 
 import socket
 import time
@@ -12,26 +11,23 @@ from hotkv_proto.errors import HotKVError, Reason
 
 POLL_S = 0.2
 TOLD_S = 2.0
-"""Interval at which `drain` reports its progress."""
+"""Between reports of progress."""
 CLOSING_S = 60.0
-"""Longest time that a server may need to write its files after its last work has ended."""
+"""That a server may need to write its files after its last work."""
 CONNECT_S = 5.0
 
 
 def drain(
     client: AdminClient, target: str, timeout_s: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Makes the server drain (refuse new work and end its work in flight), and waits until the
-    server has ended. It has ended when its admin socket is closed, or when another server answers
+    """Drains the server, and waits until its admin socket is closed or another server answers
     there.
 
-    Returns the server's answer (the number of leases and transfers at the start), to which this
-    function adds the waiting time (`waited_s`). Raises HotKVError in two cases: the server refuses
-    to drain; or the server still runs CLOSING_S after the time limit for work in flight. This limit
-    is in the server's answer.
+    Returns the server's answer with `waited_s` added. Raises HotKVError if the server refuses, or
+    still runs CLOSING_S after the answer's time limit for work in flight.
 
-    timeout_s: longest wait for work in flight; 0: the server's default.
-    say: called every TOLD_S with a text about the remaining work.
+    timeout_s: for work in flight; 0: the server's default.
+    say: gets a text about the remaining work every TOLD_S.
     """
     pid, began_s = client.info()["pid"], time.monotonic()
     answer = client.drain(timeout_s)
@@ -55,8 +51,7 @@ def drain(
 
 
 def _live(client: AdminClient, target: str, pid: int) -> str | None:
-    """Returns a text about the work that process `pid` has not finished; None if the process has
-    ended."""
+    """The work that process `pid` has not finished; None if it has ended."""
     if not is_listening(target):
         return None
     try:
@@ -64,8 +59,7 @@ def _live(client: AdminClient, target: str, pid: int) -> str | None:
     except HotKVError as error:
         return error.message if is_listening(target) else None
     if info["pid"] != pid or info["state"] == "ready":
-        # Another server process has answered: the drained server has ended, and the next server has
-        # already started.
+        # The next server has already started.
         return None
     counters = info["counters"]
     return (
@@ -75,8 +69,7 @@ def _live(client: AdminClient, target: str, pid: int) -> str | None:
 
 
 def is_listening(target: str) -> bool:
-    """Returns whether a process listens on the admin socket of a target. A host that does not
-    answer in time counts as listening."""
+    """A host that does not answer in time counts as listening."""
     address = channels.admin_target(target)
     try:
         if channels.is_unix(address):

@@ -1,7 +1,6 @@
-"""Prints the errors of `hotkv`: as a line of text, or with `--json` as a JSON object.
-
-Errors go to standard error, so that standard output contains only answers.
-"""
+"""Prints the errors of `hotkv`: a line of text, or with `--json` a JSON object. To standard
+error, so that standard output has only answers. Functions that print return the command's exit
+status."""
 
 import json
 import os
@@ -12,12 +11,10 @@ from hotkv_client import channels
 from hotkv_proto.errors import HotKVError, NoAnswerError
 
 REFUSED, USAGE = 1, 2
-"""Exit statuses: REFUSED if the server refused or does not answer, USAGE if the input is wrong."""
+"""Exit statuses: the server refused or does not answer; the input is wrong."""
 
 
 def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
-    """Prints a server's refusal, or the reason why the server did not answer. Returns the exit
-    status of the command."""
     message = explained(error, target)
     if as_json:
         _print_json(message, reason=error.reason_name, retryable=error.retryable, target=target)
@@ -27,8 +24,8 @@ def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
 
 
 def explained(error: HotKVError, target: str) -> str:
-    """Returns the message of an error. If the admin socket `target` is missing beside a server's
-    socket for engines, returns a message that says so."""
+    """The error's message, or that the admin socket is missing beside a server's socket for
+    engines."""
     path = Path(target.removeprefix("unix:"))
     is_elsewhere = (
         isinstance(error, NoAnswerError)
@@ -47,14 +44,12 @@ def explained(error: HotKVError, target: str) -> str:
 
 
 def wrong(error: Exception, *, as_json: bool) -> int:
-    """Prints an error in the user's input. Returns the exit status of the command."""
     print(usage_failure(str(error)) if as_json else f"hotkv: {error}", file=sys.stderr)
     return USAGE
 
 
 def failed(message: str, *, as_json: bool) -> int:
-    """Prints the reason why a command failed on this machine. Returns the exit status of the
-    command."""
+    """The command failed on this machine."""
     if as_json:
         _print_json(message, reason="FAILED", retryable=False)
     else:
@@ -63,12 +58,11 @@ def failed(message: str, *, as_json: bool) -> int:
 
 
 def other_version(error: KeyError) -> str:
-    """Explains to the user why a server's answer lacks a field: the server has another version."""
+    """Why an answer lacks a field."""
     return f"the answer has no {error}, so the server is of another version"
 
 
 def usage_failure(message: str) -> str:
-    """Returns the JSON object for an error in the user's input."""
     return _as_json(message, reason="USAGE", retryable=False)
 
 

@@ -1,8 +1,5 @@
-"""`hotkv status` of several servers: a row for each node, and a row with their sum.
-
-The row of a node that does not answer shows the reason. The rows of the other nodes are not
-affected.
-"""
+"""`hotkv status` of several servers: a row per node, and their sum. The row of a node that does
+not answer says why."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,15 +25,12 @@ SUMS = (
     "loaded_byte_count",
     "evicted_block_count",
 )
-"""Fields of a node's row that are added up in the row of sums."""
+"""Added up in the row of sums."""
 
 
 def targets_of(target: str) -> list[str]:
-    """Returns the servers that `--target` names: `A,B,C`, or `@FILE`, a file with one server per
-    line.
-
-    Raises OSError if the file can't be read, ValueError if the target names no server.
-    """
+    """`A,B,C`, or `@FILE` with one server per line. Raises OSError if the file can't be read,
+    ValueError if none is named."""
     if not target.startswith("@"):
         words, how = target.split(","), "write A,B,C"
     else:
@@ -49,17 +43,14 @@ def targets_of(target: str) -> list[str]:
 
 
 def status(targets: Sequence[str], connect: Callable[[str], AdminClient]) -> dict[str, Any]:
-    """Returns a dict with `nodes`, a row for each server, and `sum`, a row with their sums.
-
-    connect: makes a client of the server at a target.
-    """
+    """`nodes`, a row per server, and `sum`."""
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
         nodes = list(pool.map(lambda target: _node(target, connect), targets))
     return {"nodes": nodes, "sum": {name: sum(one.get(name, 0) for one in nodes) for name in SUMS}}
 
 
 def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
-    """Returns a server's row: its figures, or `error`."""
+    """Figures, or `error`."""
     try:
         with connect(target) as client:
             return _row(target, client.info(), client.tiers(), client.sessions())
@@ -76,7 +67,7 @@ def _row(
     target: str, info: dict[str, Any], tiers: list[dict[str, Any]], sessions: list[dict[str, Any]]
 ) -> dict[str, Any]:
     host = next(one for one in tiers if one["name"] == "host")
-    # A server of an older version may lack some counters.
+    # An older server may lack some counters.
     counters = info["counters"]
     return {
         "target": target,
@@ -88,7 +79,7 @@ def _row(
         "block_count": host["block_count"],
         "host_used_byte_count": host["used_byte_count"],
         "host_capacity_byte_count": host["capacity_byte_count"],
-        # Leaves out tiers that several nodes share, because each of these nodes would count them.
+        # Each node would count a shared tier.
         "below_used_byte_count": sum(
             one["used_byte_count"] for one in tiers if one["name"] == "disk"
         ),
@@ -101,7 +92,6 @@ def _row(
 
 
 def show(answer: dict[str, Any]) -> str:
-    """Formats the rows and the sum as a table."""
     rows = [
         (
             one["target"],

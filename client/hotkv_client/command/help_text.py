@@ -1,4 +1,4 @@
-"""The text of `hotkv --help`: commands grouped by purpose, and an example of each command."""
+"""The text of `hotkv --help`: commands grouped by purpose, with examples."""
 
 import argparse
 import textwrap
@@ -20,7 +20,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Stop it": ("drain",),
     "Your shell": ("completion",),
 }  # fmt: skip
-"""Commands by purpose, in the order in which help lists them."""
+"""In the order of help."""
 EXAMPLES: Mapping[str, str] = {
     "status": "hotkv status --target unix:/run/hotkv/grpc.sock",
     "top": "hotkv top --count 1",
@@ -47,34 +47,27 @@ EXAMPLES: Mapping[str, str] = {
     "drain": "hotkv drain --wait",
     "completion": "hotkv completion bash > ~/.local/share/bash-completion/completions/hotkv",
 }
-"""An example of each command."""
 EPILOG = "hotkv COMMAND --help shows a command's options and an example."
 
 
 class CommandParser(Parser):
-    """The parser of `hotkv` or of one of its commands.
-
-    as_json: whether errors are written as JSON.
-    """
+    """as_json: errors are written as JSON."""
 
     as_json = False
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2 and prints the error to standard error."""
+        """Ends the program with status 2."""
         if not self.as_json:
             super().error(message)
         self.exit(2, f"{usage_failure(self.meant(message))}\n")
 
 
 class JsonParser(CommandParser):
-    """A parser that writes errors as JSON."""
-
     as_json = True
 
 
 class GroupedHelp(argparse.RawDescriptionHelpFormatter):
-    """Formats the help without argparse's own list of commands. `grouped` lists the commands by
-    purpose instead."""
+    """Without argparse's own list of commands, which `grouped` replaces."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=WIDTH)
@@ -85,10 +78,7 @@ class GroupedHelp(argparse.RawDescriptionHelpFormatter):
 
 
 def grouped(helps: Mapping[str, str]) -> str:
-    """Returns the list of commands, grouped by purpose, each with its help text.
-
-    helps: help text by command.
-    """
+    """helps: help text by command."""
     parts = []
     indent = " " * (4 + max(map(len, helps)))
     for title, names in GROUPS.items():

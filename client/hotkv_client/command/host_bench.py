@@ -1,7 +1,7 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
-Starts a server of its own for the benchmark (`own_server`), times the server's operations one after
-the other (`measure`) and explains the figures (`rows_of`). Does not use a server that already runs.
+Starts a server of its own (`own_server`), times its operations one after the other (`measure`)
+and explains the figures (`rows_of`).
 """
 
 import contextlib
@@ -37,8 +37,7 @@ from hotkv_proto.errors import HotKVError
 
 # --------------------------------------------------------------------------- the bench's own server
 
-# The server of `hotkv bench` is a process of the installed `hotkv-server`. When it ends, its arena
-# and sockets are removed.
+# A process of the installed `hotkv-server`, whose arena and sockets are removed at its end.
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -51,13 +50,13 @@ _LIBC = ctypes.CDLL(None)
 
 
 class BenchError(Exception):
-    """The benchmark can't run. The message gives the reason and the remedy."""
+    """Gives the reason and the remedy."""
 
 
 @contextlib.contextmanager
 def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterator[str]:
-    """Starts a server with an arena of this size and yields its target. Raises BenchError if shared
-    memory has too little room, or if the server does not start."""
+    """Yields the target of a new server. Raises BenchError if shared memory has too little room,
+    or if it does not start."""
     free = shutil.disk_usage(shared_memory).free
     if free < arena_bytes + arena_bytes // 4:
         raise BenchError(
@@ -88,14 +87,12 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's environment without the variables HOTKV_*, because these may be meant
-    for another server than the server of the benchmark."""
+    """Leaves out HOTKV_*, which may be meant for another server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to send SIGTERM to this process (the server) when its parent (the benchmark)
-    has ended, whatever the reason."""
+    """The kernel sends SIGTERM when the parent has ended, whatever the reason."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -124,11 +121,11 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems. Raises
-    ValueError if the settings are wrong or have no tier.
+    """Timings and problems from `hotkv-server tiers check`. Raises ValueError if the settings are
+    wrong or have no tier.
 
-    If `flags` has `--config`, the environment variables HOTKV_* are passed on too: they belong to
-    the settings of the server with that file, and may contain the access keys of an S3 store.
+    With `--config` the variables HOTKV_* are passed on: they belong to these settings, and may
+    hold the keys of an S3 store.
     """
     command = [*COMMAND, "tiers", "check", "--json", *flags]
     environment = None if "--config" in flags else _environment()
@@ -152,8 +149,8 @@ def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
 
 LAYERS, PAGE_BYTES = 32, 64 << 10
 BLOCK_BYTES = LAYERS * PAGE_BYTES
-"""Size of a block: 2 MiB. A block of 16 tokens has this size if a token's KV has 128 KiB, as in an
-8B model with 8 KV heads of 128 channels in bfloat16."""
+"""2 MiB: 16 tokens at 128 KiB each, as in an 8B model with 8 KV heads of 128 channels in
+bfloat16."""
 OPERATION_BLOCKS = 32
 LOOKED_UP = 1000
 MEMCPY_BYTES = 256 << 20
@@ -164,10 +161,10 @@ CALL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The measured times of an operation.
+    """Measured times of an operation.
 
-    seconds: a value for each repetition.
-    num_bytes: bytes that a repetition copies; 0 if it copies no blocks.
+    seconds: per repetition.
+    num_bytes: copied per repetition; 0 if it copies no blocks.
     """
 
     seconds: tuple[float, ...]
@@ -187,12 +184,11 @@ class Times:
 
 
 def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) -> Times:
-    """Repeats `work` for about `seconds`, but at least LEAST_ROUNDS times, and returns the measured
-    times. A first call warms up and is not counted.
+    """Repeats `work` for about `seconds`, at least LEAST_ROUNDS times, after a first call that is
+    not counted.
 
-    work: the function to time. It may return a time in seconds, which then counts in place of the
-        duration of the whole call; otherwise it returns None.
-    num_bytes: bytes that a call copies; 0 if it copies no blocks.
+    work: may return seconds that count in place of the call's duration.
+    num_bytes: copied per call; 0 if it copies no blocks.
     """
     work()
     found: list[float] = []
@@ -205,12 +201,12 @@ def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) 
 
 
 def memcpy(num_threads: int, seconds: float) -> Times:
-    """Times copies of MEMCPY_BYTES within memory, divided among threads."""
+    """Copies of MEMCPY_BYTES within memory, divided among threads."""
     source, target = (np.ones(MEMCPY_BYTES, np.uint8) for _ in range(2))
     bounds = np.linspace(0, MEMCPY_BYTES, num_threads + 1).astype(int).tolist()
 
     def part(at: int) -> None:
-        # numpy releases the GIL while it copies, so the threads copy at the same time.
+        # numpy releases the GIL while it copies.
         np.copyto(target[bounds[at] : bounds[at + 1]], source[bounds[at] : bounds[at + 1]])
 
     def copy() -> None:
@@ -225,17 +221,16 @@ def memcpy(num_threads: int, seconds: float) -> Times:
 
 
 def hashes(count: int) -> list[bytes]:
-    """Returns random hashes that no stored block has."""
+    """Random hashes that no stored block has."""
     data = os.urandom(count * HASH_BYTES)
     return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
 
 
 class BenchEngine:
-    """Plays the part of an engine's worker: stores and loads blocks of BLOCK_BYTES, and times these
-    operations. The caller must close it."""
+    """An engine's worker that stores and loads blocks of BLOCK_BYTES. Must be closed."""
 
     def __init__(self, target: str) -> None:
-        """Connects. Raises BenchError if the server can't be reached."""
+        """Raises BenchError if the server can't be reached."""
         self._engine = PagedEngine(
             target,
             layers=LAYERS,
@@ -263,8 +258,7 @@ class BenchEngine:
         return f"bench-{self._number}"
 
     def _stored(self, names: list[bytes]) -> float:
-        """Stores blocks under these hashes and returns the time in seconds. Raises BenchError if
-        the store fails."""
+        """Seconds of a store. Raises BenchError if it fails."""
         name, began_s = self._name(), time.perf_counter()
         run = BlockRun(0, names, self._sources[: len(names)])
         result = self._session.store(name, name, [run], CALL_S).result(CALL_S)
@@ -273,10 +267,9 @@ class BenchEngine:
         return time.perf_counter() - began_s
 
     def _loaded(self, names: list[bytes], *, with_lease: bool) -> float:
-        """Loads stored blocks and returns the time in seconds. Raises BenchError if the load fails,
-        or if a block was evicted.
+        """Seconds of a load. Raises BenchError if it fails, or if a block was evicted.
 
-        with_lease: whether the time includes the acquisition of the lease.
+        with_lease: counts the acquisition of the lease.
         """
         name, began_s = self._name(), time.perf_counter()
         grant = self._session.acquire(name, [GroupHashes(0, names)]).result(CALL_S)
@@ -293,8 +286,7 @@ class BenchEngine:
         return ended_s - (began_s if with_lease else leased_s)
 
     def lookups(self, seconds: float) -> Times:
-        """Times lookups of LOOKED_UP blocks in the shared block table; OPERATION_BLOCKS of them are
-        present."""
+        """Looks up LOOKED_UP blocks, OPERATION_BLOCKS of which are present, in the block table."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         asked = [*known, *hashes(LOOKED_UP - len(known))]
@@ -306,24 +298,21 @@ class BenchEngine:
         return timed(look_up, seconds)
 
     def calls(self, seconds: float) -> Times:
-        """Times an empty call to the server, including its answer."""
         return timed(lambda: self._session.ping(CALL_S), seconds)
 
     def stores(self, seconds: float) -> Times:
-        """Times stores of new blocks."""
         num_bytes = OPERATION_BLOCKS * BLOCK_BYTES
         return timed(lambda: self._stored(hashes(OPERATION_BLOCKS)), seconds, num_bytes)
 
     def loads(self, seconds: float) -> Times:
-        """Times loads of stored blocks. The time to acquire the lease is not included."""
+        """Leaves out the acquisition of the lease."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         num_bytes = OPERATION_BLOCKS * BLOCK_BYTES
         return timed(lambda: self._loaded(known, with_lease=False), seconds, num_bytes)
 
     def small_hits(self, seconds: float) -> Times:
-        """Times the lease and the load of a single block together, which is the shortest possible
-        hit."""
+        """Lease and load of one block: the shortest possible hit."""
         known = hashes(1)
         self._stored(known)
         return timed(lambda: self._loaded(known, with_lease=True), seconds, BLOCK_BYTES)
@@ -339,10 +328,9 @@ PROMPT_TOKENS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """A row of the result.
+    """A measured figure and its meaning.
 
-    what: name of the measured operation.
-    means: sentence that explains the value, for example in tokens per second.
+    means: what the value says, for example in tokens per second.
     """
 
     what: str
@@ -364,10 +352,10 @@ def _tokens_per_s(bytes_per_s: float) -> str:
 
 
 def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
-    """Returns a row for each measured operation.
+    """Makes a row for each operation.
 
-    found: the times that `measure` returned, by the name of the operation.
-    num_threads: number of threads with which `memcpy` copied within memory.
+    found: of `measure`.
+    num_threads: of `memcpy`.
     """
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))
     lookup, call, small = (found[name] for name in ("lookup", "call", "small_hit"))
@@ -413,7 +401,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
 
 
 def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
-    """Returns two rows (write and read) for each tested tier and block size."""
+    """Write and read of each tier and block size."""
     rows = []
     for one in timings:
         size, name = one["block_bytes"], one["tier"]
@@ -434,7 +422,6 @@ def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
 
 
 def host() -> dict[str, Any]:
-    """Describes the host that was measured."""
     info = Path("/proc/cpuinfo")
     names = [
         line.partition(":")[2].strip()
@@ -452,7 +439,6 @@ def host() -> dict[str, Any]:
 
 
 def answer_of(rows: list[BenchRow], devices: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Returns the whole result of the benchmark: rows, devices, problems and the host."""
     return {
         "host": host(),
         "devices": devices,
@@ -462,7 +448,6 @@ def answer_of(rows: list[BenchRow], devices: dict[str, Any], problems: list[str]
 
 
 def show(answer: dict[str, Any]) -> str:
-    """Formats the result as a table."""
     on = answer["host"]
     rows = [BenchRow(**row) for row in answer["rows"]]
     return "\n".join(
@@ -490,11 +475,10 @@ LEAST_ARENA_MIB = 256
 
 
 def measure(target: str, seconds: float, say: Callable[[str], None]) -> dict[str, Times]:
-    """Times every operation on a server. Returns the times by name of the operation. Raises
-    BenchError if an operation fails.
+    """Times by name of the operation. Raises BenchError if one fails.
 
-    seconds: time for all operations together.
-    say: called with the name of each operation as it begins.
+    seconds: for all operations together.
+    say: gets the name of each operation as it begins.
     """
     num_threads = len(os.sched_getaffinity(0))
     engine = BenchEngine(target)
@@ -524,13 +508,12 @@ def run(
     config: Path | None,
     say: Callable[[str], None] = lambda what: print(f"hotkv bench: {what} …", file=sys.stderr),
 ) -> dict[str, Any]:
-    """Runs the benchmark for `seconds`, not counting the start, the stop and the test of tiers.
+    """Raises BenchError if the benchmark can't run, ValueError for invalid options or settings.
 
-    Raises BenchError if the benchmark can't run, ValueError for invalid options or settings.
-
-    disk: a folder in which a disk tier is tested.
+    seconds: without start, stop and the test of tiers.
+    disk: folder in which a disk tier is tested.
     config: settings of a server whose tiers are tested.
-    say: called with the name of each step as it begins.
+    say: gets the name of each step as it begins.
     """
     if not 1 <= seconds <= 3600:
         raise ValueError(f"--seconds {seconds:g}: give 1 to 3600")
@@ -538,7 +521,7 @@ def run(
         raise ValueError(f"--arena-mib {arena_mib}: give {LEAST_ARENA_MIB} at least")
     timings: list[dict[str, Any]] = []
     problems: list[str] = []
-    # Tiers come first, because wrong settings of theirs end the benchmark.
+    # First, because wrong settings end the benchmark.
     if flags := tier_flags(disk, config):
         say("tiers")
         timings, problems = check_tiers(flags)
@@ -552,7 +535,7 @@ def run(
 
 
 def tier_flags(disk: Path | None, config: Path | None) -> Sequence[str]:
-    """Returns the flags of `hotkv-server tiers check`; empty without tiers."""
+    """Empty without tiers."""
     return [
         *(["--config", str(config)] if config is not None else []),
         *(["--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB"] if disk else []),

@@ -1,8 +1,7 @@
-"""Finds the blocks that a user names on the command line: by the whole hash, or by its first
-digits, as git finds commits.
+"""Finds the blocks that a user names by whole hashes or first digits, as git finds commits.
 
-A prefix has at least MIN_DIGITS digits and must match exactly one hash. Otherwise the error lists
-the blocks whose hashes begin with the prefix. The server searches all of its blocks.
+A prefix has at least MIN_DIGITS digits and must match exactly one hash of the server; otherwise
+the error lists the candidates.
 """
 
 import string
@@ -15,34 +14,31 @@ from hotkv_client.command.tables import space_name
 MIN_DIGITS = 4
 MAX_DIGITS = 64
 MAX_CANDIDATES = 8
-"""Largest number of candidates that an error lists."""
+"""That an error lists."""
 LOOKED_AT = 200
-"""Largest number of blocks that are requested from the server for a prefix. It exceeds
-MAX_CANDIDATES, because a hash may have a block in each group and key space."""
+"""Requested for a prefix. More than MAX_CANDIDATES: a hash may have a block in each group and
+key space."""
 Place = tuple[int, int]
-"""The group to which a block belongs: key space id and group index."""
+"""Key space id and group index."""
 
 
 def places(
     client: AdminClient, words: Iterable[str], key_space_id: int, group_index: int | None
 ) -> dict[Place, list[bytes]]:
-    """Returns the hashes of the named blocks, by (key space id, group index).
+    """Hashes of the named blocks by place: a whole hash under every group with hashes of its
+    length, a prefix only where the server has the block.
 
-    A whole hash is listed under every group whose hashes have the same length. A prefix is listed
-    only under the groups in which the server has the block.
+    Raises HotKVError if the server refuses or does not answer, ValueError for a prefix that matches
+    no hash or several.
 
-    Raises HotKVError if the server refuses or does not answer. Raises ValueError for a prefix that
-    matches no hash or several hashes.
-
-    words: whole hashes or first digits, in hexadecimal.
-    key_space_id: 0: all key spaces.
-    group_index: None: all groups.
+    key_space_id: 0: all.
+    group_index: None: all.
     """
     words = list(map(checked, words))
     found: dict[Place, list[bytes]] = {}
     told = client.tell("key_spaces", key_space_id=key_space_id)
     spaces = told["key_spaces"]
-    # If the server has very many key spaces, `spaces` has only the key spaces with the most blocks.
+    # Of very many key spaces, only those with the most blocks are listed.
     lists_all = bool(key_space_id) or told["key_space_count"] <= len(spaces)
     for word in words:
         if len(word) in _lengths(spaces):
@@ -59,12 +55,8 @@ def places(
 
 
 def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -> bytes:
-    """Returns the packed hashes of a prompt's blocks, which the user names by whole hashes or by
-    first digits.
-
-    Raises HotKVError if the server refuses or does not answer. Raises ValueError for a prefix that
-    matches no hash or several hashes.
-    """
+    """Packed hashes of a prompt's blocks, named by whole hashes or first digits. Raises as
+    `places`."""
     words = list(map(checked, words))
     if all(len(word) == MAX_DIGITS for word in words):
         return b"".join(map(bytes.fromhex, words))
@@ -77,8 +69,8 @@ def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -
 
 
 def checked(word: str) -> str:
-    """Returns a hash or prefix in lower case. Raises ValueError if `word` is not hexadecimal or has
-    a wrong number of digits."""
+    """The word in lower case. Raises ValueError if it is not hexadecimal or has a wrong number
+    of digits."""
     if not word or not set(word) <= set(string.hexdigits):
         raise ValueError(f"{word!r} is no hexadecimal block hash")
     if not MIN_DIGITS <= len(word) <= MAX_DIGITS:
@@ -87,15 +79,14 @@ def checked(word: str) -> str:
 
 
 def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
-    """Returns the lengths of whole hashes in the key spaces (each is a model in a
-    configuration), in hexadecimal digits."""
+    """Hexadecimal digits of whole hashes."""
     return {2 * int(one["key_space"]["hash_byte_count"]) for one in spaces}
 
 
 def _places_of(
     spaces: list[dict[str, Any]], num_digits: int, group_index: int | None
 ) -> Iterator[Place]:
-    """Yields (key space id, group index) of each group whose hashes have `num_digits` digits."""
+    """Groups whose hashes have `num_digits` digits."""
     for one in spaces:
         if 2 * int(one["key_space"]["hash_byte_count"]) == num_digits:
             for group in one["key_space"]["groups"]:
@@ -104,7 +95,7 @@ def _places_of(
 
 
 def _places_with(client: AdminClient, word: str, group_index: int | None) -> Iterator[Place]:
-    """Yields each (key space id, group index) in which the server has the block of a whole hash."""
+    """Where the server has the block of a whole hash."""
     for row in client.blocks(0, LOOKED_AT, hash_prefix=word)["blocks"]:
         if row["block_hash"] == word and group_index in (None, row["group_index"]):
             yield int(row["key_space_id"]), int(row["group_index"])
@@ -113,8 +104,7 @@ def _places_with(client: AdminClient, word: str, group_index: int | None) -> Ite
 def _blocks(
     client: AdminClient, word: str, key_space_id: int, group_index: int | None
 ) -> list[dict[str, Any]]:
-    """Returns the server's rows of the blocks whose hash begins with `word`. Raises ValueError
-    unless exactly one hash begins with it."""
+    """Raises ValueError unless exactly one hash begins with `word`."""
     rows = [
         row
         for row in client.blocks(key_space_id, LOOKED_AT, hash_prefix=word)["blocks"]
@@ -132,9 +122,7 @@ def _blocks(
 
 
 def _near(client: AdminClient, word: str) -> str:
-    """Returns the last part of the error message for a prefix that matches no hash. This part lists
-    the blocks whose hashes are most similar to the prefix: they share the longest beginning with
-    it."""
+    """End of an error message: blocks whose hashes share the longest beginning with `word`."""
     for length in range(len(word) - 1, 0, -1):
         rows = client.blocks(0, LOOKED_AT, hash_prefix=word[:length])["blocks"]
         if rows:
@@ -143,7 +131,7 @@ def _near(client: AdminClient, word: str) -> str:
 
 
 def _listed(rows: list[dict[str, Any]]) -> str:
-    """Returns a line for each hash, with as many digits as are needed to distinguish the hashes."""
+    """A line per hash, with as many digits as distinguish them."""
     first = {row["block_hash"]: row for row in reversed(rows)}
     shown = list(first)[::-1][:MAX_CANDIDATES]
     digits = next(

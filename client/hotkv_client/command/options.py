@@ -1,5 +1,4 @@
-"""The options of `hotkv`: common options, which all commands share, and options of single
-commands."""
+"""The options of `hotkv` and of each command."""
 
 import argparse
 import math
@@ -15,10 +14,9 @@ from hotkv_client.command.help_text import CommandParser
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
 MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
-"""Largest numbers that options accept. The server would refuse larger numbers, or they would not
-fit into the messages."""
+"""The server would refuse larger numbers, or they would not fit into messages."""
 MIN_SECONDS = 0.001
-"""Least time that an option accepts if the server would replace 0 by its own default."""
+"""Where the server would replace 0 by its default."""
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
@@ -33,19 +31,17 @@ CREDENTIAL_FLAGS = {
 
 
 def common_options(*, has_defaults: bool) -> CommandParser:
-    """Returns a parser of the options that all commands share.
+    """Options of all commands, which may stand before or after the command.
 
-    A user may write these options before or after the command.
-
-    has_defaults: True for the main parser. False for the parsers of commands: their defaults would
-        override options that the user has written before the command.
+    has_defaults: False for the parsers of commands, whose defaults would override options before
+        the command.
     """
 
     def default(value: Any) -> Any:
         return value if has_defaults else argparse.SUPPRESS
 
     common = CommandParser(add_help=False)
-    # An empty HOTKV_TARGET counts as not set. The connector treats the variable in the same way.
+    # An empty HOTKV_TARGET counts as not set, as in the connector.
     target = os.environ.get("HOTKV_TARGET") or DEFAULT_TARGET
     common.add_argument(
         "--target",
@@ -292,11 +288,7 @@ def _positive(text: str) -> float:
 
 
 def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
-    """Returns a function that parses a number from `least` to `most`. The function rejects `inf`
-    and `nan`, because a call with such a value would fail.
-
-    unit: name of the unit, for the error message.
-    """
+    """Parses a number in this range. Rejects `inf` and `nan`, which would fail in a call."""
 
     def number(text: str) -> float:
         found = _parsed(text)
@@ -308,8 +300,6 @@ def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
-    """Returns a function that parses a whole number from `least` to `most`."""
-
     def whole(text: str) -> int:
         found = _parsed(text)
         if not least <= found <= most or found % 1:
@@ -320,7 +310,7 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def _parsed(text: str) -> float:
-    """Returns the number in a text; `nan` if the text is no number."""
+    """`nan` if the text is no number."""
     try:
         return float(text)
     except ValueError:
@@ -328,7 +318,6 @@ def _parsed(text: str) -> float:
 
 
 def add_bench_options(made: argparse.ArgumentParser) -> None:
-    """Adds the options of `hotkv bench`."""
     made.add_argument(
         "--seconds",
         type=float,

@@ -1,10 +1,9 @@
-"""Reads a prompt that a user names. The user gives token ids, block hashes, an answer of vLLM's
-`/tokenize`, or a chat that an engine tokenises.
+"""Reads a prompt: token ids, block hashes, an answer of vLLM's `/tokenize`, or a chat that an
+engine tokenises.
 
-Always true: a chat is refused, with the reason, if it has images or a cache salt, or if it is for a
-LoRA adapter that the engine lists. In these cases the hashes of the chat's blocks depend on more
-than its tokens. A chat of gpt-oss is refused, because `/tokenize` gives other tokens than the
-engine computes.
+Always true: a chat with images or a cache salt, or for a LoRA adapter that the engine lists, is
+refused with the reason: its hashes depend on more than its tokens. So is a chat of gpt-oss, for
+which `/tokenize` gives other tokens than the engine computes.
 """
 
 import http
@@ -21,33 +20,31 @@ from pathlib import Path
 from typing import Any, TextIO
 
 MAX_TOKEN_ID = 9_999_999
-"""Largest number that is read as a token id, because no model has more tokens. A larger number is
-read as the first digits of a hash."""
+"""No model has more tokens. A larger number is the first digits of a hash."""
 MAX_ANSWER_BYTES = 256 << 20
 MAX_CHARS = 1 << 26
-"""Longest file with a prompt that is read."""
+"""Of a file with a prompt."""
 PASSED_ON = (
     "model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs",
 )  # fmt: skip
-"""Fields of a vLLM request that affect its token ids. They are sent to `/tokenize`."""
+"""Fields that affect the token ids, sent to `/tokenize`."""
 FOR_TEMPLATE = "documents", "reasoning_effort"
-"""Fields of a chat that vLLM hands to the chat template. `/tokenize` has no such fields, so they
-are sent as arguments of the template."""
+"""Fields that vLLM hands to the chat template. `/tokenize` lacks them: sent as the template's
+arguments."""
 
 HARMONY = [200006, 17360, 200008]
-"""Token ids of `<|start|>system<|message|>`, with which every chat of gpt-oss begins. vLLM formats
-these chats with the library openai-harmony (`OnlineRenderer._make_request_with_harmony`). Their
-tokens differ from those of `/tokenize`, for example if VLLM_SYSTEM_START_DATE is set."""
+"""`<|start|>system<|message|>`, with which every chat of gpt-oss begins. vLLM formats these with
+openai-harmony (`OnlineRenderer._make_request_with_harmony`), and `/tokenize` differs, for
+example if VLLM_SYSTEM_START_DATE is set."""
 
 
 def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
-    """Parses a prompt into a pair: hashes and packed token ids, of which one is empty. Raises
-    ValueError if the prompt is empty or a file has another format, OSError if a file can't be read.
+    """Hashes and packed token ids, one of them empty. Raises ValueError if the prompt is empty or a
+    file has another format, OSError if a file can't be read.
 
-    words: each word is a token id, a block hash in hexadecimal, or the first digits of a hash.
-        `@FILE` and `-` (standard input) name a file with such words, or with the JSON answer of
-        vLLM's `/tokenize`.
+    words: token ids, hexadecimal hashes or their first digits; `@FILE` and `-` (standard input)
+        name a file with these, or with the JSON answer of vLLM's `/tokenize`.
     """
     items: list[str] = []
     for word in words:
@@ -70,20 +67,18 @@ def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
 
 
 def packed(token_ids: Any) -> bytes:
-    """Packs token ids as little-endian int32."""
+    """Little-endian int32."""
     listed = list(token_ids)
     return struct.pack(f"<{len(listed)}i", *listed)
 
 
 def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
-    """Asks an engine to tokenise a chat or prompt in a file. Returns the packed token ids.
+    """Packed token ids from an engine. Raises OSError if the file can't be read, ValueError if it
+    has no chat or prompt, or one that is refused, or if the engine does not answer or rejects the
+    API key.
 
-    Raises OSError if the file can't be read. Raises ValueError if the file holds no chat or prompt,
-    if its model is an adapter, if it is a chat of gpt-oss, or if the engine does not answer or
-    rejects the API key.
-
-    path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
-    engine: the engine's URL, such as `http://127.0.0.1:8000`.
+    path: a request of vLLM's chat or completion API in JSON, a list of messages, or plain text.
+    engine: URL, such as `http://127.0.0.1:8000`.
     """
     asked = _asked(_request(path))
     url = urllib.parse.urljoin(engine.removesuffix("/") + "/", "tokenize")
@@ -113,26 +108,21 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
 
 
 def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the request for `/tokenize` that gives the same token ids as a request of vLLM's chat
-    or completion API."""
+    """The request for `/tokenize` that gives the same token ids."""
     asked = {name: value for name, value in request.items() if name in PASSED_ON}
     extra = {name: request[name] for name in FOR_TEMPLATE if request.get(name) is not None}
     given = request.get("chat_template_kwargs") or {}
     if "messages" not in request or not extra or not isinstance(given, dict):
         return asked
     if (effort := extra.get("reasoning_effort")) is not None:
-        # vLLM's `ChatCompletionRequest.build_chat_params` sets `enable_thinking` in the same way.
+        # As vLLM's `ChatCompletionRequest.build_chat_params`.
         given = {"enable_thinking": effort != "none", **given}
     return {**asked, "chat_template_kwargs": {**given, **extra}}
 
 
 def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
-    """Returns True if the model is a LoRA adapter: in the engine's list of models, an adapter has a
-    parent. Returns False if the list can't be read. Raises ValueError if the engine rejects the API
-    key in VLLM_API_KEY.
-
-    url: address of the engine's list of models.
-    """
+    """An adapter has a parent in the engine's list of models. False if the list can't be read.
+    Raises ValueError if the engine rejects the API key in VLLM_API_KEY."""
     key = os.environ.get("VLLM_API_KEY", "")
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     try:
@@ -148,7 +138,7 @@ def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
 
 
 def _said(text: str) -> str:
-    """Returns the message of an engine's error response as a single line."""
+    """The error's message as one line."""
     try:
         found = json.loads(text)
         message = found["error"]["message"] if "error" in found else found["message"]
@@ -158,10 +148,8 @@ def _said(text: str) -> str:
 
 
 def _request(path: Path) -> Mapping[str, Any]:
-    """Reads a request of vLLM's chat or completion API from a file; a list of messages and plain
-    text count as requests too. Raises OSError if the file can't be read. Raises ValueError if the
-    file holds no request, if it truncates its prompt, or if block hashes depend on more than the
-    request's tokens (images, a cache salt)."""
+    """Raises OSError if the file can't be read; ValueError if it has no request, truncates its
+    prompt, or has images or a cache salt."""
     text = _text(path)
     if not text.lstrip().startswith(("{", "[")):
         return {"prompt": text.removesuffix("\n")}
@@ -219,8 +207,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _tokens_of(answer: Any) -> list[int]:
-    """Returns the token ids in an answer of `/tokenize`. Raises ValueError if the answer has no
-    list of token ids."""
+    """Raises ValueError if the answer has no list of token ids."""
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     if not isinstance(tokens, list) or not all(
         type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in tokens

@@ -1,16 +1,14 @@
-"""Records a trace of engines' requests: a JSON object per line, in the format of Mooncake's traces.
+"""Records a trace of engines' requests, a JSON object per line, in the format of Mooncake's traces.
 
-Fields of a line:
 - `timestamp`: ms since the recording began.
 - `input_length`: tokens of the prompt.
-- `output_length`: always 0 here, which means unknown.
-- `hash_ids`: a number for each whole block of the prompt. The numbers count up in the order in
-  which blocks first appear; equal numbers mean equal prefixes.
-- `device_hit_length` (not in Mooncake's format): tokens that hit in the engine's device cache.
-- `hit_length` (not in Mooncake's format): tokens that hit there or in hotkv.
+- `output_length`: 0, unknown.
+- `hash_ids`: a number per whole block of the prompt, counted up in the order of first appearance;
+  equal numbers mean equal prefixes.
+- `device_hit_length`: tokens that hit in the engine's device cache; not of Mooncake.
+- `hit_length`: tokens that hit there or in hotkv; not of Mooncake.
 
-The trace contains neither tokens nor hashes. A trace covers a single key space (a model in a
-configuration), because the numbers do not say to which key space a block belongs.
+No tokens, no hashes. A trace covers one key space, because the numbers do not name it.
 """
 
 import json
@@ -25,13 +23,11 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 class TraceWriter:
-    """Formats the requests of a key space (a model in a configuration) as lines of a trace.
+    """Formats the requests of a key space.
 
-    hash_bytes: length of a block hash.
-    hash_block_tokens: number of tokens for which the engine computes one block hash.
-    block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
-    start_unix_s: time at which the recording began, by the server's clock. `record` corrects this
-        time as it learns more about that clock.
+    hash_block_tokens: for which the engine computes one hash.
+    block_tokens: of the trace's blocks; rounded up to a multiple of `hash_block_tokens`.
+    start_unix_s: by the server's clock; `record` corrects it as it learns more about that clock.
     """
 
     def __init__(
@@ -55,14 +51,11 @@ class TraceWriter:
         return len(self._ids)
 
     def line(self, request: WatchedRequest) -> str:
-        """Returns the line of a request.
-
-        Timestamps never decrease: a request that is reported late gets the timestamp of the
-        previous line.
-        """
+        """A request that is reported late gets the previous line's timestamp: they never
+        decrease."""
         ends = range(self._step_bytes, len(request.hashes) + 1, self._step_bytes)
-        # A hash covers all tokens up to its end. So the last hash within a block of the trace
-        # stands for this block and all blocks before it.
+        # A hash covers all tokens up to its end: the last one within a block stands for it and
+        # all before it.
         hashes = (request.hashes[end - self._hash_bytes : end] for end in ends)
         hash_ids = [self._ids.setdefault(block_hash, len(self._ids)) for block_hash in hashes]
         self._last_ms = max(self._last_ms, int((request.unix_time_s - self.start_unix_s) * 1000))
@@ -80,15 +73,9 @@ class TraceWriter:
 
 
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
-    """Returns the id and the description of a key space (a model in a configuration).
-
-    Raises UNKNOWN_KEY_SPACE if there is no such key space, or if `key_space_id` is 0 and the server
-    has several key spaces.
-
-    key_space_id: 0: the server's only key space.
-    """
-    # Asks for the key space by its id: if there are very many, the list of all key spaces has only
-    # the key spaces with the most blocks.
+    """Id and description. Raises UNKNOWN_KEY_SPACE if there is none, or if `key_space_id` is 0
+    and there are several."""
+    # By id: of very many key spaces, only those with the most blocks are listed.
     listed = client.key_spaces(key_space_id) or client.key_spaces()
     known = {space["key_space_id"]: space for space in listed}
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
@@ -111,14 +98,12 @@ def record(
     seconds: float,
     max_blocks: int,
 ) -> dict[str, Any]:
-    """Writes the requests that engines report to `path`, and returns a summary.
+    """Writes each request as it arrives, and returns a summary. Stops after `seconds` (0: never),
+    at Ctrl-C, or after `max_blocks` different blocks. Raises HotKVError if the server refuses or
+    the stream fails, OSError if the file can't be written, ValueError if `block_tokens` is not
+    positive.
 
-    Stops after `seconds` (0: never), at Ctrl-C, or after `max_blocks` different blocks. Writes each
-    line as soon as its request arrives. Raises HotKVError if the server refuses or the stream
-    fails, OSError if the file can't be written, and ValueError if `block_tokens` is not positive.
-
-    key_space_id: 0: the server's only key space.
-    block_tokens: tokens of a block of the trace.
+    key_space_id: 0: the server's only one.
     """
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")
@@ -131,9 +116,8 @@ def record(
         try:
             for requests, missed in client.watch_requests(number, seconds):
                 lost += missed
-                # The server may run on another machine, with another clock. Its clock shows at
-                # least the time of the newest request, from which the start of the recording is
-                # estimated.
+                # The server's clock may differ from ours. It shows at least the newest request's
+                # time.
                 now_unix_s = max((request.unix_time_s for request in requests), default=-math.inf)
                 start_unix_s = now_unix_s - (time.monotonic() - began_s)
                 tracer.start_unix_s = max(tracer.start_unix_s, start_unix_s)

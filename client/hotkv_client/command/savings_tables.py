@@ -1,5 +1,4 @@
-"""Groups and formats the server's ledger for `hotkv savings`. The ledger counts which prompt tokens
-hit and missed, and why."""
+"""Groups and formats the ledger for `hotkv savings`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,16 +9,15 @@ GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_SINCE_S = 8 * 86_400
 NAMES = {"tenant": ("tenant",), "model": ("tenant", "model"), "engine": ("model", "engine")}
-"""For each way to group rows: the columns of the table that together name a row."""
+"""Columns that together name a row, by grouping."""
 SHOWN = {"tenant": "tenant", "model": "model_name", "engine": "engine_name"}
-"""For each column in NAMES: the field of the server's ledger that the column shows. The ledger
-counts which prompt tokens hit and missed."""
+"""The ledger's field for each of these columns."""
 FIELDS = {
     "tenant": ("tenant",),
     "model": ("tenant", "model_name", "model"),
     "engine": ("model_name", "model", "engine_name", "engine_id"),
 }
-"""For each way to group rows: the fields that together name a row in JSON."""
+"""Fields that together name a row in JSON."""
 SUMS = (
     "request_count",
     "prompt_token_count",
@@ -33,8 +31,8 @@ SUMS = (
 
 
 def seconds(text: str) -> float:
-    """Parses a time such as 90s, 30m, 1h or 7d into seconds; empty: 0. Raises ValueError for a text
-    that is no such time, or a time above MAX_SINCE_S."""
+    """Reads 90s, 30m, 1h or 7d; empty: 0. Raises ValueError for another text, or above
+    MAX_SINCE_S."""
     if not text:
         return 0.0
     unit = UNITS_S.get(text[-1], 0)
@@ -52,7 +50,6 @@ def seconds(text: str) -> float:
 
 
 def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns a row with the sums of the rows' counts."""
     listed = list(rows)
     return {
         **{name: sum(row[name] for row in listed) for name in SUMS},
@@ -67,14 +64,10 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Joins rows with equal names into a row with the sums of their counts. Returns the joined rows
-    in the order in which their names first occur.
+    """Sums rows with equal names, in the order of their first. The server lists the last used
+    first, and a joined row has its ids.
 
-    The server lists rows by the time of their last use, the latest first. A joined row has the ids
-    of the row that was used last.
-
-    by: `tenant`; `model`, which groups by model and tenant; or `engine`, which groups by engine and
-        model.
+    by: `tenant`; `model` (and tenant); `engine` (and model).
     """
     groups = dict[tuple[str, ...], list[dict[str, Any]]]()
     for row in rows:
@@ -86,12 +79,10 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 
 def _names(row: dict[str, Any], by: str) -> tuple[str, ...]:
-    """Returns the names that the table shows for a row."""
     return tuple(row[SHOWN[name]] for name in NAMES[by])
 
 
 def show_savings(answer: dict[str, Any]) -> str:
-    """Formats the rows, the reasons of misses, and the savings of a larger cache."""
     if not answer["rows"]:
         return "no engine has reported a request in this time"
     by, whole = answer["by"], answer["total"]
@@ -143,7 +134,7 @@ def _row(row: dict[str, Any], names: list[str], whole: dict[str, Any]) -> tuple[
 
 
 def _misses(whole: dict[str, Any]) -> str:
-    """Formats the reasons why tokens missed, the most frequent reason first."""
+    """Most frequent reason first."""
     prompt = whole["prompt_token_count"]
     reasons = sorted(whole["misses"].items(), key=lambda one: -one[1])
     shares = [f"{why.replace('_', ' ')} {count / prompt:.1%}" for why, count in reasons if count]
@@ -156,7 +147,7 @@ def _misses(whole: dict[str, Any]) -> str:
 
 
 def _outlook(answer: dict[str, Any]) -> list[str]:
-    """Formats the hit rate of an unlimited cache and the gain of more memory."""
+    """Hit rate of an unlimited cache, and gain of more memory."""
     outlook, whole = answer["outlook"], answer["total"]
     if not outlook["prompt_token_count"]:
         return []

@@ -1,8 +1,7 @@
-"""`hotkv size`: computes the hit rate and the saved time of arenas of given sizes.
+"""`hotkv size`: hit rate and saved time of arenas of given sizes.
 
-The traffic is a trace (a file of recorded requests), or the requests that the engines of a live
-server report from now on. `hotkv-server simulate` replays the traffic. The KV bytes of a token and
-the prefill speed come from the server unless flags give them.
+`hotkv-server simulate` replays traces, or the requests that a live server's engines report from
+now on. KV bytes of a token and prefill speed come from the server unless flags give them.
 """
 
 import argparse
@@ -20,37 +19,35 @@ from hotkv_proto.errors import HotKVError
 COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")
 MAX_BLOCKS = 20_000_000
 RECORDED_TOKENS = 512
-"""Tokens of a block in a recorded trace, unless `--block-tokens` gives them. The recorder rounds up
-to whole blocks of the engine."""
+"""Tokens of a recorded block without `--block-tokens`; rounded up to whole blocks of the engine."""
 PREFIX_CLOSED = ("full attention", "mla")
-"""Kinds of groups in which a hit needs every block of the prefix."""
+"""A hit needs every block of the prefix."""
 SCALES = (0.25, 0.5, 1, 2, 4, 8)
-"""Default arena sizes to simulate, as multiples of the live server's arena."""
+"""Default sizes, as multiples of the live server's arena."""
 
 
 class SizeError(RuntimeError):
-    """The simulation can't run here; the message says why."""
+    """The simulation can't run here."""
 
 
 def size(
     connect: Callable[[], AdminClient], options: argparse.Namespace, say: Callable[[str], None]
 ) -> str:
-    """Simulates the arenas and returns the result as text, or as JSON with `options.json`. Without
-    a trace (file of recorded requests), first records requests for `options.seconds`.
+    """Text, or JSON with `options.json`. Without a trace, first records for `options.seconds`.
 
     Raises HotKVError if the server refuses or does not answer, SizeError if the simulation can't
-    run here, and OSError if a trace can't be opened. Raises ValueError if a needed value comes
-    neither from flags nor from a server, or if the simulator fails.
+    run here, OSError if a trace can't be opened, ValueError if a needed value comes neither from
+    flags nor from a server, or if the simulator fails.
 
-    connect: connects to the server; called only if a value must come from it.
-    say: called with a text about the progress.
+    connect: called only if a value must come from the server.
+    say: gets progress.
     """
     for path in options.traces:
         if not path.is_fifo():
             path.open().close()
     bytes_per_token, speed = options.bytes_per_token, options.prefill_tokens_per_s
     if options.traces and bytes_per_token:
-        # The flags give every value, so no server is needed.
+        # Needs no server.
         return _simulated(options.traces, options, bytes_per_token, speed, options.arena)
     try:
         client = connect()
@@ -73,8 +70,7 @@ def size(
             if not traces:
                 traces = [Path(folder) / "this traffic"]
                 seconds = _record(client, traces[0], number, options, say)
-            # Asks for the prefill speed after the recording, because an engine may have measured
-            # its speed during the recording.
+            # After the recording, in which an engine may have measured it.
             speed = speed or prefill_tokens_per_s(client, number)
             return _simulated(traces, options, bytes_per_token, speed, arena, seconds)
 
@@ -87,11 +83,8 @@ def _unknown(error: HotKVError) -> ValueError:
 
 
 def token_bytes(space: dict[str, Any]) -> float:
-    """Returns the KV bytes of a token of a prompt.
-
-    Adds up the groups that keep every token (full attention and MLA). If there is no such group,
-    uses the first group.
-    """
+    """KV bytes of a prompt's token: of the groups that keep every token, or of the first group
+    without such."""
     groups = space["groups"]
     whole = [group for group in groups if group["kind"] in PREFIX_CLOSED] or groups[:1]
     return float(
@@ -100,8 +93,7 @@ def token_bytes(space: dict[str, Any]) -> float:
 
 
 def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
-    """Returns the highest prefill speed that an engine of a key space (a model in a
-    configuration) has measured; 0 if no engine has measured its speed."""
+    """Highest that an engine has measured; 0 if none has."""
     speeds = (
         float(one["prefill_tokens_per_s"])
         for one in client.sessions()
@@ -111,10 +103,8 @@ def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
 
 
 def _sizes(client: AdminClient) -> str:
-    """Returns the arena sizes that are simulated by default for a live server, as the value of
-    `--arena`."""
-    # Scales the arena's full size. The capacity in the report about tiers would be too small while
-    # the arena is still being allocated.
+    """Default value of `--arena` for a live server."""
+    # The tiers' report is too small while the arena is still being allocated.
     whole_bytes = client.info()["counters"]["arena_full_capacity_bytes"]
     return ",".join(str(int(whole_bytes * scale)) for scale in SCALES)
 
@@ -126,12 +116,8 @@ def _record(
     options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> float:
-    """Records the requests of a key space (a model in a configuration) in a trace at `path`.
-    Returns for how many seconds it recorded. Raises SizeError if no request arrived, or if all
-    prompts are shorter than a block of the trace.
-
-    number: id of the key space; 0: the server's only key space.
-    """
+    """Returns the recorded seconds. Raises SizeError if no request arrived, or if all prompts
+    are shorter than a block of the trace."""
     say(f"recording requests for {options.seconds:g} s; Ctrl-C ends it sooner")
     block_tokens = options.block_tokens or RECORDED_TOKENS
     done = recorder.record(client, path, number, block_tokens, options.seconds, MAX_BLOCKS)
@@ -157,13 +143,11 @@ def _simulated(
     arena: str,
     seconds: float = 0.0,
 ) -> str:
-    """Runs the simulator and returns its output. Raises SizeError if the simulator is not
-    installed, and ValueError with the simulator's message if it fails.
+    """Raises SizeError if the simulator is not installed, ValueError with its message if it fails.
 
-    bytes_per_token: KV bytes of a token of a prompt.
-    tokens_per_s: prefill speed of an engine; 0: unknown.
-    arena: the arena sizes, as the value of `--arena`; empty: the simulator chooses them.
-    seconds: duration of the recording; 0: the simulator uses the time stamps of the traces.
+    tokens_per_s: prefill speed; 0: unknown.
+    arena: as `--arena`; empty: the simulator chooses.
+    seconds: of the recording; 0: by the traces' time stamps.
     """
     command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]
     command += ["--trace", *map(str, traces)]
@@ -176,8 +160,7 @@ def _simulated(
     if options.policy:
         command += ["--policy", options.policy]
     command += ["--json"] * options.json
-    # Leaves file descriptors open (`close_fds=False`), because a trace may be a pipe that the shell
-    # has named /dev/fd/N.
+    # A trace may be a pipe that the shell has named /dev/fd/N: descriptors stay open.
     done = subprocess.run(command, capture_output=True, text=True, close_fds=False)
     if done.returncode == 0:
         return done.stdout.rstrip("\n")

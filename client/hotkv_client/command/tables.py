@@ -1,4 +1,4 @@
-"""Formats the answers of `AdminClient` as tables and lines of text."""
+"""Formats the answers of `AdminClient` as text."""
 
 import datetime
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from hotkv_proto.command_line import columns
 
 
 def human_bytes(count: float) -> str:
-    """Formats a number of bytes: 1536 as 1.5 KiB."""
+    """1536 as 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -17,11 +17,10 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Formats a time: 3725 as 1h 2m."""
+    """3725 as 1h 2m."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
-    # Rounds before it splits the time into minutes and seconds. Otherwise 119.6 s would be shown as
-    # 1m 60s.
+    # Otherwise 119.6 s would be 1m 60s.
     seconds = round(seconds)
     if seconds < 3600:
         return f"{seconds // 60}m {seconds % 60}s"
@@ -29,7 +28,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Formats a table: columns as wide as needed, columns of numbers aligned to the right."""
+    """Columns of numbers are aligned right."""
     left = [
         i
         for i in range(len(headers))
@@ -69,8 +68,7 @@ def show_devices(answer: dict[str, Any]) -> str:
 
 
 def speeds(device: dict[str, Any]) -> str:
-    """Formats a device's measured speeds: a row per direction and page size, a column per copy
-    method."""
+    """A row per direction and page size, a column per copy method."""
     found = {
         (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in device["speeds"]
     }
@@ -125,7 +123,6 @@ def show_blocks(answer: dict[str, Any]) -> str:
 
 
 def block_rows(listed: list[dict[str, Any]]) -> str:
-    """Formats a list of blocks, a row for each."""
     rows = [
         (
             b["block_hash"][:16],
@@ -181,7 +178,6 @@ def show_flush(answer: dict[str, Any]) -> str:
 
 
 def event_line(item: dict[str, Any]) -> str:
-    """Formats a cache event as a line of text."""
     if item["event"] == "lost":
         return f"{item['count']} events lost: they came faster than they could be read"
     at = datetime.datetime.fromtimestamp(item["unix_time_ms"] / 1000).isoformat(" ", "milliseconds")
@@ -278,13 +274,12 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
 
 
 def space_name(space: dict[str, Any]) -> str:
-    """Returns a name for a key space: its id and its model."""
     model = space["model_name"]
     return f"key space {space['key_space_id']}" + (f" ({model})" if model else "")
 
 
 def load_line(load: dict[str, Any]) -> str:
-    """Formats the cost of promoting the blocks of a hit from a tier."""
+    """The cost of promoting a hit's blocks from a tier."""
     time = f"about {load['load_s'] * 1e3:.1f} ms" if load["load_s"] else "time not measured yet"
     return (
         f"from {load['tier']}: {load['block_count']} blocks, {human_bytes(load['byte_count'])}, "
@@ -357,14 +352,13 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def state_line(info: dict[str, Any]) -> str:
-    """Returns the server's problems; if there are none, its state and the progress of its start."""
+    """Problems; without any, the state and the progress of the start."""
     problems = "; ".join(info["problems"])
     return problems or "; ".join(filter(None, (info["state"], info["progress"])))
 
 
 def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
-    """Formats the tiers below host memory as a table, with their problems. Returns an empty list if
-    there are no such tiers."""
+    """Tiers below host memory with their problems; empty without such."""
     rows = []
     for tier in tiers:
         does = tier.get("activity") or {}
@@ -402,9 +396,8 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
-    """Formats a line about residencies (contexts beyond device memory). Returns an empty list if
-    the server has no residencies, no engine that waits for a residency, and no pinned blocks from
-    an earlier server."""
+    """Empty without residencies, engines that wait for one, or pinned blocks of an earlier
+    server."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []
@@ -421,7 +414,7 @@ def residency_line(counters: dict[str, Any]) -> list[str]:
 
 
 def gpu_line(answer: dict[str, Any]) -> str:
-    """Formats a line about the GPUs. `hotkv devices` shows more."""
+    """`hotkv devices` shows more."""
     problems = [d["problem"] for d in answer["devices"] if d["problem"]]
     why = f"  {answer['registering_error']}" if answer["registering_error"] else ""
     return (
@@ -431,10 +424,9 @@ def gpu_line(answer: dict[str, Any]) -> str:
 
 
 def loop_line(counters: dict[str, Any], held_by: str) -> str:
-    """Formats a line: how late callbacks of the server's event loop ran in the last minute.
+    """How late callbacks of the event loop ran in the last minute.
 
-    counters: the server's counters by name.
-    held_by: the function that the loop ran during the longest delay; empty if it is unknown.
+    held_by: what ran during the longest delay, if known.
     """
     p50, p99, longest = (
         f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest")
@@ -449,8 +441,7 @@ def loop_line(counters: dict[str, Any], held_by: str) -> str:
 
 
 def show_residencies(answer: dict[str, Any]) -> str:
-    """Formats the open residencies (running requests whose blocks the server pins in host memory),
-    the limit of their total size, and the last refusal of each engine that waits for room."""
+    """Shows also the limit of their total size, and the last refusal of each engine that waits."""
     rows = [
         (
             r["engine_name"],
@@ -508,7 +499,6 @@ HINT_HEADERS = (
 
 
 def show_hints(answer: dict[str, Any]) -> str:
-    """Formats the latest outcomes of hints, and the sessions and outcomes of each tenant."""
     lines = [
         f"{tenant['tenant'] or 'no tenant'}: {tenant['session_count']} sessions "
         f"({human_bytes(tenant['session_byte_count'])} of hashes), "
@@ -521,7 +511,6 @@ def show_hints(answer: dict[str, Any]) -> str:
 
 
 def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
-    """Formats the outcomes as a table, with a row for each action."""
     rows = [
         (
             human_seconds(one["age_s"]),
@@ -541,8 +530,7 @@ def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
 
 
 def show_session(sessions: list[dict[str, Any]]) -> str:
-    """Formats the answer of `explain_session`: for each session, the totals of its requests, the
-    places of its blocks, and the hints that named it."""
+    """Shows totals of each session's requests, places of its blocks, and hints that named it."""
     if not sessions:
         return "no request has named this session of late"
     parts = []
@@ -557,9 +545,8 @@ def show_session(sessions: list[dict[str, Any]]) -> str:
 
 
 def _receipt(session: dict[str, Any]) -> list[str]:
-    """Returns a list with a line: the totals of a session's requests. Returns an empty list if the
-    server knows no request of the session, because only hints have named the session or because the
-    session was released."""
+    """A line with the totals, or empty if the server knows no request: only hints named the
+    session, or it was released."""
     tokens = session.get("prompt_token_count", 0)
     if not tokens:
         return []

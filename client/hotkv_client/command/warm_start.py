@@ -1,9 +1,9 @@
-"""Warm start of a node: exports the hashes of the hottest blocks (those that the server would evict
-last), and promotes blocks to host memory before requests need them.
+"""Warm start of a node: exports the hashes of the hottest blocks, and promotes blocks before
+requests need them.
 
-A file of blocks has a JSON object per line. The first line has the format and the key space. Each
-further line has a group index and hashes in hexadecimal; the hottest blocks come first. The file
-contains no tokens and no KV. A file of prompts has a JSON list of token ids per line.
+A file of blocks has a JSON object per line: format and key space, then a group index and
+hexadecimal hashes each, hottest first. No tokens, no KV. A file of prompts has a JSON list of
+token ids per line.
 """
 
 import json
@@ -17,14 +17,12 @@ from hotkv_client.admin import AdminClient
 
 FORMAT = "hotkv-blocks-1"
 CALL_BLOCKS = 2_000
-"""Largest number of blocks in a call. Calls run one after the other, so the hottest blocks are
-promoted first."""
+"""Of a call. Calls run one after the other, so the hottest blocks are promoted first."""
 TOKEN_BYTES = 4
 MAX_LINE_CHARS = 1 << 26
-"""Largest number of characters that are read of a line. A file with a longer line, such as
-/dev/zero, is not a file of blocks or prompts."""
+"""A file with a longer line, such as /dev/zero, is none of ours."""
 UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error)
-"""Exceptions that reading a line raises if the line does not have the expected format."""
+"""Raised by a line of another format."""
 COUNTS = (
     "present_block_count",
     "fetched_block_count",
@@ -34,14 +32,13 @@ COUNTS = (
 
 
 def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) -> dict[str, Any]:
-    """Writes the hashes of the hottest blocks to `path`. An existing file is replaced once the new
-    file is complete.
+    """Replaces `path` once the new file is complete.
 
     Raises HotKVError if the server refuses or does not answer, OSError if the file can't be
-    written. Raises ValueError if `path` is a pipe or a device, such as /dev/stdout, because the new
-    file would replace it.
+    written, ValueError if `path` is a pipe or a device, such as /dev/stdout, which the new file
+    would replace.
 
-    byte_count: approximate total size of the named blocks; 0: all blocks.
+    byte_count: approximate size of the named blocks; 0: all.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file: name a file to write")
@@ -68,14 +65,12 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
 
 
 def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
-    """Promotes to host memory the blocks that are named in a file of blocks. Returns how many
-    blocks were in host memory before, were promoted, are still in a lower tier, and are in no tier
-    (COUNTS).
+    """Promotes the blocks in a file of blocks. Returns COUNTS.
 
     Raises HotKVError if the server refuses or does not answer, OSError if the file can't be read,
-    and ValueError with the line number if the file has another format.
+    ValueError with the line number for another format.
 
-    wait_s: longest time that each call waits for promotions.
+    wait_s: of each call.
     """
     totals = dict.fromkeys(COUNTS, 0)
     with path.open(errors="replace") as file:
@@ -88,13 +83,8 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
 def fetch_prompts(
     client: AdminClient, path: Path, key_space: dict[str, Any] | int, wait_s: float
 ) -> dict[str, Any]:
-    """Promotes all blocks of the prompts in a file to host memory. Returns how many blocks were in
-    host memory before, were promoted, are still in a lower tier, and are in no tier (COUNTS).
-
-    Skips and counts prompts that are shorter than a block. Raises HotKVError if the server refuses
-    or does not answer, OSError if the file can't be read, and ValueError with the line number if
-    the file has another format.
-    """
+    """Promotes the blocks of the prompts in a file. Returns COUNTS and the numbers of prompts.
+    Prompts shorter than a block are skipped. Raises as `fetch`."""
     totals = dict.fromkeys(COUNTS, 0)
     num_prompts = num_short = 0
     block_tokens = _block_tokens(client, key_space)
@@ -117,8 +107,7 @@ def fetch_prompts(
 
 
 def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
-    """Returns the tokens of a key space's smallest block; 0 if the server does not know the key
-    space."""
+    """Tokens of the smallest block; 0 if the server does not know the key space."""
     if not isinstance(key_space, int):
         return _smallest_block(key_space)
     known = [one["key_space"] for one in client.key_spaces(key_space)]
@@ -130,8 +119,7 @@ def _smallest_block(space: dict[str, Any]) -> int:
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:
-    """Reads the key space (a model in a configuration) from the first line of a file of blocks.
-    Raises ValueError if the line has another format."""
+    """Reads the first line of a file of blocks. Raises ValueError for another format."""
     try:
         found = json.loads(line)
         space: dict[str, Any] = found["key_space"]
@@ -157,10 +145,9 @@ def _groups(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[bytes]
 
 
 def _calls(lines: Iterable[tuple[int, list[bytes]]]) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields, for each call of `AdminClient.prefetch_blocks`, the blocks that the call names, as
-    pairs of a group index and packed hashes. A call has at most CALL_BLOCKS blocks.
+    """The blocks of each call of `AdminClient.prefetch_blocks`, at most CALL_BLOCKS.
 
-    lines: pairs of a group index and a list of hashes, one for each line of a file of blocks.
+    lines: group index and hashes of each line of a file of blocks.
     """
     groups: list[tuple[int, bytes]] = []
     room = CALL_BLOCKS

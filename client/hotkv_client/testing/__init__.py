@@ -1,8 +1,8 @@
-"""Engines and test doubles for the tests and benchmarks of this and other packages.
+"""Engines and test doubles for tests and benchmarks.
 
-`PagedEngine` is an engine that uses a real server. `FakeServer` and `FakeSession` replace a server
-and its sessions without a process; tests make them fail on demand. `OddServer` is a gRPC server
-that answers with arbitrary bytes.
+`PagedEngine` is an engine for a real server. `FakeServer` and `FakeSession` replace a server and
+its sessions without a process, and fail on demand. `OddServer` is a gRPC server that answers
+with any bytes.
 """
 
 from hotkv_client.testing.fake import FakeServer, OddServer

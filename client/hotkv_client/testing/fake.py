@@ -1,32 +1,26 @@
-"""A test double of the server: its state, which any number of sessions share, with faults on
-demand.
+"""A test double of the server: the state that any number of sessions share, with faults on demand.
 
-The double copies the bytes of blocks from and to the engines' memory. As with the real server, the
-ranks of an engine store under one write lease (`FakeWrites`), and a block is ready when every shard
-(part of a rank) is written. A store makes no block ready if its session is closed or has called
-`revoke_stores`. If a store over a shared fence (a page through which another process can revoke
-stores) is cancelled, its future resolves at once; the double still ends the store later and finds
-it revoked. `FakeServer.residencies` holds the residencies (rooms reserved for requests).
+It copies bytes from and to the engines' memory. As in the real server, ranks store under one write
+lease (`FakeWrites`). A cancelled store over a shared fence resolves at once; the double ends it
+later and finds it revoked.
 
 Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.
 - `table`: False: there is no block table, so `probe` returns None.
-- `hold`: names of calls whose answers are held until `settle`.
-- `late`: names of calls that reach the server only at `settle`.
-- `fail_loads`, `fail_stores`, `fail_flushes`: True: these calls fail.
-- `pending_tiers`: the tiers that flushes report as not deleted yet.
-- `spoil_loads`: a load writes wrong bytes to every second block when it begins, and the right bytes
-  only if it succeeds.
-- `grant_limit`: a read lease pins blocks only among the first `grant_limit` blocks of the call.
+- `hold`: calls whose answers are held until `settle`.
+- `late`: calls that reach the server only at `settle`.
+- `fail_loads`, `fail_stores`, `fail_flushes`: these calls fail.
+- `pending_tiers`: that flushes report.
+- `spoil_loads`: a load first writes wrong bytes to every second block, and the right ones only if
+  it succeeds.
+- `grant_limit`: a read lease pins only among the first so many blocks of the call.
 - `ack_cancels`: False: a cancel has no effect until `settle`.
-- `wants_token_ids`, `order_kind`: the values that sessions return.
-- `has_passed`: function that returns whether the device has passed a transfer's mark (a point in
-  the device's queue). Until then the transfer is held.
-- `refuse_workers`: the reason with which sessions with memory are refused; empty: such sessions are
-  accepted.
+- `wants_token_ids`, `order_kind`: what sessions return.
+- `has_passed`: whether the device has passed a transfer's mark; the transfer is held until then.
+- `refuse_workers`: why sessions with memory are refused; empty: they are accepted.
 
-`settle()` resolves the held calls, except transfers whose mark the device has not passed. If the
-server dies (`die`), held calls fail with SessionLostError.
+`settle()` resolves held calls, except transfers whose mark is not passed. `die` fails them with
+SessionLostError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,13 +47,11 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 
 ARENA_BYTES = 64 << 20
-"""Size of the arena of `FakeServer`. The system allocates its memory when slots are first
-written."""
+"""The system allocates its memory when slots are first written."""
 
 
 class FakeServer:
-    """A test double of the server: the state that all of its sessions share. The docstring of the
-    module lists the attributes that a test may set."""
+    """The module lists the attributes that a test may set."""
 
     def __init__(self) -> None:
         self.up = True
@@ -119,12 +111,10 @@ class FakeServer:
         return (space, group, block_hash) in self.blocks
 
     def settle(self, kind: str = "") -> int:
-        """Resolves held calls and returns their number.
+        """Returns the number of resolved calls. A transfer stays held until its mark is passed or
+        it is cancelled.
 
-        A transfer that is not cancelled stays held until the device has passed its mark (a point in
-        the queue of the engine's device).
-
-        kind: resolves only the held calls of this name; empty: all held calls.
+        kind: of the calls; empty: all.
         """
         now = [
             entry
@@ -137,8 +127,7 @@ class FakeServer:
         return len(now)
 
     def resume(self) -> None:
-        """Resolves the held calls (calls whose answers a test has delayed). From now on, no answers
-        are delayed."""
+        """Resolves the held calls, and holds none from now on."""
         self.hold = set()
         self.settle()
 
@@ -171,12 +160,9 @@ class FakeServer:
 
 
 class OddServer:
-    """A gRPC server that answers with arbitrary bytes, to test how clients handle answers that a
-    hotkv server never sends.
-
-    For each serialized message of a session's stream the server sends the serialized messages that
-    `answers` returns. An exception of `answers` ends the stream. Use it in a `with` block.
-    """
+    """Answers each serialized message of a session's stream by those that `answers` returns, to
+    test answers that a hotkv server never sends. An exception ends the stream. Must be used in a
+    `with` block."""
 
     def __init__(self, target: str, answers: Callable[[bytes], Iterable[bytes]]) -> None:
         self._answers = answers

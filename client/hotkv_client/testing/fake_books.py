@@ -1,5 +1,4 @@
-"""The parts of `FakeServer`'s state: the memory of engines, residencies (rooms that are reserved in
-host memory for requests), and the write leases under which the ranks of an engine store."""
+"""The parts of `FakeServer`'s state: memory of engines, residencies and write leases."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +16,17 @@ from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import Layout
 
 Key = tuple[bytes, int, bytes]
-"""The key of a block or of a sketch (compact form of a block's keys): its key space, its
-group index (for a sketch its salt), and the block hash."""
+"""Key space, group index (for a sketch its salt), block hash."""
 LeaseName = tuple[str, str]
-"""The name of a write lease: engine id and lease id."""
+"""Engine id and lease id."""
 Shards = dict[int, bytes]
 
 # -------------------------------------------------------------------------------- memory of engines
 
 
 class FakeMemory:
-    """Reads and writes blocks in a session's engine memory. A session that registers no memory has
-    no layout; its `FakeMemory` only tells the sizes of the session's groups (`shape`)."""
+    """Reads and writes blocks in a session's engine memory. Without a layout it only tells the
+    sizes of groups."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
@@ -41,21 +39,16 @@ class FakeMemory:
         }
 
     def shape(self, group: int) -> GroupSpec | Sketch:
-        """Returns the group with this index. An index behind the last group stands for a kind of
-        sketch (compact form of blocks' keys, for sparse attention) that the session
-        declares."""
+        """An index behind the last group stands for a kind of sketch."""
         groups = self._config.key_space.groups
         return groups[group] if group < len(groups) else self._config.sketches[group - len(groups)]
 
     def number(self, group: int) -> int:
-        """Returns the number that stands for `group` in the server's keys (`Key`). For a group of
-        KV blocks this is its index. For a kind of sketch (compact form of keys) this is its
-        salt, a number that differs for each format, version and size."""
+        """The group's index, or the sketch's salt, as in the server's keys."""
         shape = self.shape(group)
         return self._config.key_space.sketch_salt(shape) if isinstance(shape, Sketch) else group
 
     def shard(self) -> int:
-        """Returns the shard that this engine holds."""
         return self._layout.shard_index if self._layout is not None else 0
 
     def _runs(self, group: int, block: int) -> Iterator[tuple[str, int, int, int]]:
@@ -74,15 +67,14 @@ class FakeMemory:
             )
 
     def read(self, group: int, block: int) -> bytes:
-        """Returns the bytes of a block's shard."""
+        """The block's shard."""
         data = bytearray(self.shape(group).shard_bytes[self.shard()])
         for handle, engine, slot, size in self._runs(group, block):
             data[slot : slot + size] = self.maps[handle][engine : engine + size].tobytes()
         return bytes(data)
 
     def copy(self, group: int, block: int, data: bytes) -> int:
-        """Writes a block's shard (the part of the block that this engine's rank holds) into the
-        memory. Returns the number of written bytes."""
+        """Writes the block's shard. Returns the number of bytes."""
         for handle, engine, slot, size in self._runs(group, block):
             self.maps[handle][engine : engine + size] = np.frombuffer(
                 data[slot : slot + size], np.uint8
@@ -92,18 +84,14 @@ class FakeMemory:
 
 # -------------------------------------------------------------------------------------- residencies
 
-# Residencies (rooms reserved for requests) of the test double: an arena in plain memory, and the
-# validity words (`hotkv_proto.words`) by which readers check that their blocks stayed pinned. The
-# bytes of a block never change, because a slot is never reused: a reader that reads after its
-# residency has ended reads the right bytes, and only the words show that it was too late.
+# The double's arena is plain memory. A slot is never reused, so a reader that comes too late
+# reads the right bytes, and only the validity words (`hotkv_proto.words`) show it.
 
 
 SLOT_ALIGN = 4096
 
 
 class FakeArena:
-    """A test double of `hotkv_client.Arena`. Its memory belongs to this process."""
-
     def __init__(self, num_bytes: int) -> None:
         self.memory: NDArray[np.uint8] = np.zeros(num_bytes, np.uint8)
         self.words: NDArray[np.uint64] = np.zeros(words.WORD_COUNT, np.uint64)
@@ -116,11 +104,8 @@ class FakeArena:
 
 @dataclass
 class FakeResidency:
-    """An open residency of `FakeServer`: the room that is reserved for a request, and the request's
-    pinned blocks.
-
-    asked: number of blocks for which the engine reserved room, by group index.
-    offsets, names: arena offset and hash of each pinned block, by (group index, position).
+    """asked: reserved blocks by group index.
+    offsets, names: of pinned blocks, by (group index, position).
     """
 
     opened: ResidencyOpened
@@ -130,12 +115,11 @@ class FakeResidency:
 
 
 class FakeResidencies:
-    """All residencies (rooms reserved for requests) of `FakeServer`, by engine id and residency id.
+    """By engine id and residency id.
 
-    most: largest number of open residencies; None: no limit.
-    most_blocks: largest number of blocks that all residencies together reserve; None: no limit. If
-        one of the two limits would be exceeded, `add` raises NO_ROOM_FOR_RESIDENCY.
-    refused: residencies that `add` has refused, and that were neither opened nor closed since.
+    most, most_blocks: limits of open residencies and of their blocks, beyond which `add` raises
+        NO_ROOM_FOR_RESIDENCY; None: no limit.
+    refused: by `add`, and neither opened nor closed since.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -144,22 +128,18 @@ class FakeResidencies:
         self.refused: set[tuple[str, str]] = set()
         self.most: int | None = None
         self.most_blocks: int | None = None
-        # The residency ids that stores named, in order. Stores need not pin blocks for a residency
-        # here, because this test double never evicts blocks.
+        # That stores named, in order. They need not pin blocks: this double never evicts any.
         self.stored_into: list[str] = []
         self.start_number = 1
         self._next_offset = 0
         self._next_word = 1
 
     def add(self, name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
-        """Opens a residency (reserves room for a request's blocks), or reserves more room for an
-        open residency.
-
-        Raises NO_ROOM_FOR_RESIDENCY beyond a limit. Raises DUPLICATE_ID if the residency is open
-        and `asked` has fewer blocks in a group.
+        """Opens a residency, or reserves more room for an open one. Raises NO_ROOM_FOR_RESIDENCY
+        beyond a limit, DUPLICATE_ID if it is open and `asked` has fewer blocks in a group.
 
         name: engine id, residency id.
-        asked: number of blocks by group index.
+        asked: by group index.
         """
         known = self.open.get(name)
         if known is not None and any(
@@ -190,17 +170,11 @@ class FakeResidencies:
         hashes: Sequence[bytes],
         blocks: Sequence[Shards | None],
     ) -> Int64s:
-        """Pins blocks for the request of a residency. Returns their offsets in the arena; -1 for a
-        block that is not pinned.
-
-        Raises UNKNOWN_RESIDENCY, or DUPLICATE_ID if a different block is already pinned at a
-        position.
+        """Pins blocks. Returns their offsets; -1 if not pinned. Raises UNKNOWN_RESIDENCY, or
+        DUPLICATE_ID if another block is pinned at a position.
 
         name: engine id, residency id.
-        first_position: index of the first block among the request's blocks.
-        hashes: hashes of consecutive blocks.
-        blocks: the shards (bytes per rank) of each block; None if the server does not have the
-            block.
+        blocks: None for one that the server lacks.
         """
         residency = self.open.get(name)
         if residency is None:
@@ -226,26 +200,18 @@ class FakeResidencies:
         return offset
 
     def close(self, name: tuple[str, str]) -> None:
-        """Closes a residency for its engine."""
         self.open.pop(name, None)
         self.refused.discard(name)
 
     def revoke(self, engine_id: str) -> None:
-        """Ends all residencies (rooms reserved for requests) of an engine without the engine's
-        request, as a server does after it has lost a session. Changes the residencies' validity
-        words, so that `Arena.holds` returns False for processes that have read blocks of these
-        residencies in the arena."""
+        """Ends an engine's residencies as a server that has lost a session: `Arena.holds`
+        becomes False for them."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
         self.refused = {name for name in self.refused if name[0] != engine_id}
 
     def restart(self) -> None:
-        """Simulates a restart of the server: removes the open residencies (rooms reserved for
-        requests), and increments the start number, a number that all residencies of the restarted
-        server get.
-
-        The validity words stay as they are, so readers of the old residencies may continue.
-        """
+        """The validity words stay as they are, so readers of the old residencies may continue."""
         self.open.clear()
         self.refused.clear()
         self.start_number += 1
@@ -256,12 +222,8 @@ class FakeResidencies:
 
 @dataclass(frozen=True, slots=True)
 class WriteRun:
-    """A run of a store: consecutive blocks of a group, or their sketches (compact forms of
-    blocks' keys).
-
-    keys: key of each block or sketch.
-    blocks: None for a run of blocks. For a run of sketches: the key of the block of each
-        sketch.
+    """keys: of blocks or sketches.
+    blocks: of a run of sketches, the keys of their blocks.
     """
 
     keys: Sequence[Key]
@@ -270,16 +232,14 @@ class WriteRun:
 
 @dataclass(slots=True, eq=False)
 class FakeWriteLease:
-    """A write lease, under which all ranks of an engine store their shards of the same blocks.
+    """Ranks store their shards of the same blocks under it.
 
-    session: the session whose call opened the lease.
-    listed: keys of the blocks that the first call under the lease named.
-    parts: the blocks and sketches that the lease has reserved and that are not ready yet,
-        with the written shards of each.
-    aborted: keys of `parts` that can't become ready any more.
+    listed: that the first call under the lease named.
+    parts: written shards of what the lease has reserved and that is not ready yet.
+    aborted: keys of `parts` that can't become ready.
     shards_seen: shards whose store has ended.
-    stores: stores in flight.
-    released: True after `expire`; the lease then ends with its last store in flight.
+    stores: in flight.
+    released: after `expire`; the lease ends with its last store.
     """
 
     name: LeaseName
@@ -297,8 +257,7 @@ class FakeWriteLease:
 class FakeStore:
     """A store of one shard, in flight.
 
-    results: for each run (consecutive blocks of a group), the result of each block. RESERVED means
-        that the store will write the block.
+    results: per run and block; RESERVED: the store will write the block.
     """
 
     lease: FakeWriteLease
@@ -318,17 +277,14 @@ class FakeStore:
 
 
 class FakeWrites:
-    """The write leases of `FakeServer`. A write lease reserves blocks, into which all ranks of an
-    engine store their shards (parts). Each block of a store gets the same `BlockResult` as from the
-    real server.
+    """The write leases of `FakeServer`. Each block of a store gets the `BlockResult` of the real
+    server.
 
     Always true: a block that is not ready belongs to at most one lease. The first call under a
-    lease id decides which blocks belong to the lease; a later call must not name other blocks. A
-    block becomes ready when every shard is written and no copy of it was aborted. Room is
-    unlimited. Leases have no expiry time; a test calls `expire`.
+    lease id decides which blocks belong to it. A block becomes ready when every shard is written
+    and no copy was aborted. Room is unlimited. Leases end only by `expire`.
 
-    is_ready: returns whether a block of the server is ready.
-    publish: makes a block ready, given all of its shards.
+    publish: makes a block ready.
     """
 
     def __init__(
@@ -347,13 +303,8 @@ class FakeWrites:
         shard: int,
         num_shards: int,
     ) -> FakeStore:
-        """Begins a store. The first call under a lease opens the lease and reserves those blocks
-        that are not ready and that no other lease has reserved.
-
-        Raises DUPLICATE_ID for blocks that the lease's first call did not name.
-
-        shard: the shard that this store writes, of `num_shards`.
-        """
+        """The first call under a lease reserves those blocks that are not ready and not reserved
+        by another. Raises DUPLICATE_ID for blocks that it did not name."""
         named = {key for run in runs if run.blocks is None for key in run.keys}
         lease = self.leases.get(name)
         decides = lease is None
@@ -402,12 +353,11 @@ class FakeWrites:
         return BlockResult.WRITTEN if shard in lease.parts[key] else BlockResult.RESERVED
 
     def end(self, store: FakeStore, read: Callable[[int, int], bytes] | None) -> int:
-        """Ends a store: replaces each result RESERVED by the final result. Returns the number of
-        written bytes. A second call for the same store does nothing and returns 0.
+        """Replaces each RESERVED by the final result. Returns the number of written bytes; 0 for an
+        ended store.
 
-        read: returns the bytes of a block, given the index of the run (consecutive blocks of a
-            group) and the position in the run. None: the store is revoked, and no block is
-            committed.
+        read: index of the run and position to bytes; None: the store is revoked and commits
+            nothing.
         """
         if store.ended:
             return 0
@@ -452,11 +402,8 @@ class FakeWrites:
             del lease.parts[key], self._owners[key]
 
     def _settle(self, lease: FakeWriteLease) -> None:
-        """Drops the lease's aborted blocks, unless stores are in flight.
-
-        Ends the lease if it is released, or if a store of every shard has ended and all blocks are
-        ready or dropped.
-        """
+        """Drops aborted blocks unless stores are in flight. Ends a released lease, and one of
+        which all shards are stored and all blocks ready or dropped."""
         if lease.stores or self.leases.get(lease.name) is not lease:
             return
         self._drop(lease, [key for key in lease.parts if key in lease.aborted or lease.released])
@@ -464,22 +411,18 @@ class FakeWrites:
             del self.leases[lease.name]
 
     def flush(self, space: bytes) -> None:
-        """Aborts all blocks of a key space (a model in a configuration) that are reserved or
-        being written."""
         for lease in list(self.leases.values()):
             lease.aborted |= {key for key in lease.parts if key[0] == space}
             self._settle(lease)
 
     def expire(self, session: object = None) -> None:
-        """Ends the leases of a session; None: all leases. A lease with stores in flight ends
-        together with its last store."""
+        """session: None: of all."""
         for lease in list(self.leases.values()):
             if session is None or lease.session is session:
                 lease.released = True
                 self._settle(lease)
 
     def forget(self) -> None:
-        """Simulates the death of a server: drops all leases, so that stores in flight can't
-        commit."""
+        """A server's death: stores in flight can't commit."""
         self.leases.clear()
         self._owners.clear()

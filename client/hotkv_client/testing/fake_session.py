@@ -1,11 +1,8 @@
-"""A test double of `hotkv_client.Session`. It calls a `FakeServer` in the same process. Loads and
-stores copy the blocks' bytes. A call's future resolves at once, unless an attribute of the server
-(such as `hold`) delays the answer.
+"""A test double of `hotkv_client.Session` over a `FakeServer` in the same process. A future
+resolves at once, unless an attribute of the server (such as `hold`) delays it.
 
-Always true: a call is recorded in `FakeServer.calls` before its future resolves. A store commits no
-block if its session is closed or has called `revoke_stores`. If a store over a shared fence (a page
-through which another process can revoke stores) is cancelled, its future resolves at once. The
-server ends that store later and finds it revoked.
+Always true: a call is recorded in `FakeServer.calls` before its future resolves. A store commits
+nothing if its session is closed or has called `revoke_stores`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,12 +45,7 @@ if TYPE_CHECKING:
 
 
 def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
-    """Resolves a call's future with the result or the error of `act`. If `cancelled`, resolves it
-    with a TransferResult of status CANCELLED instead, and does not call `act`.
-
-    future: the future to resolve.
-    act: executes the call and returns its result.
-    """
+    """Sets the result or error of `act`, or CANCELLED without calling it."""
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
     except HotKVError as error:
@@ -64,10 +56,7 @@ RUBBISH = b"\x5a"
 
 
 class FakeSession:
-    """A test double of `hotkv_client.Session` that calls a `FakeServer`.
-
-    layout: where the session's blocks are in its memory; None: a session without memory.
-    """
+    """layout: None: a session without memory."""
 
     def __init__(
         self,
@@ -104,7 +93,7 @@ class FakeSession:
 
     @property
     def stored_bytes(self) -> int:
-        """Returns 0, because this test double does not count bytes."""
+        """Not counted."""
         return 0
 
     @property
@@ -242,7 +231,7 @@ class FakeSession:
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> Future[Any]:
-        """Records the sequence. This test double makes no selections for it."""
+        """Makes no selections."""
 
         def act() -> SequenceCreated:
             self.server.sequences[id(self), sequence_id] = (self.space, group_index, list(hashes))
@@ -299,18 +288,13 @@ class FakeSession:
         after: After | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> Future[Any]:
-        """Records a call, and resolves its future at once or holds it until `FakeServer.settle`.
-        The future fails with SessionLostError if the session is not connected, or if the kind of
-        the mark `after` is not the session's `order_kind`.
+        """Records a call, and resolves its future at once or at `FakeServer.settle`. Fails with
+        SessionLostError without a connection, or if `after` is not of the session's `order_kind`.
 
-        kind: name of the call.
-        name: id of the call's lease, transfer, residency or sequence; empty without an id.
-        what: the arguments to record.
+        name: id of the lease, transfer, residency or sequence; or empty.
+        what: recorded arguments.
         act: computes the answer.
-        after: the mark (a point in the device's queue) after which a transfer may run; None: at
-            once.
-        begin: runs when the call reaches the server. If `begin` raises HotKVError, the error is the
-            answer.
+        begin: runs when the call reaches the server; its HotKVError is the answer.
         """
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()
@@ -419,8 +403,8 @@ class FakeSession:
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            # This test double reads and commits in one step. So it checks only once, before the
-            # read, whether the store was revoked; the server checks between read and commit.
+            # Reads and commits in one step, so revocation is checked once; the server checks in
+            # between.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
             read = (
@@ -439,8 +423,7 @@ class FakeSession:
             )
 
         answer = self._call("store", transfer_id, runs, act, after, begin)
-        # Ends the store when its future is resolved, even by an error, so that it can't commit
-        # after that.
+        # However the future resolves, the store can't commit after that.
         answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
         return (
             answer
@@ -497,13 +480,8 @@ class FakeSession:
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """Returns a future for a store over a shared fence (a page through which another process
-        can revoke stores). The future resolves together with `answer`, or at once if the store is
-        cancelled.
-
-        fence_index: index of the store's word on the page.
-        answer: the future that the server resolves. Until then the store's word stays in use.
-        """
+        """Resolves with `answer`, or at once if the store is cancelled. Its word stays in use
+        until `answer`."""
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown
 

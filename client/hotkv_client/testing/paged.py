@@ -1,7 +1,5 @@
-"""An engine without vLLM, for tests and benchmarks that speak to a real server.
-
-The engine's KV memory is a file that the server maps.
-"""
+"""An engine without vLLM, for tests and benchmarks with a real server. Its KV memory is a file
+that the server maps."""
 
 import mmap
 import os
@@ -17,12 +15,11 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 
 
 class PagedEngine:
-    """A CPU engine's KV cache and its worker session. The cache has the layout `LBHNC`: its axes
-    are, from the outermost on, layers, blocks, heads, tokens and channels.
+    """A CPU engine's KV cache in layout `LBHNC`, and its worker session.
 
-    windows: for each group, the tokens of its sliding window; 0: full attention. As in vLLM, all
-        groups use the same memory, so a block belongs to one group at a time.
-    layers: number of layers of each group.
+    windows: tokens of each group's sliding window; 0: full attention. All groups use the same
+        memory, so a block belongs to one at a time.
+    layers: of each group.
     kv: uint8 [layers, blocks, page bytes], shared with the server.
     """
 
@@ -85,14 +82,12 @@ class PagedEngine:
         self.session = Session(config, EngineMemory(self.layout, {"kv": self.fd}))
 
     def connect(self, timeout_s: float = 20.0) -> "PagedEngine":
-        """Starts the session and waits until it is connected. Raises TimeoutError if it is not
-        connected after `timeout_s`."""
+        """Raises TimeoutError if the session is not connected after `timeout_s`."""
         self.session.start()
         if not self.session.wait_connected(timeout_s):
             raise TimeoutError(f"not connected within {timeout_s} s: {self.session!r}")
         return self
 
     def close(self) -> None:
-        """Ends the session and closes the memory's file."""
         self.session.close()
         os.close(self.fd)

@@ -1,1 +1,1 @@
-"""Builds and reads the client's protobuf messages. No other module of the client handles them."""
+"""Builds and reads protobuf messages. No other module of the client handles them."""

@@ -1,5 +1,6 @@
-"""Makes the calls of AdminService, EventService, HintService and WarmStartService. Functions accept
-and return plain Python values, never protobuf messages."""
+"""Calls of AdminService, EventService, HintService and WarmStartService, in plain Python values.
+The methods of `AdminClient` and `HintClient` explain the arguments. All raise HotKVError if the
+server refuses, does not answer, or a stream fails."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +41,7 @@ SERVING = b"\x08\x01"
 
 
 class Stubs:
-    """The admin and event stubs of a channel. Make them only while the channel is open: with a
-    closed channel gRPC crashes the process."""
+    """Must be made while the channel is open: with a closed one gRPC crashes the process."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
@@ -51,12 +51,10 @@ class Stubs:
 def call(
     stubs: Stubs, name: str, timeout_s: float, metadata: Metadata, **fields: Any
 ) -> dict[str, Any]:
-    """Makes an admin call. Returns the answer as plain values, bytes as hexadecimal.
+    """The answer as plain values, bytes as hexadecimal.
 
-    Raises HotKVError if the server refuses or does not answer.
-
-    name: name of the call, a key of CALLS.
-    fields: fields of the request's message.
+    name: a key of CALLS.
+    fields: of the request's message.
     """
     method, request = CALLS[name]
     try:
@@ -70,7 +68,6 @@ def call(
 def tell(
     stubs: Stubs, topic: str, timeout_s: float, metadata: Metadata, filters: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns one of the server's reports; `AdminClient.tell` describes them. Raises HotKVError."""
     request = admin_pb2.TellRequest(topic=topic, filters=filters)
     try:
         answer = stubs.admin.Tell(request, timeout=timeout_s, metadata=metadata)
@@ -81,14 +78,8 @@ def tell(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """Asks gRPC's health service about a service of the server. Returns True if it is serving.
-    Raises HotKVError if the server does not answer.
-
-    service: name of the service; "" asks about the whole server.
-
-    The two messages of the health service have one field each. This function encodes them itself,
-    so the client does not depend on the package `grpcio-health-checking`.
-    """
+    """The health service's two messages have one field each. They are encoded here, so that the
+    client does not depend on the package `grpcio-health-checking`."""
     name = service.encode()
     check: Any = channel.unary_unary(HEALTH_CHECK)
     try:
@@ -101,12 +92,10 @@ def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: 
 
 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
-    """Yields the answers of a server stream until its deadline.
+    """Yields answers until the deadline. A deadline without any answer raises: a working server
+    sends the first at once.
 
-    Raises HotKVError in two cases: the stream fails before its deadline; or the deadline passes
-    without any answer. (A working server sends the first answer at once.)
-
-    seconds: the deadline with which the caller made the call; 0: no deadline.
+    seconds: the call's deadline; 0: none.
     """
     has_answered = False
     try:
@@ -124,13 +113,6 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 def watch_requests(
     stubs: Stubs, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
-    """Yields pairs: the next requests that engines reported, and the number of requests after them
-    that the stream missed.
-
-    The first pair is empty. Raises HotKVError if the stream fails.
-
-    seconds: time until the stream ends; 0: never.
-    """
     request = admin_pb2.WatchRequestsRequest(key_space_id=key_space_id)
     stream = stubs.admin.WatchRequests(request, timeout=seconds or None, metadata=metadata)
     for response in _read_stream(stream, seconds):
@@ -151,15 +133,6 @@ def watch_requests(
 def subscribe(
     stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, state: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yields pairs: the next cache events as plain values, and the number of events after them that
-    the stream missed.
-
-    The first pair is empty. Raises HotKVError if the stream fails.
-
-    seconds: time until the stream ends; 0: never.
-    tiers: include events of blocks in tiers below host memory.
-    state: begin with events for the blocks that are cached.
-    """
     request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers, state=state)
     stream = stubs.events.Subscribe(request, timeout=seconds or None, metadata=metadata)
     for response in _read_stream(stream, seconds):
@@ -191,11 +164,8 @@ def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Converts a message to nested dicts and lists. Unset fields get their default values.
-
-    Bytes become hexadecimal text. An enum value becomes a word, or stays a number if this client
-    does not know it.
-    """
+    """Nested dicts and lists, with defaults for unset fields, bytes as hexadecimal, and a word
+    for an enum value unless this client does not know it."""
 
     def value(field: Any, item: Any) -> Any:
         if field.message_type is not None:
@@ -231,14 +201,6 @@ def send_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> list[dict[str, Any]]:
-    """Sends an envelope (a set of actions on blocks) to the HintService, not with a request.
-    Returns the outcomes of the actions that are known so far. Raises HotKVError if the server
-    refuses or does not answer.
-
-    key_space_id, hashes: the prompt to whose blocks an action applies if it names no client
-        session.
-    ticket: proves which user this process runs as; empty without a ticket.
-    """
     request = hints_pb2.SendHintsRequest(
         tenant=tenant,
         ticket=ticket,
@@ -264,13 +226,6 @@ def poll_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Returns the outcomes of hints that have changed since `cursor` was returned, and the cursor
-    for the next call. Raises HotKVError if the server refuses or does not answer.
-
-    message_id: only outcomes of the envelope with this id; empty: of all envelopes.
-    cursor: 0: all known outcomes.
-    ticket: proves which user this process runs as; empty without a ticket.
-    """
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )
@@ -286,20 +241,14 @@ def poll_hints(
 
 WarmStartStub = warm_pb2_grpc.WarmStartServiceStub
 DEFAULT_WAIT_S = 10.0
-"""Time that a server waits for promotions if the call names no time, in seconds."""
+"""How long a server waits for promotions if the call does not say."""
 NamedGroups = Sequence[tuple[int, bytes]]
-"""The blocks that a call names, as pairs of a group index and packed hashes."""
+"""Pairs of group index and packed hashes."""
 
 
 def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
-    """Yields the key space (a model in a configuration) as a dict, and then lists that name its
-    blocks, those that the server would evict last first. A list has pairs of a group index and
-    packed (concatenated) hashes. Raises HotKVError if the server refuses or the stream fails.
-
-    byte_count: approximate total size of the named blocks; 0: all blocks.
-    """
     request = warm_pb2.ExportBlocksRequest(key_space_id=key_space_id, byte_count=byte_count)
     try:
         for part in stub.ExportBlocks(request, timeout=timeout_s, metadata=metadata):
@@ -320,18 +269,10 @@ def prefetch(
     timeout_s: float,
     metadata: Metadata,
 ) -> dict[str, Any]:
-    """Asks the server, in one call, to promote the named blocks to host memory. Returns the
-    answer's fields: how many blocks were in host memory before, were promoted, are still in a lower
-    tier, and are in no tier.
+    """Raises ValueError if `key_space` does not describe one.
 
-    Raises HotKVError if the server refuses or does not answer, ValueError if `key_space` does not
-    describe a key space.
-
-    key_space: the dict that `export` yielded, an entry of the admin call `key_spaces`, or an id.
-    groups: the blocks, as pairs of a group index and packed (concatenated) hashes.
-    prompts: further blocks: all blocks of some prompts. Each prompt is a pair of packed hashes and
-        packed token ids. If a prompt's hashes are empty, the server computes them from the ids.
-    wait_s: longest time that the server waits for the promotions; 0: DEFAULT_WAIT_S.
+    key_space: of `export`, an entry of the admin call `key_spaces`, or an id.
+    wait_s: 0: DEFAULT_WAIT_S.
     """
     request = warm_pb2.PrefetchBlocksRequest(
         groups=[cache_pb2.GroupHashes(group_index=at, hashes=hashes) for at, hashes in groups],
@@ -355,8 +296,8 @@ def prefetch(
 
 
 def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the key space in which the kind of each group is an enum number. `plain`
-    has converted these kinds to words, which `json_format` can't read."""
+    """Replaces the words of `plain` for groups' kinds by enum numbers, which `json_format` can
+    read."""
     kinds = layout_pb2.KvGroupKind.DESCRIPTOR
     numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
     groups = [

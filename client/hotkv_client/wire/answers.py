@@ -1,5 +1,4 @@
-"""Reads the server's messages to a session and returns typed values. A refusal becomes a
-HotKVError."""
+"""Reads the server's messages to a session. A refusal becomes a HotKVError."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -34,7 +33,7 @@ from hotkv_proto.v1 import events_pb2, session_pb2
 from hotkv_proto.versions import Feature, agreed_features
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
-"""For calls whose answer has another name than the call: the name of the answer."""
+"""Answers that have another name than their call."""
 
 Response = session_pb2.ConnectResponse
 
@@ -43,14 +42,12 @@ Response = session_pb2.ConnectResponse
 class Opened:
     """The server's answer to the opening of a session.
 
-    epoch: number that changes when the server loses the cache's contents.
-    has_descriptor_socket: whether the session can open a link (a connection to the server's
-        descriptor socket), over which client and server exchange descriptors of shared memory.
-    wants_token_ids: whether stores should carry token ids, for events.
-    salts: by group index, the 64-bit salt that the block table mixes into the group's hashes.
-    has_residency, has_tiers, has_events: features of the server (`Feature`).
-    stored_bytes: bytes of the session's key space that are in the server's host memory.
-    takes_batches: whether the server accepts several requests in a message.
+    epoch: changes when the server loses the cache's contents.
+    has_descriptor_socket: the session can open a link.
+    wants_token_ids: stores should carry token ids, for events.
+    salts: of the block table, by group index.
+    stored_bytes: of the key space in host memory.
+    takes_batches: a message may have several requests.
     """
 
     session_id: str
@@ -69,10 +66,7 @@ NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0, False)
 
 
 def opened(response: Response | None) -> Opened:
-    """Reads the first message of a stream, with which the server opens the session.
-
-    Raises SessionLostError if the server did not open the session.
-    """
+    """Raises SessionLostError if the server did not open the session."""
     if response is None or response.WhichOneof("body") != "session_opened":
         raise SessionLostError("the server did not open the session")
     message = response.session_opened
@@ -92,7 +86,7 @@ def opened(response: Response | None) -> Opened:
 
 
 def each(responses: Iterable[Response]) -> Iterator[Response]:
-    """Yields the server's messages in order. A batch is split into its messages."""
+    """Splits batches."""
     for response in responses:
         if response.WhichOneof("body") == "batch":
             yield from response.batch.responses
@@ -101,13 +95,11 @@ def each(responses: Iterable[Response]) -> Iterator[Response]:
 
 
 def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -> Any:
-    """Reads the answer to a call and returns its typed value.
+    """The answer's value. Raises HotKVError if the server refused; a malformed answer may raise
+    anything.
 
-    Raises HotKVError if the server refused the call. A malformed answer may raise any exception.
-
-    call: name of the call, as in `ConnectRequest.body`.
-    hash_bytes: length of a block hash in the session's key space.
-    lease_id: the lease that an `acquire_lease` call named; not used for other calls.
+    call: as in `ConnectRequest.body`.
+    lease_id: of an `acquire_lease` call.
     """
     body = response.WhichOneof("body")
     if body == "error":
@@ -130,8 +122,7 @@ def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -
             extended = response.extend_residency
             found = fields.int64s(extended.offsets)
             rows = fields.int64s(extended.sketch_offsets)
-            # Without offsets of sketches (compact forms of keys), all of them count as not
-            # pinned (-1). The engine then builds them itself.
+            # Without offsets all count as not pinned, and the engine builds the sketches itself.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":
@@ -190,7 +181,6 @@ def _event(
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:
-    """Reads the server's notice that it has dropped blocks."""
     groups = response.eviction_notice.groups
     return Evicted(
         tuple(GroupHashes(g.group_index, cache.unpack(g.hashes, hash_bytes)) for g in groups)
@@ -206,12 +196,11 @@ def _link_response(packet: bytes) -> session_pb2.LinkResponse:
 
 @dataclass(frozen=True, slots=True)
 class LinkSizes:
-    """Sizes of the arena's file and of the block table's file, whose descriptors the server sent.
+    """Of the files whose descriptors the server sent.
 
-    arena_bytes, table_bytes: 0 if the server does not let this session map the file.
-    words_offset_bytes: offset of the validity words (`hotkv_proto.words`) in the arena's file. A
-        reader of the arena compares these words to check that its blocks were still pinned.
-    num_words: number of validity words, 64 bits each.
+    arena_bytes, table_bytes: 0 if the session may not map the file.
+    words_offset_bytes: in the arena's file.
+    num_words: 64 bits each.
     """
 
     arena_bytes: int
@@ -221,8 +210,7 @@ class LinkSizes:
 
 
 def link_sizes(packet: bytes) -> LinkSizes:
-    """Reads the server's answer to the first packet of a link (connection to the descriptor
-    socket). Raises HotKVError if the server refused."""
+    """Raises HotKVError if the server refused."""
     response = _link_response(packet)
     return LinkSizes(
         response.arena_byte_count,
@@ -233,18 +221,13 @@ def link_sizes(packet: bytes) -> LinkSizes:
 
 
 def ticket(packet: bytes) -> bytes:
-    """Reads the ticket (which proves this process's user) from the server's answer. Raises
-    HotKVError if the server refused."""
+    """Raises HotKVError if the server refused."""
     return _link_response(packet).ticket
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """Converts gRPC's error of a failed call to a HotKVError.
-
-    The error has the server's reason. If the server sent no readable reason, the reason is
-    OVERLOADED for the gRPC code RESOURCE_EXHAUSTED, else INTERNAL. Returns a NoAnswerError if the
-    server could not be reached or did not answer in time.
-    """
+    """Keeps the server's reason. Without a readable one: OVERLOADED for RESOURCE_EXHAUSTED,
+    NoAnswerError if the server could not be reached or did not answer in time, else INTERNAL."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):
         packed = trailers.get(STATUS_KEY, b"")

@@ -1,8 +1,5 @@
-"""Builds the message of each call of a session. The module `answers` reads the answers.
-
-The methods of `Session` with the same names as these functions explain the arguments. `hash_bytes`
-is the length of a block hash in the session's key space.
-"""
+"""Builds the message of each call of a session; `answers` reads the answers. The methods of
+`Session` with the same names explain the arguments."""
 
 import queue
 import time
@@ -58,15 +55,10 @@ from hotkv_proto.versions import (
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
-"""The gRPC stub of a session's calls. Make a stub only while its channel is open: with a closed
-channel gRPC crashes the process."""
+"""Must be made while its channel is open: with a closed one gRPC crashes the process."""
 
 
 def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
-    """Builds the first message of a stream, which opens the session.
-
-    ticket: proves which user this process runs as; empty without a ticket.
-    """
     return Request(
         open_session=session_pb2.OpenSession(
             protocol_version=OLDEST_VERSION,
@@ -86,7 +78,6 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
 
 
 def register_memory(layout: Layout, order: DeviceOrder) -> Request:
-    """Builds the request that registers the engine's memory with the server."""
     return Request(
         register_memory=session_pb2.RegisterMemory(
             layout=layout_message(layout),
@@ -96,29 +87,19 @@ def register_memory(layout: Layout, order: DeviceOrder) -> Request:
 
 
 def read_events(most: int, *, begins_state: bool) -> Request:
-    """Builds the request for the next events.
-
-    most: largest number of events in the answer; 0: the server's limit.
-    begins_state: True asks for events that list all cached blocks again.
-    """
     return Request(
         read_events=events_pb2.ReadEventsRequest(max_event_count=most, begins_state=begins_state)
     )
 
 
 def ping() -> Request:
-    """Builds a request to which the server sends an empty answer."""
     return Request(ping=session_pb2.Ping())
 
 
 def lookup(
     groups: Sequence[GroupHashes], hash_bytes: int, traceparent: str | None = None
 ) -> Request:
-    """Builds the request that asks which blocks are ready.
-
-    To be quick, checks only the total length of the hashes. A wrong hash does no harm, because the
-    answer is only a hint.
-    """
+    """Checks only the total length of the hashes, to be quick: the answer is a hint."""
     request = Request()
     for group in groups:
         packed = cache.pack_quickly(group.hashes, hash_bytes)
@@ -138,7 +119,6 @@ def acquire(
     wants_offsets: bool = False,
     traceparent: str | None = None,
 ) -> Request:
-    """Builds the request for a read lease, which pins ready blocks."""
     return Request(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
             lease_id=lease_id,
@@ -153,7 +133,6 @@ def acquire(
 def reserve(
     lease_id: str, runs: Sequence[BlockRun], ttl_s: float, retention: Retention, hash_bytes: int
 ) -> Request:
-    """Builds the request for a write lease, which reserves slots."""
     return Request(
         reserve_blocks=cache_pb2.ReserveBlocksRequest(
             lease_id=lease_id,
@@ -165,12 +144,10 @@ def reserve(
 
 
 def release(lease_id: str) -> Request:
-    """Builds the request that releases a lease."""
     return Request(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=lease_id))
 
 
 def open_residency(residency_id: str, num_blocks: Mapping[int, int]) -> Request:
-    """Builds the request that opens a residency, which reserves room in the arena for a request."""
     groups = [
         residency_pb2.ResidencyGroup(group_index=group, block_count=count)
         for group, count in num_blocks.items()
@@ -187,7 +164,6 @@ def extend_residency(
     hashes: Sequence[bytes],
     hash_bytes: int,
 ) -> Request:
-    """Builds the request that pins blocks of a residency."""
     return Request(
         extend_residency=residency_pb2.ExtendResidencyRequest(
             residency_id=residency_id,
@@ -199,7 +175,6 @@ def extend_residency(
 
 
 def close_residency(residency_id: str) -> Request:
-    """Builds the request that closes a residency."""
     return Request(close_residency=residency_pb2.CloseResidencyRequest(residency_id=residency_id))
 
 
@@ -211,7 +186,6 @@ def load(
     after: After | None = None,
     traceparent: str | None = None,
 ) -> Request:
-    """Builds the request that copies leased blocks into engine memory."""
     return Request(
         load=cache_pb2.LoadRequest(
             transfer_id=transfer_id,
@@ -234,9 +208,8 @@ def store(
     hash_bytes: int,
     after: After | None = None,
 ) -> Request:
-    """Builds the request that copies blocks from engine memory. If the message would otherwise be
-    larger than the server accepts, leaves out the fields that the server uses only for events:
-    token ids, LoRA name and extra keys."""
+    """Leaves out token ids, LoRA name and extra keys, which serve only events, if the message
+    would be too large."""
     request = cache_pb2.StoreRequest(
         transfer_id=transfer_id,
         lease_id=lease_id,
@@ -255,14 +228,11 @@ def store(
 
 
 CALL_BYTES, CALL_PARTS, RUN_PARTS = 64, 32, 10
-"""Upper bounds for `_fits`. CALL_BYTES: bytes that `ConnectRequest` adds to a store. CALL_PARTS:
-parts (fields, list entries and messages) of a store without its runs. RUN_PARTS: parts of a run
-without its extra keys."""
+"""Upper bounds: bytes that `ConnectRequest` adds to a store, parts (as for MAX_PARTS) of a store
+without its runs, parts of a run without its extra keys."""
 
 
 def _fits(request: cache_pb2.StoreRequest) -> bool:
-    """Returns False if a store has more bytes or more parts (fields, list entries and messages)
-    than the server accepts in a message."""
     blocks = [block.keys for run in request.runs for block in run.extra_keys]
     num_parts = CALL_PARTS + RUN_PARTS * len(request.runs) + len(blocks)
     num_parts += sum(4 if key.HasField("multi_modal") else 2 for keys in blocks for key in keys)
@@ -270,17 +240,14 @@ def _fits(request: cache_pb2.StoreRequest) -> bool:
 
 
 def cancel(transfer_id: str) -> Request:
-    """Builds the request that asks the server to end a transfer early."""
     return Request(cancel_transfer=cache_pb2.CancelTransferRequest(transfer_id=transfer_id))
 
 
 def flush() -> Request:
-    """Builds the request that drops the key space's blocks."""
     return Request(flush=session_pb2.Flush())
 
 
 def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Builds the report of blocks that the engine used from its own device cache."""
     named = cache.group_messages(groups, hash_bytes)
     return Request(report_use=session_pb2.ReportUse(groups=named))
 
@@ -292,16 +259,14 @@ def report_requests(
     ended: Iterable[EndedRequest[Sequence[bytes]]] = (),
     loads: Iterable[LoadEnd] = (),
 ) -> list[Request]:
-    """Returns the messages that report scheduled requests, ended requests and ended loads: a single
-    message, or several if a single message would be too large."""
+    """Several messages if one would be too large."""
     messages = list(map(report_message, reports, repeat(hash_bytes)))
     over = list(map(ended_message, ended, repeat(hash_bytes)))
     ends = list(map(load_end_message, loads))
     whole = session_pb2.ReportUse(
         requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
-    # The server accepts at most PART_BLOCKS hashes in a call. A message of at most `most_bytes`
-    # can't have more hashes.
+    # So few bytes can't have more than the PART_BLOCKS hashes that the server accepts.
     most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
     if whole.ByteSize() <= most_bytes and max(len(messages), len(over), len(ends)) <= MAX_REPORTS:
         return [Request(report_use=whole)]
@@ -316,24 +281,21 @@ def report_requests(
 
 
 DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_residency"})
-"""Calls without an answer. Such a call may wait up to DEFER_S for the next call, so that a single
-message holds both."""
+"""Calls without an answer: they wait up to DEFER_S for the next call, to share a message."""
 DEFER_S = 0.005
 IN_BATCH_BYTES = 4
-"""Largest number of bytes that a batch adds to each of its requests. `batched` adds this number to
-the size of each request, so that a batch of tiny requests does not exceed the server's limit of
-fields in a message."""
+"""The most that a batch adds to a request. Counted for each, so that a batch of tiny requests
+stays within the server's limit of fields."""
 BATCH_BYTES = 5
-"""Largest number of bytes that a message with a batch has besides the batch."""
+"""The most that a message has besides its batch."""
 
 
 def batched(
     outbox: "queue.SimpleQueue[Request | None]", takes_batches: Callable[[], bool]
 ) -> Iterator[Request]:
-    """Yields the requests of an outbox in order. Blocks while the outbox is empty; ends at None.
+    """Yields the outbox in order. Blocks while it is empty; ends at None.
 
-    takes_batches: returns True if the server accepts batches. The requests that wait in the outbox
-        are then joined to one message, of at most MAX_BATCH_BYTES.
+    takes_batches: waiting requests then share a message of at most MAX_BATCH_BYTES.
     """
     waiting: Request | None = None
     has_ended = False
@@ -366,17 +328,14 @@ def connect(
     requests: Iterator[Request],
     metadata: Sequence[tuple[str, str | bytes]] = (),
 ) -> Any:
-    """Opens the stream of a session. Returns the gRPC call, which is an iterator over the server's
-    messages."""
+    """gRPC's call, an iterator over the server's messages."""
     return stub.Connect(requests, metadata=tuple(metadata))
 
 
 def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
-    """Builds the first packet of a link (the connection to the descriptor socket). The client sends
-    the descriptors of `handle_ids` with this packet."""
+    """First packet of a link; the descriptors of `handle_ids` go with it."""
     return session_pb2.LinkRequest(session_id=session_id, handle_ids=handle_ids).SerializeToString()
 
 
 def ticket_request() -> bytes:
-    """Builds the packet that asks the descriptor socket for a ticket."""
     return session_pb2.LinkRequest(wants_ticket=True).SerializeToString()

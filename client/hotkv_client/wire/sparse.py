@@ -1,7 +1,5 @@
-"""Builds the messages of the calls about sparse decode, and reads the server's selections.
-
-The methods of `Session` with the same names as these functions explain the arguments.
-"""
+"""Messages of the calls about sparse decode. The methods of `Session` with the same names
+explain the arguments."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +18,7 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub
-"""The gRPC stub of the calls about sparse decode. Make a stub only while its channel is open: with
-a closed channel gRPC crashes the process."""
+"""Must be made while its channel is open: with a closed one gRPC crashes the process."""
 
 
 def _read_int32s(packed: bytes) -> Int32s:
@@ -57,8 +54,6 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
 
 
 def _centre_messages(value: SelectConfig) -> list[sparse_pb2.LayerCentre]:
-    """Builds the messages of the centres (each layer's mean key), for the layers in
-    `value.layer_indices` that have a centre."""
     centres = value.centres
     if centres is None:
         return []
@@ -84,7 +79,6 @@ def create_sequence(
     select: SelectConfig | None,
     hash_bytes: int,
 ) -> Request:
-    """Builds the request that creates a sequence."""
     return Request(
         create_sequence=sparse_pb2.CreateSequenceRequest(
             sequence_id=sequence_id,
@@ -98,7 +92,6 @@ def create_sequence(
 def append_blocks(
     sequence_id: str, first_position: int, hashes: Sequence[bytes], hash_bytes: int
 ) -> Request:
-    """Builds the request that appends blocks to a sequence."""
     return Request(
         append_blocks=sparse_pb2.AppendBlocksRequest(
             sequence_id=sequence_id, first_position=first_position, hashes=pack(hashes, hash_bytes)
@@ -107,16 +100,14 @@ def append_blocks(
 
 
 def delete_sequence(sequence_id: str) -> Request:
-    """Builds the request that ends a sequence."""
     return Request(delete_sequence=sparse_pb2.DeleteSequenceRequest(sequence_id=sequence_id))
 
 
 def report_sparse(
     positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
 ) -> Iterator[Request]:
-    """Yields the messages that report sparse decode: a message with the counters and positions, and
-    further messages if the positions are more than the server accepts in a call. Raises HotKVError
-    (INVALID_FIELD) for an unknown counter."""
+    """Several messages if there are more positions than the server accepts. Raises INVALID_FIELD
+    for an unknown counter."""
     for layer, values in counters.items():
         unknown = values.keys() - set(SPARSE_COUNTERS)
         if unknown:
@@ -134,8 +125,7 @@ def report_sparse(
         sparse_pb2.SequenceReport(sequence_id=name, positions=packed_int32s(at))
         for name, at in positions.items()
     ]
-    # The server accepts at most PART_BLOCKS positions in a call. A part of at most `most_bytes`
-    # can't have more positions.
+    # So few bytes can't have more than the PART_BLOCKS positions that the server accepts.
     size, most_bytes = sparse_pb2.SequenceReport.ByteSize, 4 * PART_BLOCKS
     for part in split_messages(messages, size, most_bytes) if messages else [[]]:
         yield Request(report_sparse=sparse_pb2.ReportSparse(sequences=part, layers=layers))
@@ -151,7 +141,6 @@ def select_request(
     always_log_mass_Q: Float32s | None,
     shard_index: int,
 ) -> SelectRequest:
-    """Builds the request for a selection; `Selects.select` describes the fields."""
     return SelectRequest(
         session_id=session_id,
         sequence_id=sequence_id,
@@ -164,8 +153,7 @@ def select_request(
 
 
 def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
-    """Reads the blocks that the server selected for a decode step. Raises HotKVError if the server
-    refused the call."""
+    """Raises HotKVError if the server refused."""
     if response.HasField("error"):
         raise read_error_detail(response.error)
     return SelectedBlocks(
@@ -181,6 +169,5 @@ def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
 
 
 def select_blocks(stub: Stub, requests: Iterator[SelectRequest]) -> Any:
-    """Opens a stream of selections. Returns the gRPC call, which iterates over the server's
-    answers."""
+    """gRPC's call, an iterator over the answers."""
     return stub.SelectBlocks(requests)

@@ -1,19 +1,16 @@
-"""vLLM's FlashAttention backend with residency (old blocks of long contexts only in host memory).
-hotkv's plugin registers it in place of `FLASH_ATTN`. It has run on an H200, where vLLM's Triton
-kernel replaced the kernels of FlashAttention.
+"""vLLM's FlashAttention backend with residency. hotkv's plugin registers it in place of
+`FLASH_ATTN`. It has run on an H200, with vLLM's Triton kernel in place of FlashAttention's.
 
-This backend serves engines whose setting `hotkv.sparse` turns residency on, if
-`hotkv.allow_sparse_cuda` is set. In all other engines the backend returns vLLM's own
-classes.
+It serves engines with residency and `hotkv.allow_sparse_cuda`, and returns vLLM's own classes in
+all others.
 
 Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of
-`CudaWorker.layer_step`, which choose the blocks to attend to and write a block table and lengths to
-device memory. Then it launches vLLM's attention kernel with this table.
+`CudaWorker.layer_step`, which write a block table and lengths, then vLLM's attention kernel with
+these.
 
-Prefill and mixed batches run without such a graph. There, a row (request) may attend to its whole
-context although some of its blocks are only in host memory. Such a row gets a separate call of
-attention, over a copy of the context in a staging area. If hotkv's code raises, vLLM computes the
-requests that have blocks only in host memory anew.
+Prefill and mixed batches run without a graph. A row that attends to its whole context, some of it
+only in host memory, gets a separate call of attention over a copy in a staging area. If hotkv's
+code raises, requests with blocks only in host memory are lost.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """
@@ -40,8 +37,7 @@ from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
-    """Returns the settings of sparse decode and vLLM's config of the engine whose model is being
-    built. Returns None if this engine does not use residency (old blocks only in host memory)."""
+    """Settings of the engine whose model is being built; None without residency."""
     vllm_config = get_current_vllm_config()
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
@@ -50,8 +46,7 @@ def _wanted() -> tuple[SparseConfig, Any] | None:
 
 
 class HotFlashBackend(FlashAttentionBackend):
-    """Replaces vLLM's FlashAttention backend in vLLM's registry. It has the same name and page
-    format as vLLM's backend."""
+    """Has the name and page format of vLLM's backend."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -67,10 +62,8 @@ class HotFlashBackend(FlashAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Returns a layer's KV cache spec. In an engine with residency (old blocks of long contexts
-        only in host memory) this is a `ResidentSpec` (see `compat.residency.customized`). Whether
-        the engine has residency is read from the settings of the model that this process built
-        last."""
+        """Returns a `ResidentSpec` if the model that this process built last has residency
+        (`compat.residency.customized`)."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -81,19 +74,15 @@ class HotFlashBackend(FlashAttentionBackend):
 
 @dataclass
 class HotFlashMetadata(FlashAttentionMetadata):
-    """vLLM's metadata of a batch, with a reference to hotkv's worker.
-
-    worker: hotkv's worker, which has planned the batch; None if vLLM's own attention serves the
-        batch, because there is no worker yet or its planning has raised.
-    """
+    """worker: has planned the batch; None if vLLM's own attention serves it, because there is no
+    worker yet or its planning has raised."""
 
     worker: CudaWorker | None = None
 
 
 class HotFlashBuilder(FlashAttentionMetadataBuilder):
-    """Builds vLLM's metadata for each batch, and passes the batch to the worker. Disables
-    FlashAttention's ahead-of-time schedule (`aot_schedule`), because it is computed from whole
-    contexts, but sparse rows attend only to parts."""
+    """Passes each batch to the worker. Disables FlashAttention's ahead-of-time schedule, which
+    is computed from whole contexts, while sparse rows attend to parts."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
@@ -115,9 +104,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> HotFlashMetadata:
-        """Builds vLLM's metadata and passes the batch to the worker (`CudaWorker.begin_batch`). If
-        the worker raises, vLLM's own attention serves the batch, and all requests of the batch
-        count as lost: vLLM computes them anew."""
+        """Lets vLLM's own attention serve the batch if the worker raises; all its requests then
+        count as lost."""
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         worker = self._worker()
         if worker is not None:
@@ -130,7 +118,7 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         return HotFlashMetadata(**own, worker=worker)
 
     def _worker(self) -> CudaWorker | None:
-        """Returns the worker that the connector has attached to the layers; None before that."""
+        """None until the connector has attached one."""
         context = self.vllm_config.compilation_config.static_forward_context
         impl = getattr(context.get(self._layer_names[0]), "impl", None)
         attached = impl.attached if isinstance(impl, HotFlashImpl) else None
@@ -138,16 +126,12 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
 
 
 class HotFlashImpl(FlashAttentionImpl):
-    """The attention of one layer. Until `attach` is called, it behaves as vLLM's own class.
-
-    attached: hotkv's worker, and its record of this layer; None before `attach`.
-    """
+    """One layer's attention; vLLM's own until `attach`."""
 
     attached: tuple[CudaWorker, CudaLayer] | None = None
 
     def attach(self, worker: CudaWorker, layer: CudaLayer) -> None:
-        """Sets the worker that decides what the layer attends to. Called once, before vLLM captures
-        graphs."""
+        """Called once, before vLLM captures graphs."""
         self.attached = (worker, layer)
 
     def forward(
@@ -162,9 +146,7 @@ class HotFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention with vLLM's kernel, over the block table that the worker's kernels
-        have written. A row (request) whose pages were copied to the staging area, because some were
-        only in host memory, gets a separate call of vLLM's kernel."""
+        """vLLM's kernel over the worker's block table, with a separate call for each staged row."""
         scales = (output_scale, output_block_scale)
         given = (query, key, value, output)
         if self.attached is None or getattr(attn_metadata, "worker", None) is None:
@@ -203,9 +185,8 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns vLLM's metadata with the worker's block table and lengths (`seq_lens`, the number of
-    tokens to attend to in each row) in place of vLLM's. The worker's arrays have the same addresses
-    in each step, as captured graphs need."""
+    """Puts the worker's block table and lengths in, whose addresses are the same in each step,
+    as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)
@@ -218,12 +199,9 @@ def _part(
     given: tuple[torch.Tensor, ...],
     metadata: FlashAttentionMetadata,
 ) -> tuple[tuple[torch.Tensor, ...], FlashAttentionMetadata]:
-    """Returns the part of a batch that one call of attention serves.
+    """The part of a batch that one call of attention serves.
 
-    run: the rows of this call.
-    given: query, key, value and output of the whole batch. The result has their slices for the
-        run's tokens.
-    metadata: the metadata of the whole batch. The result has the metadata for the run's rows.
+    given: query, key, value and output of the whole batch.
     """
     starts = worker.starts
     begin, end = int(starts[run.first]), int(starts[run.last])
@@ -242,8 +220,7 @@ def _part(
 def _staged(
     worker: CudaWorker, run: AttentionRun, metadata: FlashAttentionMetadata
 ) -> FlashAttentionMetadata:
-    """Returns the metadata for a call of attention over the staging area (a copy of a row's whole
-    context): with the block table that `CudaWorker.stage` has written."""
+    """Puts the table in that `CudaWorker.stage` has written."""
     table = worker.staged_table
     assert isinstance(table, torch.Tensor)
     return replace(metadata, block_table=table[None, : run.staged_blocks])

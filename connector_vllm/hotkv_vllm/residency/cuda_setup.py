@@ -1,11 +1,7 @@
-"""Installs residency (old blocks of long contexts only in host memory) in the layers of a CUDA
-engine, once, when vLLM registers its KV caches.
+"""Installs residency in the layers of a CUDA engine, once, when vLLM registers its KV caches.
 
-All device memory is allocated here, before vLLM captures graphs:
-- tables of hot sets (the blocks that each request attends to in each layer),
-- sketches of blocks (compact forms of keys, by which sparse attention selects blocks), for
-  as many tokens as `hotkv.sketch_tokens` sets,
-- a staging area, a buffer for copies of one layer's pages of the longest context.
+All device memory is allocated here, before vLLM captures graphs: tables of hot sets, sketches of
+`hotkv.sketch_tokens` tokens, and a staging area for one layer's pages of the longest context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,15 +41,10 @@ def install(
     centres: Centres | None = None,
     device: Device | None = None,
 ) -> CudaWorker:
-    """Creates the worker, which decides in each layer and step which blocks are attended, and
-    attaches it to all layers. Raises Unsupported, with the reason, if a layer can't attend to
-    blocks that are only in host memory.
+    """Attaches a worker to all layers. Raises Unsupported, with the reason, if a layer can't attend
+    to blocks that are only in host memory.
 
-    sketch_tokens: number of tokens for whose sketches (compact forms of keys) memory
-        is allocated.
-    kv_caches: the tensor of each layer, by layer name.
-    centres: the model's mean keys, by which sketches are computed; None without them.
-    device: the device to use; None for the device of `kv_caches`.
+    device: None for the device of `kv_caches`.
     """
     from hotkv_vllm.residency.cuda_backend import HotFlashImpl
 
@@ -119,11 +110,9 @@ def install(
 
 
 def _why_not(impl: Any, is_ours: bool) -> str:
-    """Returns why a layer can't have residency (attend to blocks that are only in host memory);
-    empty if it can.
+    """Why a layer can't have residency; empty if it can.
 
-    impl: the layer's attention.
-    is_ours: True if `impl` is hotkv's `HotFlashImpl`.
+    is_ours: `impl` is a `HotFlashImpl`.
     """
     if not is_ours:
         return (
@@ -140,8 +129,7 @@ def _why_not(impl: Any, is_ours: bool) -> str:
 
 
 def _page_bytes(pages: torch.Tensor) -> int:
-    """Returns the bytes of a layer's page. A page is the KV of a block in the layer. Raises
-    Unsupported unless the layer's pages are contiguous and lie side by side."""
+    """Raises Unsupported unless the layer's pages are contiguous and lie side by side."""
     size = pages[0].numel() * pages.element_size()
     if pages.dim() != 4 or pages.stride(0) * pages.element_size() != size:
         raise Unsupported(
@@ -152,8 +140,7 @@ def _page_bytes(pages: torch.Tensor) -> int:
 
 
 class _Counter:
-    """A `Device` that allocates no memory, and counts the bytes that its callers would allocate.
-    `totals` computes with it how much memory an engine needs."""
+    """A `Device` that only counts the bytes that its callers would allocate, for `totals`."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -162,14 +149,12 @@ class _Counter:
         self.num_bytes += int(np.prod(shape)) * np.dtype(dtype).itemsize
         return _Shaped(shape)
 
-    def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Does nothing, because this device only counts allocated bytes."""
+    def write(self, target: Array, start: Sequence[int], values: Host) -> None: ...
 
     def read(self, source: Array) -> Host:
         raise NotImplementedError
 
-    def launch(self, *_: object, **__: object) -> None:
-        """Does nothing, because this device only counts allocated bytes."""
+    def launch(self, *_: object, **__: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +165,7 @@ class _Shaped:
 def totals(
     config: SparseConfig, sketch_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
-    """Computes the memory that a rank needs: vLLM's pool, and all memory that `install` allocates.
-
-    sketch_tokens: number of tokens for whose sketches (compact forms of keys) memory
-        is allocated.
-    """
+    """vLLM's pool, and all that `install` allocates."""
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
@@ -214,7 +195,6 @@ def totals(
 
 
 def free_bytes() -> int:
-    """Returns the free memory of this rank's device, bytes."""
     return int(torch.cuda.mem_get_info()[0])
 
 
@@ -226,11 +206,7 @@ def _workspace(
     sizes: tuple[int, int, int],
     device: Device,
 ) -> Workspace:
-    """Allocates the kernels' workspace (tables and scratch memory) on `device`.
-
-    num_heads: number of query heads.
-    sizes: number of KV heads, number of tokens of a block, number of channels of a head.
-    """
+    """sizes: number of KV heads, tokens of a block, channels of a head."""
     heads, block_tokens, head_size = sizes
     scheduler = vllm_config.scheduler_config
     num_rows = max(
@@ -294,8 +270,7 @@ def _layer(
     index = _index(workspace, name, num_rows, mu_HD, biases.get(name))
     page_bytes = _page_bytes(pages)
     kind = str(pages.dtype).removeprefix("torch.")
-    # The selector needs only the keys of the pages. It reads no values, because vLLM's kernel
-    # computes the attention.
+    # The selector reads only keys: vLLM's kernel computes the attention.
     keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)

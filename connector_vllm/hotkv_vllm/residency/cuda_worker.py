@@ -1,7 +1,6 @@
-"""The worker of a CUDA engine with residency: old blocks of long contexts are only in the server's
-arena, which the device can read. In each layer, kernels choose the blocks that each row (request)
-of a step attends to, and copy blocks that are only in the arena into *hot slots* (device blocks for
-such copies). In decode, a CUDA graph may replay these kernels; otherwise the host launches them.
+"""The worker of a CUDA engine with residency. In each layer, kernels choose the blocks that each
+row attends to, and copy those that are only in the arena into hot slots. In decode, a CUDA graph
+may replay these kernels.
 
 In each step these methods of `CudaWorker` are called, with vLLM's model runner V1 in this order
 (runner V2 calls `begin_batch` before `begin_resident`):
@@ -13,19 +12,16 @@ In each step these methods of `CudaWorker` are called, with vLLM's model runner 
 Always true:
 
 - A step that a graph replays needs no Python in its layers.
-- The rows that the scheduler lists in `rows` attend sparsely. All other rows attend to their whole
-  context.
-- If a row attends to its whole context, and blocks of this context are only in host memory, the
-  context is copied layer by layer into a *staging area*, a buffer for the pages of one layer. A
-  CUDA graph can't make this copy. So if a graph may replay the step, the scheduler lists every row
-  that has blocks only in host memory as sparse.
-- Bytes read from the arena are valid only if the server still pinned their blocks after the step's
-  last kernel. To test this, `take_lost` waits for the device.
-- Each state index (place of a request in the device's arrays) and each row of sketches
-  (compact forms of keys) belongs to at most one request at a time.
-- The worker treats a block as freed only after it has written the block's arena address to device
-  memory. If it does not know the address of a freed block, it marks the request as lost. A lost
-  request takes no part in a step, and vLLM computes it anew.
+- Rows that the scheduler lists attend sparsely, all others to their whole context.
+- A row that attends to its whole context, some of it only in host memory, is copied layer by layer
+  into a *staging area*. A CUDA graph can't make this copy. So if one may replay the step, the
+  scheduler lists every such row as sparse.
+- Bytes read from the arena are valid only if their blocks were still pinned after the step's last
+  kernel. To test this, `take_lost` waits for the device.
+- Each state index (place of a request in the device's arrays) and each row of sketches belongs to
+  at most one request.
+- A block counts as freed only after its arena address is in device memory. Without the address the
+  request is *lost*, takes no part in a step, and vLLM computes it anew.
 
 Used by one thread.
 """
@@ -62,11 +58,7 @@ ROWS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceArena:
-    """A server's arena (its memory for blocks) that this process maps.
-
-    arena: the mapping in this process.
-    mapped: the same memory, registered with CUDA, so that kernels can read it.
-    """
+    """An arena that this process and the device map."""
 
     arena: Arena
     mapped: MappedArena
@@ -74,24 +66,18 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """A worker's record of a resident request (a request whose old blocks may be only in the
-    server's memory). A position is the index of a block in the request's context.
+    """A worker's record of a resident request. A position is the index of a block in the context.
 
-    state: index of the request's entries in the kernels' arrays on the device.
-    first_block: id of the device block with the context's first tokens. The worker reports the
-        request as lost by this id.
-    num_freed: the blocks between the sinks (first blocks, which stay on the device) and this
-        position are not on the device.
-    num_built: number of leading blocks whose sketches (compact forms of keys, by which
-        blocks are chosen) are built, or are built by the present step.
-    context_tokens: length of the context, including the step's `new_tokens`.
-    is_sparse: True if the request attends sparsely in the present step.
-    has_hot_slots: True if its hot slots (device blocks for copies of chosen blocks) are known.
-    rows: by position, the row of the block's sketch in the device's arrays, int32.
-    addresses: by position, the address at which the device reads the block in the arena, int64; 0
-        if not known.
-    pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`; None before
-        the scheduler has sent it.
+    state: index of its entries in the kernels' arrays.
+    first_block: the device block by which the request is reported as lost.
+    num_freed: the blocks between the sinks and this position are not on the device.
+    num_built: leading blocks whose sketches are built, at the latest by the present step.
+    context_tokens: with the step's `new_tokens`.
+    is_sparse: in the present step.
+    has_hot_slots: they are known.
+    rows: of sketches, by position, int32.
+    addresses: of slots as the device reads them, by position, int64; 0 if unknown.
+    pin: of the blocks at `addresses`; None before the scheduler has sent it.
     arenas: the arenas in which the addresses are.
     is_lost: True if the request must be computed anew.
     """
@@ -112,24 +98,16 @@ class CudaSequence:
     is_lost: bool = False
 
     def still_holds(self) -> bool:
-        """Returns True if the server still pins the request's blocks, so that the bytes that the
-        device has read from them are valid."""
         pin = self.pin
         return pin is not None and all(arena.holds(pin) for arena in self.arenas)
 
 
 class CudaSequences:
-    """Holds the `CudaSequence` of each resident request (a request whose old blocks may be only in
-    the server's memory), and the request's entries in the kernels' arrays: the rows with its
-    sketches (compact forms of keys), the ids of its hot slots (device blocks for copies of
-    chosen blocks) and its arena addresses. Allocates state indices (places in these arrays) and
-    rows to requests. Used by one thread.
+    """Holds the `CudaSequence` of each resident request and its entries in the kernels' arrays, to
+    which it allocates states and rows. Used by one thread.
 
-    workspace: the kernels' arrays in device memory.
-    num_rows: number of rows for sketches; one row holds those of one block.
-    slot_bytes: bytes of a block in the arena.
-    arena_of: takes the id of an arena's file, and returns the mapped arena; None if this process
-        does not map it.
+    num_rows: for sketches, one per block.
+    slot_bytes: of a block in the arena.
     """
 
     def __init__(
@@ -158,36 +136,26 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the `CudaSequence` of the request with this state index (its place in the
-        device's arrays, `CudaSequence.state`); None if the index is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
-        """Returns the state of the request with this id; None if the request is not known or not
-        resident."""
         return self._sequences.get(request_id)
 
     def is_lost(self, request_id: str) -> bool:
-        """Returns True if the KV that this step computes for the request may be wrong: the request
-        is marked as lost (to be computed anew), or it is not known."""
+        """Whether this step may compute wrong KV for the request; True if it is unknown."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
     def is_away(self, sequence: CudaSequence) -> bool:
-        """Returns True if some of the request's blocks are only in host memory, not on the
-        device."""
         return sequence.num_freed > self._residents.num_sinks
 
     # ------------------------------------------------------------------------------------ lifetime
 
     def begin_step(self) -> None:
-        """Begins a step. Must be called before the requests' entries in the step's message are
-        processed (`follow`)."""
+        """Must be called before `follow`."""
         self._reported = {block: left - 1 for block, left in self._reported.items() if left}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or was preempted. Frees its state index (place in the
-        device's arrays), and its rows for sketches (compact forms of keys)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             del self._by_state[sequence.state]
@@ -195,12 +163,8 @@ class CudaSequences:
             self._free_rows.extend(sequence.rows.tolist())
 
     def follow(self, row: ResidentRow, is_sparse: bool) -> CudaSequence | None:
-        """Processes a request's entry in the scheduler's message: updates what the worker knows
-        about the request, and the request's entries in the kernels' arrays. Returns None if the
-        request is not resident: all its blocks stay on the device.
-
-        is_sparse: True if the request attends sparsely in the step.
-        """
+        """Updates the request and its entries in the kernels' arrays. None if it is not
+        resident."""
         if not row.may_outgrow:
             return None
         sequence = self._sequences.get(row.request_id)
@@ -211,13 +175,12 @@ class CudaSequences:
             self._sequences[row.request_id] = self._by_state[sequence.state] = sequence
             self._residents.begin_anew(sequence.state)
             begins = not row.num_freed or row.pin is not None
-            # If the workers have reported the request with this first block as lost, it still
-            # counts as lost: the scheduler may have planned this step before it got the report.
+            # The scheduler may have planned this step before it got the workers' report of a
+            # loss.
             sequence.is_lost = row.first_block in self._reported and not begins
         if sequence.is_sparse and not is_sparse:
-            # While the request attends to its whole context, it may gain more blocks than its hot
-            # sets (the blocks to attend to, per layer) have slots. So the next sparse step builds
-            # the hot sets anew.
+            # While it attended to its whole context, it may have gained more blocks than hot
+            # slots.
             self._begin_anew(sequence)
         sequence.first_block, sequence.is_sparse = row.first_block, is_sparse
         sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
@@ -238,24 +201,13 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """Marks the request as lost, so that vLLM computes it anew. Each request is reported only
-        once: the report names the request's first block, and after the first report vLLM may give
-        this block to another request.
-
-        why: the reason, for the log.
-        """
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
             self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Marks all requests with these first blocks as lost, so that vLLM computes them anew. If
-        no request is known for a first block, `take_lost` reports this block nevertheless.
-
-        first_blocks: ids of the first blocks of contexts.
-        why: the reason, for the log.
-        """
+        """Reports first blocks even without a known request."""
         found = set(first_blocks)
         for sequence in self:
             if sequence.first_block in found:
@@ -263,21 +215,12 @@ class CudaSequences:
         self._lost |= found
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Marks each request in `among` as lost if it has blocks only in host memory. vLLM computes
-        lost requests anew.
-
-        why: the reason, for the log.
-        """
         for sequence in among:
             if self.is_away(sequence):
                 self.lose(sequence, why)
 
     def forget_all(self, why: str) -> None:
-        """Reports each request that has blocks only in host memory as lost, so that vLLM computes
-        it anew. Then forgets all requests.
-
-        why: the reason, for the log.
-        """
+        """Forgets all requests; those with blocks only in host memory are lost."""
         for sequence in self:
             if self.is_away(sequence):
                 self.lose(sequence, why)
@@ -285,8 +228,6 @@ class CudaSequences:
             self.end(sequence.request_id)
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that was marked as lost since the last
-        call. vLLM computes these requests anew."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -304,8 +245,6 @@ class CudaSequences:
         self._work.device.write(self._work.pages, (sequence.state, 0), pages)
 
     def _begin_anew(self, sequence: CudaSequence) -> None:
-        """Makes the request's next sparse step build its hot sets (the blocks to attend to)
-        anew."""
         self._residents.begin_anew(sequence.state)
         self._residents.give_back(sequence.state, sequence.num_freed)
 
@@ -335,9 +274,7 @@ class CudaSequences:
         self._work.device.write(self._work.arena, (sequence.state, 0), nothing)
 
     def _give_rows(self, sequence: CudaSequence) -> None:
-        """Allocates rows for the sketches (compact forms of keys) of the context's blocks
-        that have no row yet. If too few rows are free, marks the request as lost, so that vLLM
-        computes it anew."""
+        """Allocates rows of sketches; too few lose the request."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
         needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
         if needed <= known or sequence.is_lost:
@@ -375,14 +312,10 @@ class CudaSequences:
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """A layer of the model, as the worker's kernels use it.
+    """A layer as the worker's kernels use it.
 
-    scale: the factor of its attention scores (q · k is multiplied by it).
-    selector: launches the kernels that build sketches (compact forms of keys) and choose
-        blocks.
-    places: where the layer's pages are: on the device, and in a slot of the arena.
-    pages: its KV cache [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels of key and
-        value.
+    scale: factor of attention scores.
+    pages: [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels of key and value.
     """
 
     name: str
@@ -394,12 +327,10 @@ class CudaLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Consecutive rows (requests) of the batch that one call of attention serves: from `first` to
-    `last` (exclusive).
+    """Rows from `first` to `last` (exclusive) that one call of attention serves.
 
-    staged_blocks: 0 if the rows attend to the layer's own pages. Otherwise the run is a single row
-        that attends to a copy of its whole context in the staging area, and this is the number of
-        its pages there.
+    staged_blocks: of a single row that attends to a copy of its whole context; 0 for the layer's
+        own pages.
     """
 
     first: int
@@ -409,13 +340,11 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step's batch of R rows (requests).
+    """A step's batch of R rows.
 
-    device: vLLM's arrays that describe the batch, in device memory.
-    starts: index of each row's first token, then the number of all tokens as the last entry, int32
-        [R + 1], in host memory.
-    last_tokens: index of each row's last token, int64 [R], in device memory. None if no row has
-        more than one token, so that token r belongs to row r.
+    device: vLLM's arrays, in device memory.
+    starts: first token of each row, then the number of all, int32 [R + 1], in host memory.
+    last_tokens: of each row, int64 [R], in device memory; None if token r belongs to row r.
     """
 
     device: EngineBatch
@@ -424,32 +353,19 @@ class HostBatch:
 
     @staticmethod
     def of(device: EngineBatch, starts: I32, device_starts: torch.Tensor) -> "HostBatch":
-        """Returns the `HostBatch` for a batch, described by vLLM's arrays.
-
-        device, starts: as in `HostBatch`.
-        device_starts: the values of `starts`, in device memory.
-        """
+        """device_starts: `starts` in device memory."""
         if int(np.diff(starts).max(initial=0)) <= 1:
             return HostBatch(device, starts, None)
         return HostBatch(device, starts, (device_starts[1:] - 1).clamp_min(0).long())
 
 
 class CudaWorker:
-    """Decides, on CUDA, which blocks each row (request) of a step attends to, and copies pages that
-    are only in the server's arena. The module describes how vLLM and the connector call it.
-
-    workspace: the kernels' arrays in device memory.
-    num_rows: number of rows for sketches (compact forms of keys); one row per block.
-    slot_bytes: bytes of a block in the arena.
-    plans_in_build: True with vLLM's model runner V1, which calls `begin_resident` before
-        `begin_batch`; the batch is then planned in `begin_batch`. Runner V2 calls `begin_batch`
-        first; the batch is then planned in `begin_resident`.
-    device_arena: a function that makes an arena readable for the device, and returns the device's
-        mapping of it.
-    staging: the staging area, a buffer for one layer's pages of one whole context.
-    staged_table: block table of the context in the staging area, in device memory.
-    arena_of: a function that returns the arena that this process maps; None without an arena.
-    runs: the calls of attention that serve the present batch.
+    """plans_in_build: model runner V1: the batch is planned in `begin_batch`, otherwise in
+        `begin_resident`.
+    device_arena: makes an arena readable for the device.
+    staging: one layer's pages of one whole context; `staged_table` is its block table.
+    arena_of: the arena that this process maps.
+    runs: calls of attention for the present batch.
     """
 
     def __init__(
@@ -483,11 +399,10 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- arena
 
     def map_arena(self, timeout_s: float | None = None) -> bool:
-        """Makes the server's arena readable for the device. Waits for this, and returns True if it
-        has succeeded. Must be called before vLLM captures graphs, because CUDA may refuse to
-        register memory during a capture.
+        """Waits until the device can read the arena. Must be called before vLLM captures graphs:
+        during a capture CUDA may refuse to register memory.
 
-        timeout_s: the longest wait; None for no limit.
+        timeout_s: None for no limit.
         """
         found = None if (arena := self.arena_of()) is None else self._arena_of(arena.file_id)
         return found is not None and found.mapped.wait(timeout_s)
@@ -504,8 +419,6 @@ class CudaWorker:
         return found
 
     def _close_arenas(self) -> None:
-        """Unregisters arenas of earlier servers from the device, if no request has addresses in
-        them any more."""
         if len(self._arenas) < 2 or (arena := self.arena_of()) is None:
             return
         used = {arena.file_id, *(one.file_id for own in self.sequences for one in own.arenas)}
@@ -515,11 +428,7 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
-        """Processes the scheduler's message about the requests of the coming step. Also plans the
-        step's batch if `begin_batch` was called before (model runner V2).
-
-        rows: the requests that attend sparsely, and the requests that have ended.
-        """
+        """Processes the scheduler's message. Plans the batch with model runner V2."""
         over = (*rows.ended, *step.preempted)
         for request_id in over:
             self.sequences.end(request_id)
@@ -545,12 +454,8 @@ class CudaWorker:
             self._plan(self._batch)
 
     def begin_batch(self, batch: HostBatch) -> None:
-        """Processes the step's batch, as vLLM's metadata builder describes it. If `begin_resident`
-        was called before (model runner V1), plans the batch.
-
-        Otherwise prepares it as a batch without resident requests (requests whose old blocks may be
-        only in the server's memory). This is right for vLLM's dummy runs and graph captures. In a
-        step of model runner V2, `begin_resident` is called afterwards and plans the batch."""
+        """Plans the batch with model runner V1. Otherwise prepares it as one without resident
+        requests, as in vLLM's dummy runs and graph captures, until `begin_resident` plans it."""
         self._batch = batch
         if self._plans_in_build and self._is_reported:
             self._plan(batch)
@@ -568,9 +473,8 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds the sketches (compact forms of keys) that are missing for blocks that were
-        complete before this step, such as the blocks of a hit. The sketches of blocks that
-        the step itself completes are built by `layer_step`."""
+        """Builds missing sketches of blocks that were complete before this step, such as those
+        of a hit. `layer_step` builds those that the step completes."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -582,10 +486,8 @@ class CudaWorker:
         sequence.num_built = sequence.context_tokens // tokens
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
-        """Divides the batch's rows (requests) among calls of attention. Each row that needs the
-        staging area (a copy of its whole context) gets its own call, because the area has room for
-        one. If there may be such a row, waits for the device, to read which request each row
-        belongs to."""
+        """Divides the rows among calls of attention. Each row that needs the staging area gets
+        its own, because it has room for one; to find such rows, waits for the device."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -607,13 +509,12 @@ class CudaWorker:
         return tuple(runs)
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
-        """Launches the kernels that prepare a layer's attention. They build the sketches
-        (compact forms of keys) of blocks that the step has completed, choose the blocks to attend
-        to, and copy chosen blocks from the arena into hot slots (device blocks for such copies).
-        Afterwards `table` and `lengths` say which blocks the layer's attention must read.
+        """Launches the kernels that build sketches of newly complete blocks, choose blocks, and
+        copy them from the arena. Then `table` and `lengths` say what the layer's attention must
+        read.
 
-        query: [tokens, query heads, head size], after RoPE. The step's keys must be in the pages
-            already.
+        query: [tokens, query heads, head size], after RoPE. The step's keys must be in the
+            pages.
         """
         batch, residents, selector = self._batch, self._residents, layer.selector
         assert batch is not None, "a layer before its batch"
@@ -629,27 +530,24 @@ class CudaWorker:
 
     @property
     def starts(self) -> I32:
-        """Returns the index of each row's (request's) first token in the present batch, then the
-        number of all tokens as the last entry, int32 [rows + 1]."""
+        """First token of each row, then the number of all, int32 [rows + 1]."""
         assert self._batch is not None, "no batch yet"
         return self._batch.starts
 
     @property
     def table(self) -> Array:
-        """Returns the block table that the last `layer_step` has written: the blocks to attend to,
-        int32 [rows, blocks]."""
+        """Written by the last `layer_step`, int32 [rows, blocks]."""
         return self._residents.table
 
     @property
     def lengths(self) -> Array:
-        """Returns the number of tokens to attend to in each row of `table`, int32 [rows]."""
+        """Tokens to attend to, int32 [rows]."""
         return self._residents.lengths
 
     def stage(self, layer: CudaLayer, run: AttentionRun) -> None:
-        """Copies the layer's pages of a whole context into the staging area, and writes their block
-        table to `staged_table`.
+        """Copies a whole context into the staging area, and writes `staged_table`.
 
-        run: a run with a single row, whose context is copied.
+        run: of a single row.
         """
         self._residents.stage(
             run.first,
@@ -665,19 +563,17 @@ class CudaWorker:
     # --------------------------------------------------------------------------------------- faults
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks
-        those requests of the step as lost that have blocks only in host memory; vLLM computes them
-        anew. Must be called while the exception is handled, because this method logs it."""
+        """vLLM's own attention has run: requests of the step with blocks only in host memory are
+        lost. Must be called while the exception is handled."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def batch_broke(self, first_blocks: Iterable[int]) -> None:
-        """Handles a batch whose planning (`begin_batch`) raised. A CUDA graph may now be replayed
-        with the plan of an earlier batch, so the KV of the batch's requests may become wrong. Marks
-        all these requests as lost, so that vLLM computes them anew.
+        """Loses all requests of a batch whose planning raised: a CUDA graph may be replayed with an
+        earlier plan.
 
-        first_blocks: the id of each row's first block.
+        first_blocks: of each row.
         """
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: a batch could not be planned")
@@ -685,20 +581,17 @@ class CudaWorker:
         self.sequences.lose_rows(first_blocks, "its batch could not be planned")
 
     def start_over(self) -> None:
-        """Handles a step for which the scheduler's message was missing. It may have said that a
-        request was preempted and begins anew, so what the worker knows may be wrong. Reports
-        requests with blocks only in host memory as lost, so that vLLM computes them anew. Then
-        forgets all requests."""
+        """Forgets all requests, because the scheduler's message was missing. Those with blocks
+        only in host memory are lost."""
         self._step, self._is_reported = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Checks whether the step has read valid bytes for its requests that have blocks only in
-        the arena. A request is marked as lost, so that vLLM computes it anew, if the server no
-        longer pins its blocks. All of these requests are marked as lost if a kernel lacked a hot
-        slot (device block for a copy) or an address. If there are such requests, first waits until
-        the device has ended the step, because the pins must be tested after the last read."""
+        """Loses requests whose read blocks are no longer pinned, and all with blocks only in the
+        arena if a kernel lacked a hot slot or an address. For such requests it waits for the
+        device: pins must be tested after the last read.
+        """
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -713,18 +606,14 @@ class CudaWorker:
         self._step = []
 
     def take_lost(self) -> set[int]:
-        """Returns, for each request that was marked as lost since the last call, the id of its
-        first block. vLLM then computes these requests anew. Called after a step's last layer; may
-        wait for the device."""
+        """First blocks of newly lost requests. Called after a step's last layer; may wait for
+        the device."""
         self.find_lost()
         return self.sequences.take_lost()
 
     def all_away(self) -> set[int]:
-        """Returns the id of the first block of each request that has blocks only in host memory."""
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
 
     def take_counters(self) -> dict[str, float]:
-        """Returns the growth of counters since the last call, by names of
-        `counter_help.COUNTERS`."""
         counted, self._counted = self._counted, Counter()
         return dict(counted)

@@ -1,23 +1,14 @@
-"""Copies pages (a page is the KV of a block in one layer) that are only in the server's arena, for
-a step of a CPU engine with residency (contexts larger than the engine's own KV cache).
-`ResidentPages` copies selected pages into hot slots, blocks of vLLM's pool that are reserved for
-such copies. `PageStaging` copies all pages that a batch needs into a staging area, where they lie
-side by side.
+"""Copies pages from the arena for a step of a CPU engine: `ResidentPages` copies selected pages
+into hot slots, `PageStaging` all pages of a batch side by side into a staging area.
 
-`SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds one
-shard (part) per rank, in the order of the ranks. A shard holds the pages of the group's layers, in
-vLLM's order. A block's sketch (a compact form of its keys, by which sparse attention
-selects blocks) has a slot of its own, also with one shard per rank. A shard there holds the
-sketches of all sparse layers, in the model's order. A layer may have sketches in
-several formats, in the order of the configuration (`sparse.shared`).
+A block's slot holds one shard per rank; a shard the group's layers in vLLM's order. A sketch's slot
+holds per rank all sparse layers in the model's order, each with its formats in the configuration's
+order (`sparse.shared`).
 
 Always true:
-- A page that is only in the arena is copied from the address that the server has named. If the
-  address is not known, LostBytesError is raised, and vLLM computes the request anew.
-- When blocks of a request are read from the arena, the request's `ResidentSequence.has_read` is
-  set. After the step the worker checks whether these blocks were still pinned.
-- Pages that were copied ahead, before their layer asked for them, are used only if the layer then
-  asks for the same arena slots.
+- A page whose address is unknown raises LostBytesError; vLLM then computes the request anew.
+- Reading from the arena sets `ResidentSequence.has_read`: after the step the worker tests the pins.
+- Pages copied ahead are used only if the layer then asks for the same slots.
 - A staging area is not written while attention reads it.
 """
 
@@ -41,12 +32,10 @@ I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 AREAS = 2
-"""Number of staging areas. A staging area holds, side by side, all pages that a batch needs in a
-layer. With two, the next layer's pages can be copied while a layer attends."""
+"""One for the layer that attends, one for the next."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
-"""A copy uses one thread, and one more thread for each BYTES_PER_THREAD bytes, up to the number of
-threads of the copier."""
+"""A copy uses one thread more per so many bytes."""
 
 
 # ---------------------------------------------------------------------------------- where pages lie
@@ -54,13 +43,7 @@ threads of the copier."""
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """The places of a rank's part of a block in a slot of the server's arena. All offsets are in
-    bytes from the start of the slot.
-
-    pages: by layer index, the offset of the layer's page in the slot of a block.
-    sketches: by layer index and format, the offset of the layer's sketch (compact
-        form of keys) in the slot of a block's sketch.
-    """
+    """Offsets in a slot, in bytes, by layer index, for sketches also by format."""
 
     pages: dict[int, int] = field(default_factory=dict)
     sketches: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -69,12 +52,9 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """Computes where a rank finds its part of a block in a slot of the server's arena.
+    """Computes where a rank's pages and sketches lie in a slot.
 
-    layers: the layers with sparse attention.
-    layer_names: the names of the KV cache group's layers, in vLLM's order. All must be among
-        `layers`.
-    shard_index: the place of the rank's shard (part of a block) in a slot: 0 is the first.
+    layer_names: of the group, in vLLM's order; all among `layers`.
     """
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
@@ -100,16 +80,10 @@ def slot_places(
 
 
 class PageCopier:
-    """Copies pages by address, on several threads without the GIL: between the engine's memory, the
-    mapped arena and staging areas. Only one thread may call it."""
+    """Copies pages by address, without the GIL. Only one thread may call it."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """Sets the number of threads, including the caller's. The others are started when a copy
-        needs them.
-
-        num_threads: number of threads that copy; None for the number of cores, up to
-            MAX_THREADS.
-        """
+        """num_threads: with the caller; None for the number of cores, up to MAX_THREADS."""
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
@@ -119,12 +93,7 @@ class PageCopier:
         return f"PageCopier({self._num_threads} threads)"
 
     def copy(self, to: I64, source: I64, page_bytes: int) -> None:
-        """Copies pages, and returns when all are copied. The pages must not overlap.
-
-        to: for each page, the address to copy it to, int64, contiguous.
-        source: for each page, the address to copy it from, int64, contiguous.
-        page_bytes: size of a page.
-        """
+        """Returns when all is copied. Pages must not overlap. Addresses are int64, contiguous."""
         count = len(to)
         if not count:
             return
@@ -143,8 +112,8 @@ class PageCopier:
                 for a, b in itertools.pairwise(edges[1:])
             ]
         except RuntimeError:
-            # The operating system refuses another thread. Ends the thread pool, which would
-            # otherwise execute the refused copy later, and copies in this thread.
+            # The operating system refuses a thread. The pool is ended, because it would execute
+            # the refused copy later.
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
             self._part(to, source)
@@ -163,13 +132,9 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy that was begun before it is needed: the pages of the next layer are copied from arena
-    slots into a staging area while the present layer attends.
+    """A copy of the next layer's pages while the present layer attends.
 
-    layer_idx: index of the layer whose pages are copied.
-    slots: addresses of the arena slots, int64, one per block.
-    area: index of the staging area.
-    done: future of the copy.
+    slots: addresses, int64.
     """
 
     layer_idx: int
@@ -179,25 +144,18 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Returns, for each page, its index in a staging area (the copy of all pages that a batch
-    needs), int32. The area holds first all pages that are only in the arena, then all pages on the
-    device, both in their order.
-
-    is_away: for each page, True if it is only in the arena.
-    """
+    """Index of each page in a staging area, int32: first the pages in the arena, then those on
+    the device."""
     num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
     places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))
     return places
 
 
 class PageStaging:
-    """Copies the pages that a whole batch needs, from the arena and from the device, side by side
-    into a staging area. So one call of attention can serve the batch, although some pages are only
-    in the arena. Used by one thread.
+    """Lets one call of attention serve pages in the arena and on the device. Used by one thread.
 
-    There are two areas. While a layer attends to one area, a thread copies the pages that the next
-    layer needs from the arena into the other area, if a core is free. The memory of the areas is
-    never freed.
+    A second thread copies the next layer's pages ahead, if a core is free. The areas are never
+    freed.
     """
 
     def __init__(
@@ -207,12 +165,8 @@ class PageStaging:
         copier: PageCopier,
         usual_blocks: int = 0,
     ) -> None:
-        """Allocates no memory; the areas grow when `fill` needs them.
-
-        layers: the layers, in the order in which they attend.
-        places: where the layers' pages are in a slot of the arena.
-        usual_blocks: an area that is too small grows to twice its size, up to this size in blocks.
-            If more blocks are needed, the area grows to just the needed size.
+        """layers: in the order in which they attend.
+        usual_blocks: areas double up to this size, and grow to just the needed size above.
         """
         self._usual_blocks = usual_blocks
         self._following = {
@@ -228,8 +182,7 @@ class PageStaging:
         self._thread = ThreadPoolExecutor(1, "hotkv-staging") if has_free_core else None
         self._thread_copier = PageCopier(num_threads=1)
         self.num_ahead = 0
-        """Number of pages that were copied before their layer asked for them, and were then
-        used."""
+        """Pages copied ahead and then used."""
 
     def __repr__(self) -> str:
         sizes = " + ".join(str(area.numel() >> 20) for area in self._areas)
@@ -237,18 +190,13 @@ class PageStaging:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of both staging areas together, bytes."""
         return sum(area.numel() for area in self._areas)
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
-        """Copies pages of `layer` into a staging area, and returns the area as a tensor of pages in
-        the shape of the layer's KV cache. The pages are valid until the next call.
+        """The area in the shape of the layer's KV cache, valid until the next call: first the pages
+        in arena `slots`, then those `here` on the device, both addresses, int64.
 
-        slots: addresses of arena slots, int64. The layer's pages in these slots come first in the
-            tensor.
-        here: addresses of the layer's pages on the device, int64. They come next.
-        goes_on: True if the next layer is likely to need the same slots. Another thread then begins
-            to copy the next layer's pages.
+        goes_on: the next layer is likely to need the same slots.
         """
         num_away, page_bytes = len(slots), layer.pages.page_bytes
         num_bytes = (num_away + len(here)) * page_bytes
@@ -275,33 +223,24 @@ class PageStaging:
     def _begin(
         self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
     ) -> None:
-        """Begins to copy the pages that the next call of `fill` is likely to need, on `thread`.
-
-        area: index of the staging area (buffer for copies of pages) to copy to.
-        layer: the next layer.
-        slots: addresses of the arena slots from which the layer's pages are copied.
-        num_bytes: size that the area must have.
-        """
+        """Copies ahead."""
         pages = self._pages(area, layer, num_bytes)
         source = slots + self._places.pages[layer.index]
         try:
             done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
         except RuntimeError:
-            # The operating system refuses to start the thread. From now on pages are copied only
-            # when their layer asks for them.
+            # The operating system refuses the thread: nothing is copied ahead from now on.
             self._thread = None
             return
         self._ahead = _Ahead(layer.index, slots, area, done)
 
     def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:
-        """Copies pages into a staging area, on the staging thread. Holds a reference to the area
-        `pages` meanwhile, so that its memory is not freed."""
+        """Runs on the staging thread. Holds `pages`, so that they are not freed."""
         to = pages.data_ptr() + np.arange(len(source)) * page_bytes
         self._thread_copier.copy(to, source, page_bytes)
 
     def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
-        """Returns a staging area (a buffer for copies of pages) as a tensor of the layer's pages.
-        Grows the area if it is smaller than `num_bytes`."""
+        """Grown to `num_bytes`."""
         if self._areas[area].numel() < num_bytes:
             usual_bytes = self._usual_blocks * layer.pages.page_bytes
             more = max(num_bytes, min(2 * self._areas[area].numel(), usual_bytes))
@@ -315,28 +254,19 @@ class PageStaging:
 
 
 class LostBytesError(Exception):
-    """Raised if the worker can't read blocks of a request that are only in the server's arena. vLLM
-    must then compute the request anew."""
+    """Blocks in the arena can't be read."""
 
 
 class ResidentPages:
-    """Copies pages and sketches (compact forms of keys) that are only in the server's arena,
-    for the requests of a step.
+    """Copies pages and sketches from the arena.
 
-    staging: copies all pages that a batch needs into a staging area. Used in steps in which a
-        request attends to its whole context.
-    counted: numbers of copied pages, by names of `counter_help.COUNTERS`.
+    staging: for requests that attend to their whole context.
+    counted: copied pages, by names of `counter_help.COUNTERS`.
     """
 
     def __init__(
         self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
     ) -> None:
-        """Creates the staging areas, which hold no memory yet.
-
-        layers: the layers, in the order in which they attend.
-        places: where the layers' pages are in a slot of the arena.
-        longest_blocks: number of blocks of the longest context.
-        """
         self._places = places
         self._copier = PageCopier()
         self.staging = PageStaging(layers, places, self._copier, longest_blocks)
@@ -346,26 +276,19 @@ class ResidentPages:
         return f"ResidentPages({self.staging})"
 
     def take_counters(self) -> dict[str, float]:
-        """Returns the numbers of pages copied since the last call, by counter name."""
         counted, self.counted = self.counted, Counter()
         return dict(counted)
 
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
-        """Returns the address of a layer's page in the engine's own KV cache, for each of `blocks`,
-        int64.
-
-        pages: the layer's KV cache tensor.
-        blocks: ids of device blocks.
-        """
+        """Addresses in the engine's own KV cache, int64."""
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the arena slots that hold a request's blocks, and records that
-        the blocks are read (`has_read`). Raises LostBytesError if an address is not known, or if
-        the request is lost (marked to be computed anew).
+        """Counts slots as read. Raises LostBytesError if an address is unknown or the request is
+        lost.
 
-        positions: positions of the blocks in the context, ascending.
+        positions: ascending.
         """
         if sequence.is_lost:
             raise LostBytesError("it was lost before")
@@ -380,14 +303,8 @@ class ResidentPages:
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies a layer's sketches of blocks (compact forms of their keys) from arena slots
-        into rows of `pool`.
-
-        name: format of the sketches to copy.
-        pool: the layer's sketches in that format, uint8 [rows, KV heads, bytes].
-        rows: for each block, the row to copy to, int32.
-        slots: for each block, the address of the arena slot to copy from, int64.
-        """
+        """Copies sketches into rows of `pool`, uint8 [rows, KV heads, bytes], from slots at
+        addresses."""
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.sketches[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes
@@ -396,12 +313,10 @@ class ResidentPages:
     def fill_hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
-        """Copies the layer's pages of selected blocks from the arena into hot slots (device blocks
-        that the request has for such copies). Skips pages that are there already. Returns, for each
-        block, the id of the hot slot's device block. Raises LostBytesError if a page can't be read.
+        """Copies selected pages into hot slots, unless they are there. Returns the slots' device
+        blocks. Raises LostBytesError if a page can't be read.
 
-        slots: for each block, the index of its hot slot in `sequence.hot_blocks`, int32.
-        positions: for each block, its position in the context, int32.
+        slots: indices in `sequence.hot_blocks`.
         """
         # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):

@@ -1,11 +1,10 @@
-"""The scheduler side's state of a resident request (a request whose old blocks may be only in the
-server's memory): which of its blocks the server has pinned and where, the blocks' names, and what
-was sent to the workers. A block's *name* is the hash under which the server stores the block.
+"""The scheduler side's state of a resident request. A block's *name* is the hash under which the
+server stores it; a *private* name is one that no other request has.
 
 Always true:
-- `Resident.places` says where the server holds the request's first `Resident.kept` blocks, in order
-  and without gaps.
-- The name of a block does not change as long as the server has pinned the block for the request.
+- `Resident.places` says where the server holds the first `Resident.kept` blocks, in order and
+  without gaps.
+- A block's name does not change while the server has pinned it for the request.
 """
 
 import hashlib
@@ -31,67 +30,43 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """The state of a resident request (a request whose old blocks may be only in the server's
-    memory). A position is the index of a block in the request's context. A block's name is the hash
-    under which the server stores it.
+    """The fields of a request. A position is the index of a block in the context.
 
-    most_blocks: the largest number of blocks that the request can ever have.
-    residency_id: id of the request's residency, the server's record of its reserved room and pinned
-        blocks.
+    most_blocks: that the request can ever have.
 
     Blocks:
-    computed: the largest number of complete blocks that the request has ever had.
-    kept: number of leading blocks that the server has pinned.
-    places: where the server holds these blocks, in order.
-    sent: number of `places` that were sent to the workers.
-    sent_pin, sent_hot: the pin and the hot slots (device blocks for copies of selected blocks) that
-        were last sent to the workers.
-    asked: the call in flight that asks the server to pin more blocks, and the positions of these
-        blocks; None without a call in flight.
-    asks_again: True if the server was asked to pin the blocks of the request's hit, and
-        `ResidentRequests.usable_tokens` has not yet decided how much of this hit is used.
-    storing: by id of a store in flight, the position of the first block that it stores.
-    names: the names of the first blocks, in order, as far as names were needed.
-    named: the largest length that `names` has had since `residency_id` was chosen. At each position
-        below this number the server may have pinned a block, even at a position from `kept` on.
-    private_from: from this position on, blocks have private names, which no other request has.
-        Private names are hashed with `salt`, a secret of this engine.
+    computed: the most complete blocks ever.
+    kept: leading blocks that are pinned, at `places`, of which workers have `sent`.
+    sent_pin, sent_hot: what the workers have.
+    asked: the pin call in flight, and its positions.
+    asks_again: a hit was asked to be pinned; `ResidentRequests.usable_tokens` has not decided yet.
+    storing: first position of each store in flight, by store id.
+    named: the most `names` under this `residency_id`: even from `kept` on the server may have
+        pinned these.
+    private_from: names from here on are private, hashed with `salt`, a secret of this engine.
 
     Reservation:
-    opening: the reservation call in flight; None without a call in flight.
-    wanted: number of blocks for which the request should have room now.
-    asks_ahead: False once the server has refused a reservation as too large for its arena. The
-        request then asks for no more room than its present blocks need.
-    room: number of blocks for which the server has reserved room; 0 before the reservation.
-    opening_s, asked_s: time of the last step before the calls `opening` and `asked` were sent.
-    asked_room, asked_stream: the number of blocks in the last reservation call, and the number of
-        the connection (stream) that the call used.
-    stream: number of the connection on which the residency is open.
-    is_held: True if the request is left out of steps because its next block would have no room in
-        the server.
-    opened: the server's answer to the last successful reservation call; None before the answer.
-    pin: the value of `opened` that the workers have: with it they test whether the kept blocks are
-        still pinned. After a reconnect it stays the old answer until the server has confirmed that
-        it has pinned the blocks at their old offsets.
-    refusal: the server's error if the server will never reserve room; None otherwise.
-    was_refused: True once a refusal was logged and counted.
-    has_lost_room: True if the request had room before a reconnect, and the server has none for it
-        now.
-    ask_at_s: earliest time of the next reservation call.
+    opening: the call in flight, for `asked_room` blocks on connection `asked_stream`.
+    wanted: blocks for which the request should have room now.
+    asks_ahead: False once the arena was too small: then only for present blocks.
+    opening_s, asked_s: time of the last step before the calls.
+    stream: connection on which the residency is open.
+    is_held: left out of steps because its next block has no room.
+    opened: the last successful answer.
+    pin: the `opened` that the workers have; the old one until all blocks are at their old offsets.
+    refusal: the server will never reserve room.
+    was_refused: was logged and counted.
+    has_lost_room: had room before a reconnect, and has none now.
 
     Waiting and losses:
-    waited_s: number of seconds for which the server has made no progress for the request: it
-        neither reserved room nor pinned a block. Counted until `seen_s`, the time of the last step.
-        The request fails if the wait becomes too long.
-    must_be_whole: True once the request has waited too long for the server. It then begins wholly
-        on the device, if it fits there.
-    was_whole: True if all blocks of the request could stay on the device in the last step. When
-        they no longer can, `waited_s` begins anew.
-    is_lost: True from the time the server has lost blocks of the request until `begin_anew`; vLLM
-        must compute the request anew.
-    has_failed: True once vLLM was made to end the request with an error.
-    num_losses: number of losses of blocks in succession, without a new token in between.
-    tokens_at_loss: length of the request at the last loss.
+    waited_s: without any progress of the server, until the last step at `seen_s`. Too long fails
+        the request.
+    must_be_whole: has waited too long: begins wholly on the device, if it fits there.
+    was_whole: could stay on the device in the last step; when it no longer can, `waited_s` begins
+        anew.
+    is_lost: blocks were lost; until `begin_anew`.
+    has_failed: vLLM was made to end it with an error.
+    num_losses: without a new token in between; the last at `tokens_at_loss`.
     """
 
     state: RequestState
@@ -142,26 +117,21 @@ class Resident:
         return request_id
 
     def is_unanswered(self, since_s: float) -> bool:
-        """Returns True if a call that was sent before `since_s` has no answer."""
         pin = None if self.asked is None else self.asked[0]
         calls = (self.opening, self.opening_s), (pin, self.asked_s)
         return any(call and not call.done() and sent_s < since_s for call, sent_s in calls)
 
     @property
     def offsets(self) -> Int64s:
-        """Returns the arena offsets of the blocks that the server has pinned, int64 [kept]."""
+        """int64 [kept]."""
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
-        """Determines the names of the first `until` blocks (the hashes under which the server
-        stores them), as far as `hashes` reaches, and returns all names. Names that a block already
-        has do not change.
+        """Names blocks up to `until`, as far as `hashes` reaches, and returns all names.
 
-        hashes: the hashes of the request's blocks, from the first block on (shared names or vLLM's
-            hashes, see `CachedGroups`).
-        num_shared: number of leading blocks that other requests may use. The name of such a block
-            is its hash. Later blocks get private names, which no other request has.
+        hashes: from the first block on (shared or vLLM's, see `CachedGroups`).
+        num_shared: leading blocks that are named by their hash; others get private names.
         """
         shared = min(num_shared, self.private_from)
         for place in range(len(self.names), min(until, len(hashes))):
@@ -175,13 +145,10 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Records where the server has pinned blocks, up to the first block that the server lacks.
-        Returns the number of recorded blocks. If a block is missing, this block and all later
-        blocks must be stored again.
+        """Records pinned blocks up to the first that the server lacks, from which on all are stored
+        again. Returns their number.
 
-        first: index in the request of the first block that `found` describes.
-        found: the server's answer: an arena offset per block, negative for a missing block.
-        file_id: identifies the arena in which these offsets are.
+        first: position of the first block in `found`.
         """
         missing = np.flatnonzero(found.offsets < 0)
         count = int(missing[0]) if len(missing) else len(found.offsets)
@@ -194,7 +161,6 @@ class Resident:
         return count
 
     def store_from(self, block: int) -> None:
-        """Makes the next step consider all blocks from position `block` on for storing again."""
         mine = self.state.store
         mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
         mine.due_tokens = 0
@@ -208,17 +174,8 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """Returns the request's entry in a step's message to the workers. Of the pinned blocks, the
-        hot slots and the pin, the entry contains only what was not sent to the workers before.
-        Records it as sent.
-
-        written_block: id of the last device block that the step writes for the request.
-        first_block: id of the device block with the context's first tokens.
-        num_freed: the blocks between the sinks (first blocks) and this position are not on the
-            device.
-        hot: ids of all hot slots (device blocks for copies of selected blocks) of the request.
-        context_tokens: length of the context, including the step's `new_tokens`.
-        """
+        """The request's row in a step's message, with what workers lack, which then counts as
+        sent."""
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -235,12 +192,10 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """Resets the state after vLLM has freed the request's device blocks, or after the server
-        has lost blocks. Only blocks with shared names count as pinned from now on: blocks with
-        private names (which no other request has) are computed and stored again. The next message
-        to the workers has all kept blocks, hot slots and the pin again.
+        """Begins anew after vLLM has freed the device blocks, or the server has lost some.
+        Privately named blocks are stored again, and workers get all again.
 
-        kept: number of leading blocks that the server still has pinned for the request.
+        kept: leading blocks that are still pinned.
         """
         self.kept = min(kept, self.private_from)
         self.sent, self.sent_pin, self.sent_hot = 0, None, ()
@@ -255,13 +210,6 @@ class Resident:
 
 
 class ResidentRows:
-    """Builds the entries (`ResidentRow`) of a step's message to the workers, one for each request
-    of the step. The entries say where the blocks are that are not on the device.
-
-    residents: the resident requests (requests whose old blocks may be only in the server's memory),
-        by id.
-    """
-
     def __init__(
         self, residents: Mapping[str, Resident], pool: DevicePool, block_tokens: int
     ) -> None:
@@ -273,12 +221,8 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Returns the ids of the hot slots (device blocks for copies of selected blocks) that were
-        not sent to the workers yet. They count as blocks that the coming step writes, so stores
-        that still read them from their earlier use are ended or revoked first.
-
-        request_ids: the requests whose hot slots are considered.
-        """
+        """Hot slots that workers do not know yet. The step counts as writing them: stores that
+        still read them from their earlier use end first."""
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)
@@ -287,11 +231,7 @@ class ResidentRows:
         return fresh
 
     def of_step(self, scheduler_output: Any, names: RowNames) -> tuple[ResidentRow, ...]:
-        """Returns the step's message to the workers: an entry for each request of the planned step.
-        Must be called before vLLM adds the step's tokens to the requests' `num_computed_tokens`.
-
-        names: holds vLLM's `Request` of each running request.
-        """
+        """Must be called before vLLM adds the step's tokens to `num_computed_tokens`."""
         block_state = scheduler_output.kv_connector_block_state
         told = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
@@ -309,9 +249,8 @@ class ResidentRows:
         one = self._residents.get(request_id)
         num_freed = self._pool.num_freed(request_id)
         if one is None:
-            # The request always fits on the device, or it was admitted with other weights. In the
-            # second case its blocks in the server are not known, and the workers report it as lost
-            # if its device blocks were freed.
+            # Always fits on the device, or was admitted with other weights: then the server's
+            # blocks are unknown, and it is lost if its device blocks were freed.
             return ResidentRow(request_id, written, int(table[0]), num_freed > 0, num_freed)
         hot = self._pool.hot_blocks(request_id)
         return one.news(written, int(table[0]), num_freed, hot, context_tokens, new_tokens)

@@ -1,8 +1,8 @@
-"""Computes how much memory a rank of an engine with residency (contexts larger than device memory)
-needs, before vLLM allocates its KV pool. If a rank has less free memory, the engine does not start.
+"""Computes a rank's memory before vLLM allocates its KV pool. If less is free, the engine does not
+start.
 
-Always true: the computed sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank
-for one request of the longest context. The sum does not include the server's arena.
+Always true: the sum covers vLLM's KV pool and all that hotkv allocates for one request of the
+longest context, but not the arena.
 """
 
 from dataclasses import dataclass, fields
@@ -21,17 +21,13 @@ from hotkv_vllm.residency.sequences import MORE_ROWS, num_rows_for
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The bytes that one rank needs, by purpose.
+    """Bytes of one rank.
 
-    pool: vLLM's KV cache, which includes the hot slots (blocks for copies of selected blocks).
-    sketches: sketches (compact forms of keys, for sparse attention) of the pool's
-        blocks. On CUDA: of as many blocks as `hotkv.sketch_tokens` tokens fill.
-    rows: sketches of the longest context's blocks (`KeptRows`); 0 on CUDA, where
-        `sketches` includes them.
-    staging: staging areas, which hold a copy of one layer's pages of the longest context; two in a
-        CPU engine, one on CUDA.
-    tables: on CUDA, block tables, hot sets (ids of the blocks to attend to) and scratch memory of
-        the kernels; 0 on CPUs.
+    pool: vLLM's KV cache with the hot slots.
+    sketches: of the pool; on CUDA of `hotkv.sketch_tokens`.
+    rows: of `KeptRows`; 0 on CUDA.
+    staging: of the longest context, two on CPUs, one on CUDA.
+    tables: on CUDA, with scratch memory of kernels.
     """
 
     pool: int
@@ -42,7 +38,6 @@ class Totals:
 
     @property
     def total(self) -> int:
-        """Returns the sum of all fields: the memory that the rank needs, in bytes."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def __str__(self) -> str:
@@ -51,12 +46,11 @@ class Totals:
 
 
 def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Logs how much memory this rank needs, and raises ConfigError if less is free. Does nothing in
-    an engine without residency. Must be called before vLLM allocates its pool (the KV cache)."""
+    """Raises ConfigError if less is free. Must be called before vLLM allocates its pool."""
     if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":
-        # `cuda_setup` is imported only for CUDA, because it imports vLLM's backend for CUDA.
+        # It imports vLLM's backend for CUDA.
         from hotkv_vllm.residency import cuda_setup
 
         found = cuda_setup.totals(config.sparse, config.sketch_tokens, vllm_config, kv_cache_config)
@@ -80,8 +74,6 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
 
 
 def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
-    """Computes the memory that a rank needs in a CPU engine with residency (old blocks of long
-    contexts only in the server's memory)."""
     spec = resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)

@@ -1,22 +1,19 @@
-"""Decides to which blocks each request of a batch attends, and copies the pages that this needs, in
-a CPU engine with residency. There the old blocks of a long context are not in the engine's own KV
-cache ("on the device"), but only in the server's arena, which the engine maps. A page is the KV of
-a block in one layer; a row is a request of the batch.
+"""Decides to which blocks each row of a batch attends in a CPU engine with residency, and copies
+the pages that this needs from the mapped arena. "On the device" means in the engine's own KV cache.
 
 Each row is treated in one of three ways, separately in each layer:
-- Sparse: the scheduler says which rows decode with sparse attention. For such a row the worker
-  chooses a *hot set* (the blocks to attend to), as `sparse.worker.SparseWorker` does. Chosen blocks
-  that are not on the device are copied into the request's *hot slots*. Hot slots are blocks of
-  vLLM's pool, so one call of vLLM's attention serves the whole batch.
-- Sparse, but short: if a hot set has room for the whole context, no choice is needed. If the hot
-  slots have room too, all blocks that are not on the device are copied into them, once.
-- Dense: all other rows, and all rows of a layer in which the choice raised an exception, attend to
-  their whole context. If blocks of such a context are not on the device, the pages of the whole
-  batch are copied side by side into a *staging area*, and attention reads this area.
+- Sparse: a row that the scheduler lists. The hot set is chosen as by `sparse.worker.SparseWorker`;
+  blocks that are not on the device are copied into hot slots. These are blocks of vLLM's pool, so
+  one call of attention serves the batch.
+- Sparse, but short: a hot set has room for the whole context. If the hot slots have room too, all
+  blocks that are not on the device are copied into them, once.
+- Dense: all other rows, and all rows of a layer in which the choice raised. If blocks of such a
+  context are not on the device, the pages of the whole batch are copied side by side into a
+  *staging area*, which attention reads.
 
-Always true: attention reads no freed block. A page copied from the arena is valid only if the
-server still pinned the block after the copy. If it did not (`find_lost`), the request is reported
-as lost: vLLM drops the token of the step and computes the request anew.
+Always true: attention reads no freed block. A page copied from the arena is valid only if its
+block was still pinned afterwards. If not (`find_lost`), the request is reported as lost: vLLM
+drops the step's token and computes it anew.
 """
 
 import time
@@ -47,21 +44,17 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
-"""Number of blocks whose pages are copied from the arena at a time, to build sketches of the
-blocks. A sketch is a compact form of a block's keys, by which blocks are chosen."""
+"""Copied from the arena at a time, to build sketches."""
 
 
 @dataclass(slots=True)
 class BatchRow:
-    """A row of vLLM's batch (a request of the step), with the worker's record of its request.
+    """A row of vLLM's batch with its request.
 
-    sequence: the worker's record of the request.
-    context_tokens: length of the context, including the step's tokens.
-    blocks: the row's block table: by position, the id of the block on the device, int32. Entries of
-        blocks that were freed on the device must not be used.
-    whole_table: only for a request whose hot slots (device blocks for copies) hold copies of all
-        its freed blocks: `blocks` with the ids of the hot slots in place of the freed blocks. None
-        until a layer needs it.
+    context_tokens: with the step's tokens.
+    blocks: the block table, int32. Entries of freed blocks must not be used.
+    whole_table: `blocks` with hot slots in place of the freed blocks, if these all have copies
+        there. None until a layer needs it.
     """
 
     sequence: ResidentSequence
@@ -70,12 +63,7 @@ class BatchRow:
     whole_table: I32 | None = None
 
     def is_away(self, positions: Positions, num_sinks: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask of `positions`: True if the block at the position is only in the server's
-        arena.
-
-        positions: positions of blocks in the context.
-        num_sinks: number of the context's first blocks that always stay on the device (sinks).
-        """
+        """Mask of the positions whose blocks are only in the arena."""
         away: npt.NDArray[np.bool_] = (positions >= num_sinks) & (
             positions < self.sequence.num_freed
         )
@@ -84,21 +72,16 @@ class BatchRow:
 
 @dataclass(slots=True)
 class ResidentPlan(StepPlan):
-    """A step's plan (`StepPlan`) with the requests of the batch.
+    """A `StepPlan` with the rows' requests.
 
-    residents: by index of the row in the batch, its request. Lacks rows that the scheduler's
-        message does not list.
+    residents: by index of the row; lacks rows that the scheduler's message does not list.
     """
 
     residents: dict[int, BatchRow] = field(default_factory=dict)
 
 
 class ResidentWorker(SparseWorker):
-    """Decides which blocks each row (request) of a batch attends to, and copies blocks that are not
-    on the device from the server's arena, as the module describes. Used by one thread.
-
-    residents: the requests, with the addresses of their blocks in the arena.
-    """
+    """Used by one thread."""
 
     def __init__(
         self,
@@ -109,15 +92,8 @@ class ResidentWorker(SparseWorker):
         turning: Turning = NO_TURNING,
         longest_blocks: int = 0,
     ) -> None:
-        """Creates a worker without requests; each step's message from the scheduler names them.
-
-        layers: the layers with sparse attention, in the order in which they attend.
-        places: where the layers' pages are in a slot of the arena.
-        recall_steps: ignored, because this worker compares no selection with exact attention
-            (`_is_sampled`).
-        turning: how the model's RoPE rotates keys by their position. The calibration of a layer
-            (computing mean and axes of its keys) needs it.
-        longest_blocks: number of blocks of the longest context that vLLM admits.
+        """layers: in the order in which they attend.
+        recall_steps: ignored (`_is_sampled`).
         """
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
@@ -131,7 +107,6 @@ class ResidentWorker(SparseWorker):
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep) -> None:
-        """Processes the scheduler's message about the requests of the coming step."""
         for request_id in step.preempted:
             self.end(request_id)
         self.residents.begin_step(step.rows)
@@ -142,9 +117,8 @@ class ResidentWorker(SparseWorker):
         self.residents.end(request_id)
 
     def start_over(self) -> None:
-        """Handles a step without the scheduler's message, so that it is not known where blocks are.
-        Reports requests with blocks only in host memory as lost, so that vLLM computes them anew.
-        Then forgets all requests."""
+        """Forgets all requests, because the scheduler's message was missing. Those with blocks
+        only in host memory are lost."""
         self.residents.begin_step(())
         self.residents.forget_all("a step's plan was lost")
         super().start_over()
@@ -153,9 +127,7 @@ class ResidentWorker(SparseWorker):
         return {**super().take_counters(), **self._pages.take_counters()}
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran with the
-        unchanged block tables. For requests with blocks only in host memory, it has read blocks
-        that were freed. These requests are marked as lost, and vLLM computes them anew."""
+        """vLLM's own attention has run and read freed blocks: requests that have some are lost."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:
@@ -170,17 +142,13 @@ class ResidentWorker(SparseWorker):
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Decides which blocks the rows (requests) attend to in this layer, and copies the pages
-        that are not on the device. Returns the block tables with which vLLM's attention must run,
-        or None if it can run with its own. If the result has a staging area (`Rewrite.pages`, a
-        copy of all pages that the batch needs), attention must read this area in place of the
-        layer's KV cache.
+        """Decides what rows attend to, and copies the pages. Returns the block tables with which
+        vLLM's attention must run; None if its own are right. With a staging area (`Rewrite.pages`)
+        attention must read this.
 
-        key: vLLM's metadata object of the step. The worker plans a step once per such object and
-            KV cache group.
-        batch: returns the step's batch; called when the plan is made.
-        query_of: takes the index of a token in the batch, and returns the token's query in this
-            layer, float32 [query heads, channels].
+        key: vLLM's metadata object; a step is planned once per object and group.
+        batch: called when the plan is made.
+        query_of: token in the batch to query, float32 [query heads, channels].
         """
         plan = self._plans.get(layer.group)
         if not isinstance(plan, ResidentPlan) or plan.key is not key:
@@ -197,8 +165,7 @@ class ResidentWorker(SparseWorker):
         return self._rewritten(layer, plan, chosen)
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Plans a step: finds out which request each row of the batch belongs to, and which rows
-        attend sparsely. Also discards the sketches (compact forms of keys) of blocks that
+        """Finds each row's request and the sparse rows, and discards the sketches of blocks that
         the step overwrites."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
@@ -224,9 +191,6 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------ sketches
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Allocates memory (rows of `KeptRows`) for the sketches of the context's blocks, if
-        the request's decode steps may attend sparsely. A sketch is a compact form of a
-        block's keys, by which blocks are chosen."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
             ahead = max(16, min(len(sequence.rows), MORE_ROWS))
@@ -237,8 +201,7 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Stores, in the request's rows of `KeptRows`, the sketches (compact forms of keys)
-        of the blocks that have become complete since the last call for this layer."""
+        """Stores sketches of newly complete blocks in `KeptRows`."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
@@ -259,12 +222,8 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """Does the same as `_keep` for blocks that are only in the arena. Copies a sketch
-        (compact form of keys) from the arena if the server has it, and otherwise builds it from the
-        block's keys.
-
-        positions: positions of these blocks in the context.
-        """
+        """As `_keep`, for blocks in the arena: copies their sketches, or builds those that the
+        server lacks from the keys."""
         sources = self._kept.sources(layer.index)
         has_own = sequence.sketches[positions] >= 0
         there, missing = positions[has_own], positions[~has_own]
@@ -289,8 +248,7 @@ class ResidentWorker(SparseWorker):
         return self._kept.sources(layer.index)
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns False: no choice of blocks is compared with exact attention, because most keys of
-        the context are not on the device."""
+        """Never: most keys of the context are not on the device."""
         return False
 
     # ------------------------------------------------------------------------------------ rewriting
@@ -298,13 +256,8 @@ class ResidentWorker(SparseWorker):
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
-        """Chooses blocks for the sparse rows. Returns, by row, the positions of the blocks to
-        attend to, for each row whose block table must be rewritten (`_hot_table`): it leaves out
-        blocks, or uses hot slots (device blocks for copies). Returns nothing for the other rows, or
-        if an exception was raised: all rows then attend to their whole context.
-
-        query_of: takes the index of a token in the batch, and returns the token's query.
-        """
+        """Positions to attend to, for each sparse row whose block table must be rewritten
+        (`_hot_table`). Empty if that raised: all rows then attend to their whole context."""
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.sketches.is_calibrated(layer.index):
@@ -326,7 +279,6 @@ class ResidentWorker(SparseWorker):
         return chosen
 
     def _num_away(self, one: BatchRow) -> int:
-        """Returns how many blocks of the row are not on the device."""
         return max(0, one.sequence.num_freed - self._num_sinks)
 
     def _rewritten(
@@ -353,16 +305,15 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
-        """Returns the block table with which a decode row attends to the blocks at `positions` in
-        this layer. A block that is not on the device gets a hot slot (device block for copies): the
-        page is copied into it, unless it is there already, and the table has the hot slot's id."""
+        """Block table of a decode row. Copies pages that are not on the device into hot slots,
+        unless they are there."""
         sequence = one.sequence
         chosen = self._sequences.get(sequence.request_id)
         own = None if chosen is None else chosen.layers.get(layer.name)
         if own is None:
             return self._whole_table(layer, one, positions)
         table = one.blocks[positions]
-        # `positions` ascend, and the blocks that are not on the device are one range of positions.
+        # `positions` ascend, and blocks that are not on the device are one range.
         edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
         if edges[0] < edges[1]:
             run = slice(*edges)
@@ -371,14 +322,9 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """Returns a block table with which a decode row attends to its whole context in this layer.
-        Blocks that were freed on the device get hot slots (device blocks for copies): copies their
-        pages from the arena into the hot slots, unless they are there already. Raises
-        LostBytesError if the row has too few hot slots. In each layer hot slot i holds the i-th
-        freed block, so all layers of a step share this table.
-
-        positions_C: the positions of all C blocks of the context: 0, 1, 2, ...
-        """
+        """Block table of the whole context, with hot slots for the freed blocks. Raises
+        LostBytesError if the row has too few. In each layer hot slot i holds the i-th freed
+        block, so all layers of a step share this table."""
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
         content = sequence.hot_content(layer.index)[: len(held)]
@@ -392,13 +338,8 @@ class ResidentWorker(SparseWorker):
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
     ) -> None:
-        """Copies all pages that the batch needs side by side into a staging area, because the pages
-        of `whole` are in two memories and attention can read only one. Changes the block tables in
-        `rewrite` to positions of pages in this area.
-
-        whole: by row, the requests that attend to their whole context although blocks of it are
-            only in host memory.
-        """
+        """Copies all pages of the batch into a staging area, because those of `whole` are in two
+        memories and attention reads one. Tables in `rewrite` become positions in this area."""
         rows = np.flatnonzero(np.diff(plan.batch.starts) > 0).tolist()
         counts = [-(-int(rewrite.seq_lens[row]) // layer.shape.block_tokens) for row in rows]
         slots, masks = [NOTHING], []

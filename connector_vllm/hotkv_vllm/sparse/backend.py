@@ -1,10 +1,8 @@
 """vLLM's attention backend for CPU with sparse decode. hotkv's plugin registers it in place of
 `CPU_ATTN`.
 
-This is the only module of `sparse` that uses vLLM's attention classes. A layer attends sparsely
-only after the connector has attached a `SparseWorker` to it, the object that chooses the blocks to
-attend to; until then its attention is exactly vLLM's own. If hotkv's code raises, all requests
-attend to their whole context in this layer and step. Source:
+A layer attends as vLLM's own until a `SparseWorker` is attached to it. If hotkv's code raises,
+all requests attend to their whole context in this layer and step. Source:
 `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
@@ -30,8 +28,7 @@ from hotkv_vllm.sparse.worker import SparseWorker
 
 
 class HotAttentionBackend(CPUAttentionBackend):
-    """Replaces vLLM's CPU attention backend in vLLM's registry. It has the same name, page packing
-    and metadata as vLLM's backend."""
+    """Has the name, page packing and metadata of vLLM's backend."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -47,9 +44,7 @@ class HotAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Returns a layer's KV cache spec. In an engine with residency (old blocks only in host
-        memory) this is a `ResidentSpec`. Whether the engine has residency is read from the settings
-        of the model that this process built last."""
+        """Returns a `ResidentSpec` if the model that this process built last has residency."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -59,9 +54,7 @@ class HotAttentionBackend(CPUAttentionBackend):
 
 
 class HotAttentionImpl(CPUAttentionBackendImpl):
-    """The attention of one layer. Until `attach` is called, it behaves as vLLM's own class.
-    Afterwards the attached worker decides which blocks each decoding request of a batch attends to.
-    """
+    """One layer's attention; vLLM's own until `attach`."""
 
     _sparse: "tuple[SparseWorker, SparseLayer] | None" = None
 
@@ -80,8 +73,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention with vLLM's kernel. Decoding requests that the scheduler has listed as
-        sparse attend only to the blocks that the worker chooses."""
+        """vLLM's kernel; rows that the scheduler has listed attend to the blocks that the worker
+        chooses."""
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:
@@ -123,8 +116,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> None:
-        """Passes the step's keys and queries to `worker.first_prompt`, which calibrates the layer
-        (measures the mean and the axes of its keys) once it has recorded enough tokens."""
+        """Passes the step's keys and queries to `worker.first_prompt`, which calibrates the
+        layer with them."""
         batch = _batch(metadata)
         num_tokens = int(batch.starts[-1])
         keys, queries = (
@@ -141,9 +134,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         query: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
-        """Returns vLLM's metadata with the worker's block tables, and the pages to which the tables
-        refer (None: the layer's own pages). Returns None if all rows (requests) attend to their
-        whole context in the layer's own pages, so that vLLM's own metadata is right."""
+        """vLLM's metadata with the worker's block tables, and the pages to which these refer
+        (None: the layer's own). None if vLLM's own metadata is right for all rows."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal
@@ -163,10 +155,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
     def _with(
         self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata
     ) -> CPUAttentionMetadata:
-        """Returns vLLM's metadata with the block tables and lengths of `rewrite`, and with the
-        schedule (how vLLM's kernel divides its work) for these lengths. Consecutive layers with
-        equal lengths and shapes share the schedule.
-        """
+        """vLLM's metadata with the tables and lengths of `rewrite`. Consecutive layers with
+        equal lengths and shapes share the schedule."""
         made = rewrite.made
         if not isinstance(made, _Made):
             tables, seq_lens = torch.from_numpy(rewrite.tables), torch.from_numpy(rewrite.seq_lens)
@@ -209,11 +199,9 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 
 @dataclass(slots=True)
 class _Made:
-    """The attention metadata that was made from vLLM's for a `Rewrite` (the shorter block tables
-    and lengths of a sparse step), so that later layers with the same `Rewrite` reuse it.
+    """Metadata made for a `Rewrite`, reused by later layers with the same one.
 
-    key: the lengths and shapes for which the schedule in the metadata (how vLLM's kernel divides
-        its work) was made; None before the first schedule.
+    key: lengths and shapes of the schedule in it; None before the first schedule.
     """
 
     metadata: CPUAttentionMetadata

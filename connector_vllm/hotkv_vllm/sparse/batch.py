@@ -1,10 +1,9 @@
-"""The data of a step's batch that sparse decode works with: the layers, the rows (requests) of the
-batch, and the block tables with which sparse decode replaces vLLM's, so that attention reads only
-the chosen blocks.
+"""A step's batch as sparse decode sees it: layers, rows, and the block tables that replace vLLM's.
 
-Always true: vLLM's arrays are used as views and never written; a `Rewrite` has its own arrays.
+Always true: vLLM's arrays are used as views and never written; a `Rewrite` has its own.
 
-Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
+Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a
+    block.
 """
 
 from collections.abc import Mapping
@@ -26,12 +25,10 @@ I32 = npt.NDArray[np.int32]
 class SparseLayer:
     """A layer that may attend sparsely.
 
-    index: number of the layer in the model.
-    group: number of its KV cache group in vLLM.
-    shape: shape and formats of its sketches (compact forms of blocks' keys).
-    scale: the factor of its attention scores.
-    pages: reads the keys in the layer's pages (KV of blocks in the layer).
-    sink_logits: the learned sinks of its softmax, float32 [query heads]; None without sinks.
+    index: in the model.
+    group: vLLM's number.
+    scale: factor of attention scores.
+    sink_logits: learned sinks of the softmax, float32 [query heads].
     """
 
     name: str
@@ -43,23 +40,18 @@ class SparseLayer:
     sink_logits: F32 | None = None
 
     def keys_of(self, blocks: I32) -> F32:
-        """Returns the unpacked keys of blocks, float32 [blocks, tokens, KV heads, channels].
-
-        blocks: ids of the blocks, int32.
-        """
+        """float32 [blocks, tokens, KV heads, channels]."""
         return self.pages.keys_of(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's batch from vLLM's metadata, as numpy views.
+    """vLLM's metadata as numpy views.
 
-    starts: index of each row's first token in the batch, and at the end the number of all tokens,
-        [rows + 1].
-    seq_lens: length of each row's context, [rows].
-    tables: block table of each row, [rows, at least the blocks of its context].
-    written_slots: vLLM's slot (block id * tokens of a block + place in the block) of each token
-        that the step has written; negative slots are padding.
+    starts: first token of each row, then the number of all, [rows + 1].
+    tables: [rows, at least the blocks of its context].
+    written_slots: block id * tokens of a block + place in the block, of each written token;
+        negative: padding.
     """
 
     starts: I32
@@ -70,14 +62,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The length of a request's context, and the settings from which follows how many and which of
-    its blocks may be chosen.
-
-    config: the settings of sparse decode.
-    num_tokens: length of the context.
-    block_tokens: tokens of a block.
-    """
-
     config: SparseConfig
     num_tokens: int
     block_tokens: int
@@ -85,18 +69,14 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class SparseRow:
-    """A row (request of a batch) that may attend sparsely.
+    """A row that may attend sparsely.
 
-    row: index of the row in the batch.
-    token: index of the row's only token in the batch.
-    blocks_C: for each block of the context, the index of its sketch (compact form of keys)
-        in the arrays of sketches. In an engine without residency (contexts beyond device
-        memory) this is the block id.
-    where: which blocks of the context can be chosen, and which are always attended.
-    always_blocks: ids of the blocks that are always attended (the sinks, which are the first
-        blocks; the recent window; the partial last block), int32.
-    always_tokens: number of tokens in these blocks; the last block may be partial.
-    attends_to_all: True if the budget covers the context, so that no choice is needed.
+    row: in the batch.
+    token: the row's only one, in the batch.
+    blocks_C: indices of sketches; without residency the block ids.
+    always_blocks: sinks, recent window and partial last block, int32.
+    always_tokens: in these blocks.
+    attends_to_all: the budget covers the context.
     """
 
     row: int
@@ -111,26 +91,19 @@ class SparseRow:
 
     @property
     def positions_C(self) -> I32:
-        """Returns the positions of all blocks of the context."""
         return np.arange(len(self.blocks_C), dtype=np.int32)
 
     @staticmethod
     def of(
         row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
     ) -> "SparseRow":
-        """Returns the `SparseRow` of a request. The choice of its blocks is limited by the length
-        of its context and by the settings (`context`).
-
-        row: index of the row in the batch.
-        token: index of the row's only token in the batch.
-        table_C: the row's block table.
-        rows_C: for each block, the index of its sketch (compact form of keys,
-            `SparseRow.blocks_C`).
+        """table_C: the row's block table.
+        rows_C: see `blocks_C`.
         """
         config, tokens = context.config, context.num_tokens
         where = span(config, tokens, context.block_tokens)
         always = table_C[where.always]
-        # The last block may be partial. `missing` is the number of tokens that it lacks.
+        # `missing`: tokens that a partial last block lacks.
         missing = len(table_C) * context.block_tokens - tokens
         num_tokens = len(always) * context.block_tokens - missing
         has_all = config.covers(tokens, context.block_tokens)
@@ -139,14 +112,12 @@ class SparseRow:
 
 @dataclass(slots=True)
 class Rewrite:
-    """Block tables and lengths that replace vLLM's for the whole batch in a layer, so that sparse
-    rows (requests) attend only to their chosen blocks. The next layer of the KV cache group
-    overwrites these arrays.
+    """Replaces vLLM's tables and lengths in a layer, until the next layer of the group.
 
-    tables: ids of the blocks to attend to, int32 [rows, width of vLLM's tables].
-    seq_lens: number of tokens in these blocks, int32 [rows].
-    made: vLLM's metadata that the backend has built with these arrays; None before that.
-    pages: the tensor to whose pages the tables refer; None for the layer's own pages.
+    tables: int32 [rows, width of vLLM's tables].
+    seq_lens: tokens in these blocks, int32 [rows].
+    made: vLLM's metadata with these arrays.
+    pages: to which the tables refer; None for the layer's own.
     """
 
     tables: I32
@@ -157,20 +128,13 @@ class Rewrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan of sparse decode for a step's batch. Computed once per step and KV cache group, and
-    shared by the layers of the group.
+    """Shared by a group's layers.
 
-    key: vLLM's metadata object of the step. A layer with another object needs a new plan.
-    rows: the rows (requests) that attend sparsely.
-    complete: for each row with a long context, the ids of its complete blocks. These blocks need
-        sketches (compact forms of keys, by which blocks are selected).
-    lacking: indices of the layers that lack sketches of some of these blocks.
-    num_forgets: the pool of sketches counts in its attribute `num_forgets` how often
-        sketches were discarded. This field has the count at the time when `lacking` was
-        computed. If the count has changed since, `lacking` is computed again.
-    rewrite: the arrays with the block tables of the last layer in which rows attended sparsely, to
-        be changed for the next such layer; None before the first.
-    written: by row, the block tables in `rewrite` that differ from vLLM's.
+    key: vLLM's metadata object; another one needs a new plan.
+    complete: complete blocks of each long row, which need sketches.
+    lacking: layers that lack some of these.
+    num_forgets: of the pool when `lacking` was computed.
+    rewrite: of the last layer with sparse rows; `written` differs from vLLM's there, by row.
     """
 
     key: object
@@ -183,12 +147,8 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the block tables and lengths of the whole batch for a layer: the tables in
-        `tables` for their rows (requests), and vLLM's tables for all other rows.
-
-        tables: by row, the ids of the blocks to attend to, int32. If a table is the same object as
-            in the layer before, it is not copied again.
-        """
+        """tables: int32, by row; others are vLLM's. The same object as in the layer before is
+        not copied again."""
         batch = self.batch
         if self.rewrite is None:
             self.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())

@@ -1,13 +1,11 @@
-"""A command that measures the centres (mean keys) and principal axes of a model's keys, and writes
-them to a file for the setting `hotkv.sparse_centre`. Sparse decode uses them to represent blocks'
-keys in few bytes.
+"""Measures the centres and principal axes of a model's keys, for the setting `hotkv.sparse_centre`.
 
     python -m hotkv_vllm.sparse.calibrate --model MODEL --output centres.npz
 
-Runs the model over ordinary text in a vLLM engine in this process. Records the keys and some
-queries of every layer at the input of attention: after RoPE, in the model's dtype. So it works for
-any model that vLLM runs on a CPU and that has layers of plain full attention. The result depends on
-the model and the context length, hardly on the text.
+Runs the model over ordinary text in a vLLM engine in this process, and records keys and some
+queries at the input of attention: after RoPE, in the model's dtype. So any model works with layers
+of plain full attention that vLLM runs on a CPU. The result depends on the model and the context
+length, hardly on the text.
 
 Shapes: S tokens of a context, N sampled tokens, Q query heads, H KV heads, D channels.
 """
@@ -38,25 +36,19 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""One query is recorded for each QUERY_EVERY_TOKENS tokens of a context. With these queries it is
-measured by how much each format of compact keys overestimates attention (its bias)."""
+"""One query per so many tokens measures each format's bias."""
 LEAST_TOKENS = MIN_TOKENS + FIRST_TOKENS
-"""Least length of a context for a calibration."""
+"""Of a context for a calibration."""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Wraps the `forward` method of a layer's attention, and records the layer's keys and some
-    queries, for one context at a time.
+    """Wraps a layer's `forward`, and records keys and some queries of one context at a time.
 
-    forward: the wrapped method.
-    scale: the factor of the layer's attention scores.
-    num_tokens: number of recorded tokens of the present context.
-    keys: the recorded keys, one tensor [tokens, KV heads, channels] per call.
-    queries: the recorded queries, one tensor [query heads, channels] each; `positions` has their
-        positions in the context, in tokens.
-    moments: sums over the keys and queries of all recorded contexts, from which the principal axes
-        are computed.
+    scale: factor of the layer's attention scores.
+    keys: one tensor [tokens, KV heads, channels] per call.
+    queries: one tensor [query heads, channels] each, at `positions`.
+    moments: sums over all recorded contexts, for the principal axes.
     """
 
     forward: Any
@@ -84,8 +76,7 @@ class Recorder:
         *more: Any,
         **named: Any,
     ) -> Any:
-        """Records keys and queries, then calls the wrapped `forward`. A call without metadata is
-        not recorded, because it belongs to vLLM's memory profiling."""
+        """A call without metadata is vLLM's memory profiling, and not recorded."""
         if metadata is not None:
             self._keep(query, key, metadata.num_actual_tokens)
         return self.forward(layer, query, key, value, kv_cache, metadata, *more, **named)
@@ -98,8 +89,8 @@ class Recorder:
         counted = slice(max(FIRST_TOKENS - self.num_tokens, 0), num_tokens)
         queries = query[:num_tokens].reshape(num_tokens, self.query_heads, self.head_size)
         self.moments.add(keys[counted].float().numpy(), queries[counted].float().numpy())
-        # `clone`: with float32, `float` returns a view, which would retain the memory of all
-        # queries of this call.
+        # With float32, `float` returns a view, which would retain all queries of this call:
+        # hence `clone`.
         self.queries += [
             query[place].reshape(self.query_heads, self.head_size).float().clone()
             for place in sampled
@@ -108,9 +99,8 @@ class Recorder:
         self.num_tokens += num_tokens
 
     def take(self) -> tuple[F32, F32, list[int]]:
-        """Returns the recorded context, and clears the record. The result has the context's keys,
-        float32 [tokens, KV heads, channels], the recorded queries, float32
-        [sampled tokens, query heads, channels], and the queries' positions in the context."""
+        """Keys, float32 [tokens, KV heads, channels], queries, float32 [sampled tokens, query
+        heads, channels], and the queries' positions. Clears the record."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions
@@ -119,10 +109,9 @@ class Recorder:
 
 
 def recorders(worker: Any) -> dict[int, Recorder]:
-    """Wraps the attention of every layer of plain full attention in a `Recorder`. Returns the
-    recorders by layer index.
+    """Wraps every layer of plain full attention; by layer index.
 
-    worker: vLLM's worker.
+    worker: vLLM's.
     """
     from hotkv_vllm.compat.sparse_layers import full_attention_layers
 
@@ -137,18 +126,15 @@ def recorders(worker: Any) -> dict[int, Recorder]:
 
 
 class ContextSums:
-    """Collects the recorded contexts of each layer, and computes the layers' calibration from them:
-    centres (mean keys), principal axes and biases."""
+    """Collects the contexts of each layer, and computes centres, principal axes and biases from
+    them."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
         self._moments: dict[int, AxesEstimate] = {}
 
     def add(self, layers: Mapping[int, Recorder]) -> None:
-        """Adds the context that the layers' recorders have recorded, and clears the recorders.
-
-        layers: the recorders, by layer index.
-        """
+        """Adds the recorded context, and clears the recorders."""
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
             self._moments[index] = recorder.moments
@@ -157,13 +143,9 @@ class ContextSums:
             )
 
     def centres(self, model: str) -> Centres:
-        """Returns the centre (mean keys), principal axes and biases of every layer. A bias belongs
-        to a format of compact keys: it says by how much scores from this format overestimate the
-        log of a block's attention mass (sum of exp(q · k * scale) over its tokens), on average over
-        the contexts. Raises HotKVError (INVALID_FIELD) if there were too few tokens.
-
-        model: name of the model.
-        """
+        """A bias says by how much a format's scores overestimate the log of a block's attention
+        mass (sum of exp(q · k * scale) over its tokens), on average over the contexts. Raises
+        INVALID_FIELD if there were too few tokens."""
         layers = {}
         for index, contexts in self._contexts.items():
             calibrated = self._moments[index].axes()
@@ -192,17 +174,17 @@ def _bias(
 
 
 def default_text() -> str:
-    """Returns English text that comes with Python: the language reference of `help()`."""
+    """English text that comes with Python: the language reference of `help()`."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """Returns the first `num_tokens` tokens of each text, or all tokens of a shorter text. Raises
-    ValueError if a text has too few tokens for a calibration.
+    """Takes at most `num_tokens` tokens of each text. Raises ValueError if one is too short for a
+    calibration.
 
-    texts: the texts, by name.
+    texts: by name.
     """
     contexts = []
     for name, text in texts.items():
@@ -216,7 +198,6 @@ def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> li
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the parsed command line."""
     flags = argparse.ArgumentParser(
         prog="python -m hotkv_vllm.sparse.calibrate",
         description="Calibrates centres for sparse decode.",
@@ -251,11 +232,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Runs a model over texts and returns its centres (mean keys). Blocks for minutes. Raises
-    ValueError or HotKVError (INVALID_FIELD) if the model can't be calibrated.
+    """Blocks for minutes. Raises ValueError or INVALID_FIELD if the model can't be calibrated.
 
-    texts: the texts, by name.
-    num_tokens: tokens of each text to use, at most.
+    texts: by name.
+    num_tokens: of each text, at most.
     engine: further arguments of vLLM's `LLM`.
     """
     from vllm import LLM, SamplingParams
@@ -292,7 +272,6 @@ def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
     chosen = options(arguments)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:

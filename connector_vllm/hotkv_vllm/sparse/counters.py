@@ -1,8 +1,7 @@
-"""Measures sparse decode, for the statistics: counts per layer (`LayerCounters`), and comparisons
-of a selection (the blocks that a layer has chosen in a step) with exact attention (`measure`).
+"""Measures sparse decode: counts per layer (`LayerCounters`), and comparisons of a selection with
+exact attention (`measure`).
 
-Counters only increase; each `take` returns their growth since the last call. Counting a step costs
-a few additions of Python floats. A comparison with exact attention reads every key of a context.
+Counting a step costs a few additions of Python floats. A comparison reads every key of a context.
 
 Shapes: Q query heads, H KV heads, D channels, C blocks of the context.
 """
@@ -36,12 +35,9 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """Counts what sparse decode does per layer, under the names of
-    `hotkv_proto.reports.SPARSE_COUNTERS`. Skips a value that is not finite, such as a share of the
-    attention for a query with NaN: the sum would stay NaN for ever, and the server refuses reports
-    with NaN.
-
-    indices: indices of the layers.
+    """Counts under the names of `hotkv_proto.reports.SPARSE_COUNTERS`. Each `take` returns the
+    growth since the last. Skips values that are not finite, such as the mass of a query with
+    NaN: the sum would stay NaN, which the server refuses.
     """
 
     def __init__(self, indices: Iterable[int]) -> None:
@@ -62,12 +58,9 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """Counts a selection: the choice of blocks for one request of a step in one layer.
+        """Counts one request's selection.
 
-        index: index of the layer.
-        attended: the result of the selection.
-        context_blocks: number of blocks in the request's context.
-        page_bytes: bytes of a block in the layer.
+        context_blocks: in the request's context.
         """
         row = self._rows[index]
         mass = attended.selection.mass
@@ -83,10 +76,8 @@ class LayerCounters:
             row[column] += value
 
     def take(self) -> dict[str, float]:
-        """Returns the growth of each counter since the last call, summed over the layers, by its
-        name with the prefix `sparse_`. Leaves out counters that did not grow."""
-        # Sums with plain Python: this method is called in every step, and for so few numbers numpy
-        # would be slower.
+        """Sums over the layers, with the prefix `sparse_`, without zeros."""
+        # Plain Python: called in every step, and for so few numbers numpy would be slower.
         totals: list[float] = [
             sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)
         ] or self._taken
@@ -99,8 +90,7 @@ class LayerCounters:
         }
 
     def take_by_layer(self) -> dict[int, dict[str, float]]:
-        """Returns the growth of each counter since the last call of this method, by layer index and
-        name. Leaves out layers and counters that did not grow."""
+        """Keyed by layer index and name, without zeros."""
         totals = np.array(list(self._rows.values())).reshape(self._taken_by_layer.shape)
         growth, self._taken_by_layer = totals - self._taken_by_layer, totals
         found = {
@@ -115,12 +105,11 @@ class LayerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """The quality of a selection of n blocks for a request, compared with exact attention. Both
-    figures count all blocks that the request attends to, not only the n selected blocks.
+    """A selection of n blocks compared with exact attention. Both figures count all attended
+    blocks.
 
-    recall: of the n blocks that get the most attention, the share to which the request attends.
-    mass: the share of the request's exact attention that falls on the blocks to which it attends,
-        and on the layer's learned sinks, to which it always attends.
+    recall: attended share of the n blocks with the most attention.
+    mass: share of the attention on attended blocks and learned sinks.
     """
 
     recall: float
@@ -136,15 +125,12 @@ def block_mass(
     scale: float,
     sink_logits: F32 | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Returns each block's exact share of a request's attention, averaged over the query heads,
-    float64 [blocks of the context]. The shares of all blocks and of the learned sinks add up to 1.
+    """Exact mass of each block, averaged over the query heads, float64 [blocks]. With the learned
+    sinks the sum is 1.
 
-    keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
-        [blocks, tokens, KV heads, channels].
-    query_QD: the query vectors of the row's token.
+    keys_of: block ids to keys, float32 [blocks, tokens, KV heads, channels].
     blocks_C: ids of the context's blocks.
-    scale: the factor of the layer's attention scores.
-    sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
+    sink_logits: float32 [query heads].
     """
     log_mass = np.full((len(query_QD), len(blocks_C) + 1), -np.inf)
     if sink_logits is not None:
@@ -169,17 +155,8 @@ def measure(
     attended: Attended,
     sink_logits: F32 | None = None,
 ) -> Recall:
-    """Returns how good the selection of blocks for a request is, compared with exact attention over
-    its whole context.
-
-    keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
-        [blocks, tokens, KV heads, channels].
-    query_QD: the query of the request's token, float32 [query heads, channels].
-    blocks_C: ids of the context's blocks.
-    scale: the factor of the layer's attention scores.
-    attended: the selection, and the blocks that the request attends to.
-    sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
-    """
+    """Compares a selection with exact attention over the whole context. Arguments as in
+    `block_mass`."""
     share = block_mass(
         keys_of, query_QD, blocks_C, context_tokens, block_tokens, scale, sink_logits
     )

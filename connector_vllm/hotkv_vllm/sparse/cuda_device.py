@@ -1,9 +1,8 @@
-"""Implements `hotkv_sparse.cuda.device.Device` with torch's memory and streams, for kernels that
-are part of an engine's step.
+"""`hotkv_sparse.cuda.device.Device` with torch's memory and streams, for kernels of an engine's
+step.
 
-Always true: launches and copies go to torch's current stream, so a CUDA graph that vLLM captures
-includes them. `write` does not wait for the device: it copies the values to pinned memory first,
-and torch retains this memory until the device has copied it.
+Always true: launches and copies go to torch's current stream, so CUDA graphs include them.
+`write` copies to pinned memory, which torch retains until the device has copied it.
 """
 
 from collections.abc import Sequence
@@ -16,28 +15,25 @@ from hotkv_sparse.cuda.device import Argument, Array, CupyDevice, Host
 
 
 class TorchDevice(CupyDevice):
-    """A CUDA device whose arrays are torch tensors. `device` must have an index, such as
-    `cuda:0`."""
+    """Arrays are torch tensors. `device` must have an index, such as `cuda:0`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         super().__init__(device.index, torch.cuda.current_stream(device).cuda_stream)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Allocates a zeroed array on the device (see `Device`)."""
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return torch.zeros(tuple(shape), dtype=kind, device=self.device)
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Copies `values` into `target`, from index `start` on (see `Device`). Does not wait; the
-        caller may change `values` after the call."""
+        """Does not wait; the caller may change `values` after the call."""
         assert isinstance(target, torch.Tensor)
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         pinned = torch.from_numpy(np.array(values)).pin_memory()
         target[place].copy_(pinned, non_blocking=True)
 
     def read(self, source: Array) -> Host:
-        """Returns a copy of the array in host memory (see `Device`). Waits for the device."""
+        """Waits for the device."""
         assert isinstance(source, torch.Tensor)
         found: Host = source.cpu().numpy()
         return found
@@ -50,14 +46,6 @@ class TorchDevice(CupyDevice):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Launches a kernel on torch's current stream. Does not wait.
-
-        kernel: name of the kernel.
-        grid: number of thread blocks along each axis.
-        threads: number of threads of a thread block.
-        args: the kernel's arguments: arrays, and numpy scalars of the types that the kernel
-            declares.
-        shared_bytes: dynamic shared memory of a thread block.
-        """
+        """Does not wait."""
         self.use_stream(torch.cuda.current_stream(self.device).cuda_stream)
         super().launch(kernel, grid, threads, args, shared_bytes)

@@ -1,25 +1,20 @@
-"""Implements sparse offloading with the classes and names of vLLM's RFC #37263: host memory holds
-every block of a context, and *hot slots* (blocks of device memory) hold the blocks to attend to. A
-*host block* is a block's place in host memory; a *page* is the KV of a block in one layer.
+"""Sparse offloading with the classes and names of vLLM's RFC #37263. Host memory holds every block
+of a context, at a *host block*; hot slots hold the blocks to attend to.
 
-- `SparseOffloadingManager` is for the scheduler. It selects the relevant blocks of a prefix, pins
-  them while they are loaded, and allocates host blocks.
-- `SparseOffloadingHandler` is for a worker. In each step it chooses the blocks to which each layer
-  attends, and copies pages between host memory and hot slots.
-- `BlockReprManager` (module `pool`) holds the sketches (compact forms of keys, by which
-  blocks are selected) of host blocks.
+- `SparseOffloadingManager`, for the scheduler, selects, pins and allocates host blocks.
+- `SparseOffloadingHandler`, for a worker, chooses the blocks of each step and layer, and copies
+  pages.
+- `BlockReprManager` (module `pool`) holds the sketches of host blocks.
 
-These classes contain little code: selection and hot sets (the blocks of a context that are in hot
-slots) are in `hotkv_sparse`. Host memory is an array of this process (`ArrayPages`) or memory of
-hotkv-server (`ResidencyPages`).
+Host memory is an array of this process (`ArrayPages`) or memory of the server (`ResidencyPages`).
 
 Always true:
-- Attention reads a block only from a hot slot that holds the block's bytes.
+- Attention reads a block only from a hot slot that holds its bytes.
 - A new block stays in its hot slot until its copy in host memory is complete.
-- A host block becomes ready only with `complete_store`. A pinned host block is never freed.
+- A host block becomes ready only with `complete_store`. A pinned one is never freed.
 
 Shapes: L layers, Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the
-context, n blocks of one call, S blocks of the staging memory.
+    context, n blocks of one call, S blocks of the staging memory.
 """
 
 import itertools
@@ -53,22 +48,13 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """The host blocks (places of blocks in host memory) to load. They stay pinned until the load
-    ends.
-
-    blocks: ids of the host blocks, int32.
-    """
+    """Host blocks to load, int32, pinned until the load ends."""
 
     blocks: I32
 
 
 class SparseOffloadingManager:
-    """Manages the blocks in host memory by their hash. Used by one thread.
-
-    num_blocks: number of host blocks (places for blocks in host memory).
-    block_tokens: tokens of a block.
-    sketches: the sketches (compact forms of keys) of the host blocks.
-    """
+    """By block hash. Used by one thread."""
 
     def __init__(
         self,
@@ -84,7 +70,7 @@ class SparseOffloadingManager:
         self._hash_of: dict[int, bytes] = {}
         self._is_ready = np.zeros(num_blocks, np.bool_)
         self._pins = np.zeros(num_blocks, np.int32)
-        # For each block that is not ready: the number of stores that write it.
+        # Stores that write each block that is not ready.
         self._num_stores = np.zeros(num_blocks, np.int32)
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -97,17 +83,11 @@ class SparseOffloadingManager:
     def lookup_with_sparse(
         self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
     ) -> tuple[I32, F32]:
-        """Selects the blocks of a context that are most relevant to a query. Considers only the
-        longest prefix of the context whose blocks are all ready in host memory. Returns
-        (selected_blocks, scores).
+        """Selects from the longest prefix that is ready in host memory. Returns (selected_blocks,
+        scores): host blocks, int32, in the context's order; and their estimated masses, float32,
+        inf for a block that is always attended.
 
-        `selected_blocks` are the ids of host blocks, int32, in the order of the context. `scores`
-        are their shares of the query's attention, float32; inf for a block that is always attended.
-        All shares are estimates, because the keys are not available here.
-
-        block_hashes: the hashes of the context's blocks.
-        query: the step's query, float32 [query heads, channels].
-        layer_idx: number of the layer; its sketches (compact forms of keys) are scored.
+        query: float32 [query heads, channels].
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -133,8 +113,7 @@ class SparseOffloadingManager:
         return np.fromiter(ready, np.int32)
 
     def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
-        """Pins host blocks until `complete_load`. Raises HotKVError (INVALID_FIELD) if a block is
-        not ready."""
+        """Pins host blocks until `complete_load`. Raises INVALID_FIELD if one is not ready."""
         if not self._is_ready[selected_blocks].all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -144,8 +123,8 @@ class SparseOffloadingManager:
         return LoadSpec(selected_blocks)
 
     def complete_load(self, selected_blocks: I32) -> None:
-        """Unpins host blocks whose load has ended or will not take place. Raises HotKVError
-        (INVALID_FIELD) if a block is not pinned."""
+        """The load has ended or will not take place. Raises INVALID_FIELD if a block is not
+        pinned."""
         if not (self._pins[selected_blocks] > 0).all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -155,9 +134,7 @@ class SparseOffloadingManager:
         np.subtract.at(self._pins, selected_blocks, 1)
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
-        """Allocates a host block for each hash that has no host block yet. Returns the id of each
-        hash's host block, int32. New blocks become ready with `complete_store`. Raises HotKVError
-        (OVERLOADED) if too few blocks are free."""
+        """Host blocks, int32, allocated if new. Raises OVERLOADED if too few are free."""
         fresh = [one for one in dict.fromkeys(block_hashes) if one not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(
@@ -173,9 +150,8 @@ class SparseOffloadingManager:
         return blocks
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Ends a store. Marks the host blocks `new_blocks` as ready. If the store failed (`success`
-        is False), frees the blocks among them that are not ready and that no other store writes.
-        Raises HotKVError (INVALID_FIELD) if a block was not allocated."""
+        """Marks blocks as ready; after a failure frees those that are not ready and that no
+        other store writes. Raises INVALID_FIELD if one was not allocated."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -196,42 +172,28 @@ class SparseOffloadingManager:
 
 
 class HostPages(Protocol):
-    """Host memory for pages (a page is the KV of a block in one layer), by layer and host block (a
-    block's place in host memory). Used by one thread at a time."""
+    """Used by one thread at a time. `hot` is uint8 [slots, page bytes]."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Returns a copy of the layer's pages of `blocks`, uint8 [n, page bytes].
-
-        blocks: ids of host blocks, [n]. Their pages of the layer must have been stored before.
-        """
+        """Copies, uint8 [n, page bytes]."""
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies the layer's pages of `blocks` [n] from host memory to hot slots (blocks of device
-        memory).
-
-        hot: the layer's hot slots, uint8 [slots, page bytes].
-        slots: the hot slot for each block [n].
-        """
+        """Copies from host blocks [n] to hot slots [n]."""
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies the layer's pages from hot slots (blocks of device memory) to the host blocks
-        `blocks` [n]. Raises HotKVError if the pages can't be stored.
-
-        hot: the layer's hot slots, uint8 [slots, page bytes].
-        slots: the hot slot for each block [n].
-        """
+        """Copies from hot slots [n] to host blocks [n]. Raises HotKVError if the pages can't be
+        stored."""
         ...
 
 
 class ArrayPages:
-    """Holds pages in an array of this process.
+    """Host memory in an array of this process.
 
     pages: uint8 [layers, blocks, page bytes], contiguous.
-    copy_method: how pages are copied. `memcpy`: one copy for consecutive pages that are consecutive
-        in both arrays. `batch`: one call of numpy for all pages. `kernel` and `auto`: the compiled
-        loop of `PageCopier`.
+    copy_method: `memcpy`: one copy for pages that are consecutive in both arrays; `batch`: one
+        call of numpy; `kernel` and `auto`: the compiled loop of `PageCopier`.
     """
 
     def __init__(self, pages: U8, copy_method: str = "auto") -> None:
@@ -258,9 +220,8 @@ class ArrayPages:
         self._copy(hot, self._pages[layer_idx], slots, blocks)
 
     def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
-        """Copies pages: row `sources[i]` of the array `source` to row `destinations[i]` of the
-        array `destination`. Raises HotKVError (INVALID_FIELD) unless both arrays are contiguous
-        uint8 [blocks, page bytes] and have these rows."""
+        """Raises INVALID_FIELD unless both arrays are contiguous uint8 [blocks, page bytes] and
+        have these rows."""
         size = self._pages.shape[2]
         for pages, rows in ((source, sources), (destination, destinations)):
             if (
@@ -294,11 +255,10 @@ class ArrayPages:
 
 @dataclass(slots=True)
 class _Staged:
-    """A block in the staging memory, where it waits until it is stored in the server: all layers
-    must provide their page of the block first.
+    """A block that waits until all layers have provided their page.
 
-    place: the block's index in the staging memory.
-    layers: indices of the layers that have provided their page.
+    place: in the staging memory.
+    layers: that have provided their page.
     """
 
     place: int
@@ -306,17 +266,13 @@ class _Staged:
 
 
 class ResidencyPages:
-    """Holds pages (a page is the KV of a block in one layer) in hotkv-server. Each sequence
-    (decoding request) has a *residency*: the server's record of the sequence's reserved room and
-    pinned blocks. A block is stored in the server once all layers have provided their page of the
-    block. Pages are read from the mapped arena, without a call. A read raises HotKVError if the
-    server no longer pins the block.
+    """In the server, with a residency per sequence. A block is stored once all layers have provided
+    their page. Reads come from the mapped arena, without a call, and raise HotKVError if the server
+    no longer pins the block.
 
-    memory: staging memory in which blocks wait for their store, uint8 [layers, blocks, page bytes].
-        `session` must have registered it.
-    layers: the indices of the layers, in the order of `memory`. A slot of the server has the pages
-        in the same order.
-    timeout_s: longest wait for an answer of the server.
+    memory: staging memory, uint8 [layers, blocks, page bytes], registered by `session`.
+    layers: in the order of `memory` and of a slot.
+    timeout_s: for an answer.
     """
 
     def __init__(
@@ -333,11 +289,9 @@ class ResidencyPages:
         self._timeout_s = timeout_s
         self._copier = PageCopier()
         self._opened: dict[str, ResidencyOpened] = {}
-        # By host block (place in host memory), and then by sequence that has the block: the block's
-        # position in the sequence, and its hash.
+        # By host block and sequence: position in the sequence, hash.
         self._names: dict[int, dict[str, tuple[int, bytes]]] = {}
-        # By host block, and then by sequence for which the server has pinned the block: the offset
-        # of the block's slot in the arena.
+        # By host block and sequence for which it is pinned: offset of its slot in the arena.
         self._offsets: dict[int, dict[str, int]] = {}
         self._staged: dict[int, _Staged] = {}
         self._free = list(range(memory.shape[1] - 1, -1, -1))
@@ -349,16 +303,12 @@ class ResidencyPages:
     # ------------------------------------------------------------------------------------ sequences
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
-        """Opens a sequence's residency (the server's record of the sequence): reserves room in the
-        server for `num_blocks`, the largest number of blocks that the sequence may ever have. Waits
-        for the server's answer, at most `timeout_s`. Raises HotKVError if the server has no
-        room."""
+        """Reserves room for the most blocks that the sequence may ever have. Waits at most
+        `timeout_s`. Raises HotKVError without room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
 
     def close(self, sequence_id: str) -> None:
-        """Closes the sequence's residency (the server's record of its reserved room and pinned
-        blocks), so that the server may evict its blocks."""
         del self._opened[sequence_id]
         self._session.close_residency(sequence_id)
         for block in [block for block, names in self._names.items() if sequence_id in names]:
@@ -370,8 +320,6 @@ class ResidencyPages:
                 self._unstage(block)
 
     def _forget(self, block: int) -> None:
-        """Forgets the sequences and hashes that `name` has assigned to a host block, and where its
-        pages are."""
         self._names.pop(block, None)
         self._offsets.pop(block, None)
         self._unstage(block)
@@ -381,27 +329,20 @@ class ResidencyPages:
             self._free.append(staged.place)
 
     def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
-        """Assigns host blocks to consecutive positions of a sequence, with the hashes under which
-        the server will store them. If a host block had another hash before, its pages are
-        forgotten.
-
-        first: position of the first of these blocks in the sequence.
-        hashes, blocks: for each position, the hash and the id of the host block.
-        """
+        """Assigns host blocks to consecutive positions of a sequence, with their hashes in the
+        server. A host block that had another hash loses its pages."""
         for place, (block_hash, block) in enumerate(
             zip(hashes, blocks.tolist(), strict=True), first
         ):
             if any(other != block_hash for _, other in self._names.get(block, {}).values()):
                 self._forget(block)
             names = self._names.setdefault(block, {})
-            # Puts the sequence at the end of the dict: `store` stores a block for the sequence that
-            # comes last.
+            # `store` stores a block for the sequence that comes last.
             names.pop(sequence_id, None)
             names[sequence_id] = place, block_hash
 
     def _last_name(self, block: int) -> tuple[str, int, bytes]:
-        """Returns what `name` has last assigned to a host block, for the block's store: a sequence,
-        the block's position in the sequence, and its hash."""
+        """Sequence, position and hash for the block's store."""
         sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
         return sequence_id, place, block_hash
 
@@ -416,8 +357,7 @@ class ResidencyPages:
         source = np.array([self._address(layer_idx, block) for block in blocks.tolist()], np.int64)
         page_bytes = self._memory.shape[2]
         self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
-        # Tests the pins after the copies: the copied bytes are valid only if the blocks are still
-        # pinned.
+        # Tested after the copies, which are valid only if the blocks are still pinned.
         pinned_for = (self._offsets.get(block) or self._names[block] for block in blocks.tolist())
         for sequence_id in {next(iter(names)) for names in pinned_for}:
             if not self._arena.holds(self._opened[sequence_id]):
@@ -435,10 +375,9 @@ class ResidencyPages:
         return int(self._arena.memory.ctypes.data) + offset + place * page_bytes
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        # Skip blocks that the server has already pinned for their sequence: an earlier call may
-        # have stored them before it raised. The pages of their other layers are then no longer in
-        # the staging memory, so they could not be stored again. Don't skip blocks that are pinned
-        # only for another sequence, so that they are pinned for this sequence too.
+        # Skip blocks that are pinned for their sequence: an earlier call may have stored them
+        # before it raised, and the pages of their other layers are no longer staged. Blocks that
+        # are pinned only for another sequence must be pinned for this one too.
         is_pinned = [
             self._last_name(block)[0] in self._offsets.get(block, {}) for block in blocks.tolist()
         ]
@@ -460,7 +399,7 @@ class ResidencyPages:
             for block in blocks.tolist()
             if len(self._staged[block].layers) == len(self._place_of)
         ]
-        # Blocks that are neighbours in a sequence are stored together.
+        # Neighbours in a sequence are stored together.
         for _, run in itertools.groupby(
             enumerate(sorted(complete, key=lambda block: self._last_name(block)[:2])),
             lambda one: (self._last_name(one[1])[0], self._last_name(one[1])[1] - one[0]),
@@ -468,11 +407,9 @@ class ResidencyPages:
             self._send([block for _, block in run])
 
     def _send(self, blocks: list[int]) -> None:
-        """Stores consecutive blocks of a sequence in the server, and records where the server has
-        pinned them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError
-        if the server has not stored the blocks, TimeoutError without an answer. If the store fails
-        or its answer is late, it is revoked, so that the caller may change the pages after this
-        call."""
+        """Stores consecutive blocks of a sequence and records where they are pinned. Waits at
+        most `timeout_s` for each answer. Raises HotKVError or TimeoutError; the store is then
+        revoked, so that the pages may change."""
         sequence_id, first, _ = self._last_name(blocks[0])
         names = [self._last_name(block)[2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
@@ -484,8 +421,7 @@ class ResidencyPages:
         try:
             stored.result(self._timeout_s)
         except BaseException:
-            # Cancels the store. Otherwise the server could read the pages later, when the staging
-            # memory has other blocks in their place.
+            # Otherwise the server could read the pages when other blocks have taken their place.
             self._session.cancel(call)
             raise
         pinned = self._session.extend_residency(sequence_id, 0, first, names)
@@ -505,14 +441,9 @@ class ResidencyPages:
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """The copies of pages that a step needs for a sequence in a layer, between host memory and hot
-    slots (blocks of device memory). Copy i is between host block `blocks[i]` and hot slot
-    `slots[i]`.
+    """Copies between host block `blocks[i]` and hot slot `slots[i]`, int32 [copies].
 
-    positions: position of each block in the context, int32 [copies].
-    blocks: id of each host block, int32 [copies].
-    slots: index of each hot slot, int32 [copies].
-    is_load: True copies to the hot slots, False to host memory.
+    is_load: True copies to the hot slots.
     """
 
     sequence_id: str
@@ -525,12 +456,11 @@ class SwapSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """The blocks of a sequence in a layer, as argument and result of `handle_layer`.
+    """The blocks of a sequence in a layer.
 
-    block_table: in the argument: ids of the host blocks of the whole context, int32, in order. In
-        the result: indices of the hot slots (blocks of device memory) with the blocks to attend to,
-        int32, in the order of the context.
-    seq_len: number of tokens in these blocks; the last block may be partial.
+    block_table: int32, in the context's order: as argument of `handle_layer` host blocks of the
+        whole context, in its result the hot slots to attend to.
+    seq_len: tokens in these blocks; the last may be partial.
     """
 
     sequence_id: str
@@ -540,13 +470,8 @@ class DecodeMetadata:
 
 @dataclass(slots=True)
 class _LayerState:
-    """The state of a sequence in a layer.
-
-    hot: the sequence's hot set in the layer (its blocks that are in hot slots).
-    has_begun: True after the sequence's first step in the layer.
-    pending: positions of complete blocks that are only in hot slots, int32. The next step's result
-        requests their copies to host memory.
-    """
+    """pending: complete blocks that are only in hot slots, int32: the next step requests their
+    copies to host memory."""
 
     hot: HotSet
     has_begun: bool = False
@@ -554,20 +479,12 @@ class _LayerState:
 
 
 class SparseOffloadingHandler:
-    """Manages the hot slots (blocks of device memory, with the blocks to attend to) of every layer,
-    and the copies between hot slots and host memory. Each sequence (decoding request) has its own
-    region of hot slots.
+    """Manages the hot slots of every layer, with a region per sequence. The caller's thread
+    decides; copies and reads of host memory run in one thread, in the order of submission.
 
-    Decisions are made in the caller's thread. Copies and reads of host memory run in a thread of
-    the handler, in the order in which they were submitted.
-
-    layers: by layer index, the shape of the layer's keys.
-    slots_per_sequence: number of hot slots in a region. It limits how many blocks of a sequence can
-        be in hot slots of a layer.
-    host: the pages of all blocks, in host memory.
-    hot: the hot slots, uint8 [layers, slots, page bytes].
-    keys_of: takes pages, uint8 [n, page bytes], and returns the unpacked keys in these pages,
-        float32 [n, tokens, KV heads, channels].
+    slots_per_sequence: of a region.
+    hot: uint8 [layers, slots, page bytes].
+    keys_of: pages, uint8 [n, page bytes], to keys, float32 [n, tokens, KV heads, channels].
     """
 
     def __init__(
@@ -598,8 +515,8 @@ class SparseOffloadingHandler:
         self._states: dict[tuple[str, int], _LayerState] = {}
         self._jobs: dict[int, tuple[SwapSpec, Future[None]]] = {}
         self._copier = ThreadPoolExecutor(1, "hotkv-swap")
-        # Starts the pool's thread now. If the operating system refused the thread only at the first
-        # copy, the pool would keep this copy and execute it later.
+        # Starts the thread now: if the operating system refused it at the first copy, the pool
+        # would keep this copy and execute it later.
         self._copier.submit(lambda: None).result()
 
     def __repr__(self) -> str:
@@ -611,8 +528,8 @@ class SparseOffloadingHandler:
     # ------------------------------------------------------------------------------------ sequences
 
     def begin(self, sequence_id: str) -> None:
-        """Begins a sequence whose complete blocks are all in host memory. Raises HotKVError
-        (OVERLOADED) if all regions of hot slots (blocks of device memory) are in use."""
+        """All complete blocks must be in host memory. Raises OVERLOADED if all regions are in
+        use."""
         if not self._regions:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -621,21 +538,18 @@ class SparseOffloadingHandler:
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
-        """Ends a sequence and frees its region of hot slots (blocks of device memory). All copies
-        of the sequence must have ended before (`wait`)."""
+        """All copies of the sequence must have ended (`wait`)."""
         self._regions.append(self._region_of.pop(sequence_id))
         for owner in [owner for owner in self._states if owner[0] == sequence_id]:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
-        """Extends a sequence's context in a layer to `seq_len` tokens. Returns the index of the hot
-        slot (block of device memory) of the context's last block, into which the step writes. Must
-        be called before the step writes its keys."""
+        """Must be called before the step writes its keys. Returns the hot slot of the last
+        block, into which it writes."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
-        # The last block counts as incomplete even if this step fills it, because its keys are not
-        # written yet.
+        # Incomplete even if this step fills it: its keys are not written yet.
         num_complete = where.count - 1
         num_host = 0
         if state is None:
@@ -648,11 +562,7 @@ class SparseOffloadingHandler:
         return int(self._slots_of(sequence_id, state.hot, np.array([num_complete], np.int32))[0])
 
     def _slots_of(self, sequence_id: str, hot: HotSet, positions: I32) -> I32:
-        """Returns, for blocks of the hot set (the blocks that are on the device), the indices of
-        their hot slots (blocks of device memory), int32.
-
-        positions: positions of the blocks in the context.
-        """
+        """Hot slots of blocks of the hot set, int32."""
         present = hot.map()
         slots: I32 = present.slots[np.searchsorted(present.blocks, positions)] + np.int32(
             self._region_of[sequence_id] * self._slots
@@ -664,16 +574,11 @@ class SparseOffloadingHandler:
     def handle_layer(
         self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
     ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
-        """Chooses the blocks that a sequence's step attends to in a layer. Returns
-        (new_attn_metadata, swap_in_spec, swap_out_spec): the hot slots to attend to, the copies
-        from host memory that this needs, and copies to host memory.
+        """Returns (new_attn_metadata, swap_in_spec, swap_out_spec). The caller must carry out the
+        swap-in, attend with the new metadata, then carry out the swap-out. The first step loads all
+        selected blocks; later ones at most `max_correction_blocks`.
 
-        The caller must carry out the swap-in, then attend with the new metadata, then carry out the
-        swap-out. The first step of a sequence loads all blocks that it selects; every later step
-        loads at most `max_correction_blocks` blocks.
-
-        attn_metadata: the host blocks and the length of the whole context.
-        query: the step's query, float32 [query heads, channels].
+        query: float32 [query heads, channels].
         """
         sequence_id, table, seq_len = (
             attn_metadata.sequence_id,
@@ -718,9 +623,8 @@ class SparseOffloadingHandler:
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Returns how much attention the blocks that are always attended get: the log of the sum of
-        exp(q · k * scale) over their tokens, float32 [query heads]. Reads their keys from hot slots
-        (blocks of device memory), or from host memory for blocks that are not in a hot slot."""
+        """float32 [query heads], with keys from hot slots if they are there, else from host
+        memory."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -739,20 +643,18 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Returns the unpacked keys of host blocks in one layer, float32
-        [blocks, tokens, KV heads, channels]."""
+        """float32 [blocks, tokens, KV heads, channels]."""
         return self._keys_of(self._read(layer_idx, blocks))
 
     def _read(self, layer_idx: int, blocks: I32) -> U8:
-        """Returns the pages of host blocks in a layer. They are read in the handler's thread, after
-        the copies that were submitted earlier, because these copies may write the same blocks."""
+        """Reads in the handler's thread, after the copies submitted earlier, which may write the
+        same blocks."""
         return self._copier.submit(self._host.read, layer_idx, blocks).result()
 
     # --------------------------------------------------------------------------------------- copies
 
     def transfer_async(self, job_id: int, spec: SwapSpec) -> None:
-        """Begins the copies of `spec` (between host memory and hot slots) in the handler's thread.
-        Raises HotKVError (INVALID_FIELD) if `job_id` is in use."""
+        """Raises INVALID_FIELD if `job_id` is in use."""
         if job_id in self._jobs:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another"
@@ -764,11 +666,9 @@ class SparseOffloadingHandler:
         copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits until the jobs (copies begun by `transfer_async`) have ended, and raises the error
-        of a failed job. From then on, hot slots of blocks that were copied to host memory may be
-        reused. Blocks whose load failed have no hot slot any more; a later step loads them again.
-        Raises HotKVError (INVALID_FIELD), and waits for no job, if a job is unknown.
-        """
+        """Raises the error of a failed job. Hot slots of blocks copied to host memory may then
+        be reused; blocks whose load failed have none, and are loaded again later. Raises
+        INVALID_FIELD at once if a job is unknown."""
         names = dict.fromkeys(job_ids)
         for job_id in names.keys() - self._jobs.keys():
             raise HotKVError(
@@ -786,5 +686,5 @@ class SparseOffloadingHandler:
             job.result()
 
     def close(self) -> None:
-        """Waits for all copies and ends the handler's thread."""
+        """Waits for all copies."""
         self._copier.shutdown()

@@ -1,7 +1,5 @@
-"""Reads a layer's pages (a page is the KV of a block in one layer), in the arrangement in which
-vLLM's CPU kernels write them. Returns the keys, or the attention mass of tokens: the sum of
-exp(q · k * scale) over these tokens, for a query q. Does not call vLLM's kernels, and never writes
-to the pages. A block id outside the layer raises IndexError.
+"""Reads keys, or the attention mass of tokens, from a layer's pages as vLLM's CPU kernels arrange
+them. Never calls these kernels or writes pages. A block id outside the layer raises IndexError.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, n blocks to read.
 """
@@ -26,9 +24,9 @@ _LANES = 16
 class KeyPages:
     """Reads the pages of a layer.
 
-    pages: the layer's KV cache, a tensor [blocks, KV heads, tokens, 2 * channels]. A page contains,
-        for each head, first the keys, arranged as `packing` says, then the values.
-    page_bytes: bytes of a page: keys and values of all heads.
+    pages: [blocks, KV heads, tokens, 2 * channels]: per head keys, arranged as `packing` says, then
+        values.
+    page_bytes: of all heads.
     """
 
     def __init__(self, pages: torch.Tensor, packing: KeyPacking) -> None:
@@ -47,32 +45,26 @@ class KeyPages:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Returns the tensor with the layer's pages."""
         return self._pages
 
     def over(self, pages: torch.Tensor) -> "KeyPages":
-        """Returns a reader of other pages of the same layer, for example of copies in another
-        buffer."""
+        """A reader of other pages of the same layer, such as copies."""
         return KeyPages(pages, self._packing)
 
     def keys_of(self, blocks: I32) -> F32:
-        """Returns the unpacked keys of `blocks` (ids, int32 [n]), float32
-        [n, tokens, KV heads, channels]."""
+        """float32 [n, tokens, KV heads, channels]."""
         keys: F32 = unpacked_keys(self._pages, torch.from_numpy(blocks), self._packing).numpy()
         return keys
 
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
-        """Returns the log of the attention mass of some tokens, float32 [query heads]: for each
-        query head, the logsumexp of q · k * scale over these tokens; -inf without tokens.
+        """logsumexp of q · k * scale over the tokens, float32 [query heads]; -inf without tokens.
 
-        blocks: ids of the blocks with the tokens, int32, in order.
-        num_tokens: number of tokens, from the first token of the first block on.
-        scale: the factor of the layer's attention scores.
+        num_tokens: from the first token of the first block on.
         """
         if not num_tokens or not self._is_plain:
             keys = self.keys_of(blocks)
             return exact_log_mass(query_QD, keys.reshape(-1, *keys.shape[2:])[:num_tokens], scale)
-        # As uint32 a negative number is large, so a single comparison checks both bounds.
+        # As uint32 a negative number is large: one comparison checks both bounds.
         if blocks.view(np.uint32).max() >= len(self._pages):
             raise IndexError(f"blocks {blocks.tolist()} of a layer that has {len(self._pages)}")
         out = np.empty(len(query_QD), np.float32)
@@ -86,15 +78,10 @@ class KeyPages:
     def always(
         self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
     ) -> Always:
-        """Returns the argument `always` of the compiled decode step `hotkv_sparse.decode.decode`:
-        it says how much attention goes to the tokens to which every step attends (sinks, recent
-        window, partial last block).
+        """The mass of the tokens that every step attends to, for `hotkv_sparse.decode.decode`.
 
-        query_QD: the step's query, float32 [query heads, channels].
-        blocks: ids of the blocks with these tokens, int32, in order.
-        num_tokens: number of tokens, from the first token of the first block on.
-        scale: the factor of the layer's attention scores.
-        sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
+        num_tokens: from the first token of the first block on.
+        sink_logits: float32 [query heads].
         """
         log_mass = sink_logits
         if log_mass is None:
@@ -108,8 +95,7 @@ class KeyPages:
         )
 
     def _view(self) -> U8:
-        """Returns a view of the pages as uint8 [blocks, KV heads, bytes]. Makes a new view if the
-        tensor's memory has moved since the last call."""
+        """uint8 [blocks, KV heads, bytes]; a new view if the tensor's memory has moved."""
         if self._address != self._pages.data_ptr():
             self._address = self._pages.data_ptr()
             self._bytes = (
@@ -119,11 +105,10 @@ class KeyPages:
 
 
 def _is_plain(packing: KeyPacking, kind: int | None, block_tokens: int) -> bool:
-    """Returns True if the compiled kernel `page_log_mass` can read pages of this arrangement and
-    dtype. For each channel, or each pair of channels, the values of sixteen consecutive tokens must
-    be contiguous.
+    """The compiled kernel `page_log_mass` can read such pages: sixteen consecutive tokens must be
+    contiguous, per channel or pair of channels.
 
-    kind: number of the dtype in `_KINDS`; None for another dtype.
+    kind: of `_KINDS`; None for another dtype.
     """
     pairs = (1,) if kind == _KINDS[torch.float32] else (1, 2)
     return (

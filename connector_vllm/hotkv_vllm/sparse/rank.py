@@ -1,11 +1,8 @@
-"""Connects the connector's worker side to sparse decode in a rank: installs sparse decode in the
-engine's layers, and passes the scheduler's message about each step to the sparse worker (the object
-that chooses, in each layer, the blocks to which a request attends).
+"""Connects the connector's worker side to sparse decode in a rank.
 
-Always true: attention never uses a sketch (compact form of a block's keys, by which blocks
-are chosen) that is older than the block's keys. If it is not known which blocks a step writes, all
-sketches are discarded. If discarding them raises, sparse decode is turned off. If other code
-of this module raises, requests attend to their whole context, or blocks are stored without
+Always true: attention never uses a sketch that is older than the block's keys. If it is not
+known which blocks a step writes, all are discarded; if that raises, sparse decode is turned off.
+If other code here raises, requests attend to their whole context, or blocks are stored without
 sketches.
 """
 
@@ -36,20 +33,12 @@ logger = link.logger
 
 
 class SparseRank:
-    """Sparse decode in one rank (worker process): owns the *sparse worker*, the object that chooses
-    in each layer the blocks to which a decoding request attends. Passes the scheduler's message
-    about each step to it, and collects its reports for the scheduler. Does nothing without the
-    setting `hotkv.sparse`, or until `install_sparse` has found layers that can attend sparsely.
+    """Owns the *sparse worker*, which chooses the blocks to attend to. Does nothing without the
+    setting `hotkv.sparse`, or until `install_sparse` has found layers.
 
-    centres: the model's mean keys, from which sketches (compact forms of blocks' keys) are
-        computed; None without them.
-    edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
-    worker: the sparse worker of a CPU engine; None without sparse decode or before
-        `install_sparse`.
-    cuda: the sparse worker of a CUDA engine. There sparse decode works only together with residency
-        (old blocks of long contexts only in host memory). None in other engines.
-    reporter: collects which blocks `worker` has chosen, and its counters, for the scheduler; None
-        without `worker`.
+    worker: of a CPU engine.
+    cuda: of a CUDA engine, where sparse decode needs residency.
+    reporter: None without `worker`.
     """
 
     def __init__(
@@ -61,11 +50,7 @@ class SparseRank:
         edge: CallbackEdge,
         arena_of: Callable[[], Arena | None] = lambda: None,
     ) -> None:
-        """Creates the object without a sparse worker; `install_sparse` creates the worker.
-
-        arena_of: a function that returns the server's arena, mapped into this process, or None
-            without a server. Residency reads blocks from it.
-        """
+        """arena_of: the mapped arena, for residency; None without a server."""
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -82,18 +67,13 @@ class SparseRank:
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """Returns the layers that may attend sparsely, each as (layer number, number of its vLLM
-        group). Empty on CUDA."""
+        """(layer number, vLLM's group) of each layer that may attend sparsely; empty on CUDA."""
         layers = self.worker.layers.values() if self.worker is not None else ()
         return tuple((layer.index, layer.group) for layer in layers)
 
     @callback(nothing, is_part=True)
     def install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
-        """Installs sparse attention in the engine's layers, if the settings ask for it. If the
-        engine does not support it, logs a warning and leaves the layers unchanged.
-
-        kv_caches: the tensor of each layer, by layer name.
-        """
+        """Logs a warning and leaves the layers unchanged if the engine does not support it."""
         if self._config.sparse is None:
             return
         try:
@@ -117,13 +97,12 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Returns True if the settings ask for residency (old blocks of long contexts only in host
-        memory), but it could not be installed. hotkv must then be off in this rank, because its
-        layers can't attend to blocks that the scheduler has freed on the device."""
+        """Residency is wanted but not installed: hotkv must be off in this rank, whose layers
+        can't attend to blocks that the scheduler has freed on the device."""
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
-        # `cuda_setup` is imported only for CUDA, because it imports vLLM's backend for CUDA.
+        # It imports vLLM's backend for CUDA.
         from hotkv_vllm.residency import cuda_setup
 
         self.cuda = cuda_setup.install(
@@ -138,9 +117,8 @@ class SparseRank:
 
     @callback(nothing, is_part=True)
     def opened(self) -> None:
-        """Makes the server's arena readable for a CUDA device. Called when the rank's session has
-        been opened, before vLLM captures graphs: during a capture CUDA may refuse to register
-        memory."""
+        """Lets a CUDA device read the arena, before vLLM captures graphs: during a capture CUDA
+        may refuse to register memory."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
@@ -150,19 +128,16 @@ class SparseRank:
     # ---------------------------------------------------------------------------------------- steps
 
     def will_write(self, blocks: Int32s) -> None:
-        """Discards the sketches (compact forms of keys) of the blocks with these ids,
-        because these blocks are about to be written."""
+        """Discards the sketches of these blocks."""
         if self.worker is not None:
             self.worker.will_write(blocks)
 
     def will_write_all(self) -> None:
-        """Discards all sketches (compact forms of keys), because vLLM is about to discard
-        the KV memory."""
+        """vLLM is about to discard the KV memory."""
         self.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
 
     def begin_step(self, meta: HotKVMetadata) -> None:
-        """Passes the scheduler's message about a step to the sparse worker, before the step writes
-        blocks."""
+        """Must be called before the step writes blocks."""
         rows = meta.sparse_rows or SparseRows()
         if self.cuda is not None:
             self.cuda.begin_resident(meta.resident or ResidentStep(), rows)
@@ -174,10 +149,9 @@ class SparseRank:
                 self.worker.begin_resident(meta.resident or ResidentStep())
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
-        """Returns those of `request_ids` whose KV may be wrong. One cause: a step has read blocks
-        in the server's memory, and the server no longer pinned them. Called after a step's last
-        layer. Returns an empty set in an engine without residency (old blocks only in host
-        memory)."""
+        """Those of `request_ids` whose KV may be wrong, for example because a step has read
+        blocks that were no longer pinned. Called after a step's last layer. Empty without
+        residency."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
@@ -188,18 +162,16 @@ class SparseRank:
         return set()
 
     def take_lost(self) -> set[int]:
-        """Returns the requests that have lost blocks in host memory since the last call, so that
-        vLLM must compute them anew. Each request is given as the id of its first device block.
-        Empty without residency (old blocks only in host memory)."""
+        """First blocks of the requests that vLLM must compute anew, since the last call. Empty
+        without residency."""
         if self.cuda is not None:
             return self.cuda.take_lost()
         worker = self.worker
         return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
-        """Returns all requests that have blocks only in host memory, each as the id of its first
-        device block. Used if `take_lost` raised: all these requests then count as lost, and vLLM
-        computes them anew."""
+        """First blocks of all requests with blocks only in host memory, because `take_lost` has
+        raised."""
         if self.cuda is not None:
             return self.cuda.all_away()
         worker = self.worker
@@ -211,9 +183,11 @@ class SparseRank:
             self.reporter.before_step(meta.last_reports_of)
 
     def distrust(self) -> bool:
-        """Handles a step without a message from the scheduler, so that it is not known which blocks
-        the step overwrites: discards all sketches (compact forms of keys). Returns False if
-        this has raised; sparse decode is then turned off for good."""
+        """Discards all sketches, because it is not known which blocks the step overwrites. False if
+        that
+
+        raised: sparse decode is then off for good.
+        """
         if self.cuda is not None:
             self.cuda.start_over()
         if self.worker is None:
@@ -228,8 +202,7 @@ class SparseRank:
 
     @callback(nothing, is_part=True)
     def sparse_report(self, report: StepReport) -> None:
-        """Adds to `report` the growth of counters since the last report, and which blocks were
-        chosen."""
+        """Adds counters and selections."""
         worker = self.cuda if self.worker is None else self.worker
         if worker is not None:
             for name, value in worker.take_counters().items():
@@ -246,13 +219,10 @@ class SparseRank:
         runs: tuple[BlockRun, ...],
         group_of: Callable[[int], int],
     ) -> tuple[BlockRun, ...] | None:
-        """Builds the missing sketches (compact forms of keys) of blocks before a store
-        copies them to the server. Returns `runs`, or None if building has raised: the blocks are
-        then stored without sketches.
+        """Builds missing sketches before a store. Returns `runs`; None if building has raised: the
+        blocks are then stored without them.
 
-        shared: the sparse worker whose sketches are stored.
-        runs: the sketches that the store contains, as runs of consecutive blocks.
-        group_of: takes the group index of a run, and returns vLLM's number of the KV cache group.
+        group_of: a run's group index to vLLM's group.
         """
         try:
             for run in runs:

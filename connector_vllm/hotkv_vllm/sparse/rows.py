@@ -1,16 +1,13 @@
-"""Decides which rows (requests) of a step attend sparsely, and lists them for the workers.
+"""Decides which rows of a step attend sparsely, and lists them for the workers.
 
-Always true: the scheduler side alone decides, once per step (`RowNames.of_step`). Two parts use
-this decision: the workers' attention, and `identity.exactness`, which prevents that inexact KV is
-shared. A row that is not listed attends to its whole context. A listed row may attend to its whole
-context too, for instance after an exception; its KV counts as inexact nevertheless.
+Always true: the scheduler side alone decides, once per step (`RowNames.of_step`), for attention and
+for `identity.exactness`, which keeps inexact KV from being shared. A listed row may attend to its
+whole context all the same, for instance after an exception; its KV counts as inexact nevertheless.
 
-A row is listed by two ids:
-- The id of the block that it writes in this step. Attention in a worker gets the rows' block tables
-  but not their request ids, so it finds a listed row by this block. No two rows write the same
-  block: a decode step writes only to an incomplete block, and requests share only complete blocks.
-- Its request id, by which the worker finds the request's state, even after a preemption, which
-  changes all block ids of the request.
+A row is listed by the block that it writes, because attention gets block tables but no request
+ids; no two rows write the same block, since only complete ones are shared. It is also listed by
+its request id, which finds the request's state even after a preemption has changed all block
+ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +20,9 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The rows (requests) of a step that attend sparsely, for the workers. Entry i says that
-    request `request_ids[i]` writes device block `block_ids[i]` in the step; by this block a worker
-    finds the row in vLLM's batch. A row has one entry for each KV cache group.
+    """Request `request_ids[i]` writes device block `block_ids[i]`; one entry per group.
 
-    ended: ids of requests that have ended since the last step.
+    ended: since the last step.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -37,15 +32,12 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """Says which rows may attend sparsely on CUDA: only rows of resident requests (requests whose
-    old blocks may be only in the server's memory).
+    """On CUDA only resident requests may attend sparsely.
 
-    outgrows: takes a request id, and returns True if the request is resident.
-    has_away: takes a request id, and returns True if some blocks of the request are only in host
-        memory.
-    replays_decode: True if vLLM may replay a CUDA graph for steps in which every row has one token.
-        A graph can't copy a context to a staging area. So in such a step every row that has blocks
-        only in host memory must attend sparsely, even a row that still computes its prompt.
+    has_away: some blocks are only in host memory.
+    replays_decode: vLLM may replay a CUDA graph if every row has one token. A graph can't stage
+        a context, so a row with blocks only in host memory must then attend sparsely, even one
+        that computes its prompt.
     """
 
     outgrows: Callable[[str], bool]
@@ -54,8 +46,7 @@ class ResidentOnly:
 
 
 class RowNames:
-    """Decides, on the scheduler side, which rows (requests) of each step attend sparsely. Holds
-    vLLM's `Request` of each running request."""
+    """Holds vLLM's `Request` of each running request."""
 
     def __init__(
         self,
@@ -64,14 +55,9 @@ class RowNames:
         limits: ResidentOnly | None = None,
         lacks_layers: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begins without requests.
-
-        groups: for each KV cache group of full attention, its number in vLLM and the tokens of a
-            block.
-        limits: on CUDA, says which rows (requests) may attend sparsely; None in a CPU engine, where
-            all rows may.
-        lacks_layers: a function that returns True if no worker of the engine could install sparse
-            attention in any layer. Then no row attends sparsely. Not called with residency or on
+        """groups: (vLLM's number, tokens of a block) of full attention.
+        limits: None on CPUs, where all rows may attend sparsely.
+        lacks_layers: no worker could install sparse attention. Not called with residency or on
             CUDA.
         """
         self._config = config
@@ -93,18 +79,11 @@ class RowNames:
             self._ended.append(request_id)
 
     def request(self, request_id: str) -> Any:
-        """Returns vLLM's `Request`; None if the request is not known."""
         return self._requests.get(request_id)
 
     def of_step(self, scheduler_output: Any) -> SparseRows:
-        """Returns the rows (requests) of a step that attend sparsely, and the requests that have
-        ended since the step before. The first call for a step makes the decision. Later calls for
-        the same step (the same `SchedulerOutput`, or a copy of it) return the same result. The
-        first call must come before vLLM adds the step's tokens to the requests'
-        `num_computed_tokens`.
-
-        scheduler_output: vLLM's `SchedulerOutput` of the step.
-        """
+        """The first call for a step must come before vLLM adds its tokens to
+        `num_computed_tokens`. Calls with the same `SchedulerOutput`, or a copy, return the same."""
         if self._decided[0] is not scheduler_output.num_scheduled_tokens:
             self._decided = scheduler_output.num_scheduled_tokens, self._decide(scheduler_output)
         return self._decided[1]
@@ -132,16 +111,10 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True if a request with a single token in the step is to attend sparsely. In
-        general, this is so if it decodes and has a long context. Exceptions:
-        - Without residency (all blocks stay on the device), False if sparse attention would attend
-          to all blocks anyway, so that its KV counts as exact. This is so if no layer attends
-          sparsely, or if a step may choose as many blocks as the context has.
-        - On CUDA, False if the request is not resident (`ResidentOnly`). But in a step that may be
-          replayed from a CUDA graph, True for each request with blocks only in host memory.
-
-        is_replayed: True if vLLM may replay a CUDA graph for the step.
-        """
+        """A row with one token attends sparsely if it decodes a long context. Exceptions:
+        - Without residency not if it would attend to all blocks anyway, so that its KV is exact.
+        - On CUDA only if it is resident; in a step that may be replayed, each resident row with
+          blocks only in host memory."""
         position, limits, config = request.num_computed_tokens, self._limits, self._config
         decodes = (
             position >= request.num_prompt_tokens and position + 1 >= config.min_context_tokens
@@ -161,14 +134,11 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """Registers an engine's `RowNames` in this process, so that all hotkv connectors of the engine
-    (in vLLM's MultiConnector) find it with `sparse_rows`."""
+    """Lets all hotkv connectors of the engine (in vLLM's MultiConnector) find `names`."""
     _NAMES_OF[engine_id] = names
 
 
 def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
-    """Returns the rows (requests) of a step that attend sparsely, as decided by the engine's hotkv
-    connector that has sparse decode configured (`announce`). Returns None if the engine has no such
-    connector."""
+    """None if the engine has no connector with sparse decode."""
     names = _NAMES_OF.get(engine_id)
     return None if names is None else names.of_step(scheduler_output)

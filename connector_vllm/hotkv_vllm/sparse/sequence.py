@@ -1,20 +1,15 @@
-"""Decides, step by step, which blocks a sequence (a decoding request) attends to in a layer: the
-sequence's *hot set* in this layer.
+"""Decides, step by step, the hot set of a sequence (a decoding request) in a layer.
 
-With residency (contexts larger than device memory) only the hot set's blocks must be on the device;
-other blocks may be only in host memory. Adding a block to the hot set then costs a copy, so a step
-adds only a few blocks. Without residency no block is copied, but hot sets follow the same rules.
+With residency, adding a block costs a copy, so a step adds only a few. The same rules hold without.
 
-Always true: the hot set includes the sinks (first blocks), the recent window and the partial last
-block. Each step's query *selects* the best other blocks. Selected blocks that are not in the hot
-set are added to it: in each step after the first, at most `max_correction_blocks` at once, and
-others at the beginning of the next step, as far as there are free slots.
+Always true: the hot set includes sinks, recent window and partial last block. Each step adds
+selected blocks that it lacks. After the first step at most `max_correction_blocks` are added at
+once, others at the beginning of the next step, as far as slots are free.
 
 A step selects half of the blocks that the hot set may have (`SparseConfig.selected_blocks`), so
-that blocks stay in it after a step that does not select them. The first step fills it with the best
-blocks. `max_correction_blocks` does not limit the first step, because all blocks are still on the
-device after the prefill. The hot set has at most `SparseConfig.budget_blocks`, or the always kept
-blocks if these are more.
+that blocks outlive a step without them. The first step fills it without the limit, because after
+the prefill all blocks are on the device. It has at most `SparseConfig.budget_blocks`, or the
+always kept blocks if these are more.
 """
 
 from collections.abc import Mapping
@@ -34,18 +29,15 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The result of a decode step of a sequence in a layer: the blocks to attend to, and counts for
-    the statistics.
+    """The result of a decode step of a sequence in a layer.
 
-    blocks: the hot set after the step, to which the layer must attend: positions in the context,
-        ascending, int32.
-    selection: the blocks that the step's query has selected; `blocks` may lack some of them.
-    num_seeded: in the sequence's first step: number of blocks added to the hot set; otherwise 0.
-    num_corrected: in later steps: number of blocks that this step has selected and added; in the
-        first step 0.
-    num_prefetched: number of blocks that the previous step has selected and this step has added.
-    num_wanted: number of selected blocks, without the blocks that are always attended.
-    num_hits: number of the blocks of `num_wanted` that were in the hot set before this step.
+    blocks: the hot set after the step, ascending, int32.
+    selection: `blocks` may lack some of it.
+    num_seeded: added in the first step.
+    num_corrected: selected and added in a later step.
+    num_prefetched: selected in the step before, added in this one.
+    num_wanted: selected, without those always attended; of these `num_hits` were in the hot set
+        before.
     """
 
     blocks: I32
@@ -58,13 +50,8 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set (blocks to attend to) of a sequence (decoding request) in a layer. All KV heads
-    of the layer attend to the same hot set. The methods `step` and `decode` do the same; each call
-    is one decode step.
-
-    layer: number of the layer in the model.
-    block_tokens: tokens of a block.
-    """
+    """Shared by the layer's KV heads. `step` and `decode` do the same; each call is one decode
+    step."""
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
@@ -79,12 +66,8 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """Returns the index of the hot slot (place in the hot set) of each block at `positions`,
-        int32. With residency, each hot slot has a device block, and the caller copies the block's
-        page into it.
-
-        positions: positions in the context of blocks of the present hot set, int32.
-        """
+        """Hot slots of blocks of the present hot set, int32. With residency the caller copies
+        the pages there."""
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]
 
@@ -97,17 +80,12 @@ class LayerSequence:
         context_tokens: int,
         scale: float,
     ) -> Attended:
-        """Makes a decode step: selects the best blocks for the step's query, and updates the hot
-        set. Supports all settings, in numpy code, which is slower than `decode`.
+        """Decodes in numpy, with all settings.
 
-        query_QD: the step's query, float32 [query heads, channels], after RoPE.
-        sources: by format, the layer's sketches (compact forms of blocks' keys, by which
-            blocks are scored).
-        rows_C: for each block of the context, the row of its sketch in `sources`, int32.
-        always_log_mass_Q: the log of the attention mass (sum of exp(q · k * scale) over the tokens)
-            of the blocks that are always attended, float32 [query heads].
-        context_tokens: length of the context, including the step's token.
-        scale: the factor of the layer's attention scores.
+        query_QD: after RoPE.
+        sources: by format; `rows_C` are rows in them, int32.
+        always_log_mass_Q: of the always attended blocks.
+        context_tokens: with the step's token.
         """
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
@@ -152,18 +130,10 @@ class LayerSequence:
         where: CandidateSpan,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Makes a decode step as `step` does, in one compiled call. Does not support the settings
-        `fusion` and `adaptive_p` of `SparseConfig`.
+        """Decodes in one compiled call, without the settings `fusion` and `adaptive_p`.
 
-        scorer: the layer's sketches (compact forms of blocks' keys), prepared for the
-            kernel.
-        query_QD: the step's query, float32 [query heads, channels], after RoPE.
-        rows_C: for each block of the context, the row of its sketch in `scorer`, int32.
-        always: the blocks that are always attended, and where their keys are.
-        context_tokens: length of the context, including the step's token.
-        where: which blocks of the context can be chosen, and which are always attended.
-        selected: a mask over the blocks of the context. The call sets it to True for the selected
-            blocks.
+        rows_C: in `scorer`, int32.
+        selected: mask over the context's blocks; selected ones become True.
         """
         is_first = self._hot is None
         hot = self._follow(where, context_tokens)
@@ -190,17 +160,12 @@ class LayerSequence:
         )
 
     def _selected_blocks(self, context_tokens: int, is_first: bool) -> int:
-        """Returns how many blocks a step selects; `is_first`: the first step of the sequence."""
         config = self._config
         most = config.budget_blocks if is_first else config.selected_blocks
         return most(context_tokens, self._block_tokens)
 
     def _follow(self, where: CandidateSpan, context_tokens: int) -> HotSet:
-        """Returns the hot set (blocks to attend to), after it was extended to the present length of
-        the context. Creates it in the first step.
-
-        where: which blocks of the context can be chosen, and which are always attended.
-        """
+        """The hot set at the present length; created in the first step."""
         budget_blocks = self._config.budget_blocks(context_tokens, self._block_tokens)
         capacity = max(budget_blocks, where.num_always)
         num_complete = context_tokens // self._block_tokens
@@ -224,9 +189,7 @@ class LayerSequence:
         return hot
 
     def _adopt(self, hot: HotSet) -> int:
-        """Called at the beginning of a step. Adds blocks to the hot set (the blocks to attend to)
-        that the previous step has selected but not added, because `max_correction_blocks` limits
-        how many blocks a step adds. Returns the number of blocks that were added now."""
+        """Adds blocks that the previous step has selected but not added. Returns their number."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving)

@@ -1,20 +1,14 @@
-"""Reports to the server which blocks the requests with sparse decode use, so that the server evicts
-blocks in use after unused blocks.
+"""Reports to the server which blocks sparse requests use, so that it evicts unused blocks first.
 
-A *selection* is the set of blocks that a layer has chosen to attend to in a step. The workers
-report selections as positions of blocks in a request. The server needs the blocks' hashes. So for
-each such request the server has one *sequence* per KV cache group with sparse layers: a list of the
-hashes of the request's blocks. A sequence is
-- created when a request with a long prompt arrives, or when a request has grown long;
+Workers report positions; the server needs hashes. So it has for each request one *sequence* per
+group with sparse layers, a list of block hashes:
+- created when a request with a long prompt arrives, or a request has grown long;
 - extended as blocks become complete;
-- deleted after the request's end, once the workers have reported the request's last selections.
+- deleted after the request's end, once its last selections are reported.
 
-The selections that the workers report in a step are sent to the server in one report.
-
-Always true: no call of this module waits, and no request depends on its results. After a reconnect
-the sequences of running requests are created again. At most `MAX_FOLLOWED` requests have sequences.
-While `MAX_UNANSWERED` calls are unanswered, no sequence of a running request is created or
-extended, and no selections are sent.
+Always true: no call waits, and no request depends on the results. After a reconnect sequences
+are created again. At most `MAX_FOLLOWED` requests have some. While `MAX_UNANSWERED` calls are
+unanswered, none are created or extended, and no selections are sent.
 """
 
 import itertools
@@ -31,29 +25,23 @@ from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 
 MAX_FOLLOWED = 1024
-"""Largest number of requests with sequences (lists of block hashes in the server) at a time. The
-server accepts 4096 sequences in a session."""
+"""Requests with sequences. The server accepts 4096 sequences in a session."""
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
-"""A sequence (list of a request's block hashes in the server) is deleted at the latest this many
-seconds after its request's end, even if the request's last selections (chosen blocks) have not been
-reported."""
+"""After a request's end its sequences are deleted, even if last selections are missing."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
-"""A function that returns the hashes of a request's complete blocks in a KV cache group, given
-vLLM's `Request` and the index of the group in the key space."""
+"""Hashes of a `Request`'s complete blocks in a group of the key space, by index."""
 
 
 class StreamCount:
-    """Counts the connections (streams) of a session, so that callers notice a reconnect. The server
-    deletes state such as sequences when the connection ends on which it was created.
+    """Counts a session's connections, with each of which sequences end. Called in the session's
+    thread.
 
-    The session's thread calls this object when the session's state changes.
-
-    number: number of the present or last connection, from 1; 0 before the first.
-    num_changes: number of changes of the session's state so far.
-    then: a function that is also called with each state, for example to log it.
+    number: from 1; 0 before the first.
+    num_changes: of the session's state.
+    then: is also called.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
@@ -68,10 +56,9 @@ class StreamCount:
 
 @dataclass(frozen=True, slots=True)
 class SparseGroup:
-    """A KV cache group with sparse layers.
+    """A group with sparse layers.
 
-    index: the group's index in the session's key space.
-    block_tokens: tokens of a block of the group.
+    index: in the session's key space.
     """
 
     index: int
@@ -80,19 +67,16 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request with sequences (lists of the hashes of its blocks) in the server.
+    """A request with sequences in the server.
 
-    request: vLLM's `Request`.
-    ids: ids of the request's sequences, one per group; empty before the sequences are created.
-    stream: number of the connection in which the sequences were created.
-    num_sent: number of blocks that were sent to the server, per group.
-    next_tokens: once the request has this many tokens, it has another complete block to send.
-    answers: futures of the calls that create the sequences, until their answers are read.
-    appends: calls that have sent further blocks, until their answers are read: the index of the
-        group's sequence in `ids`, the position of the first block, and the future of the answer.
-    has_decoded: True once the request's first sparse step was planned.
-    end_by_s: after the request's end: the time at which its sequences are deleted even if the
-        workers have not reported its last selections (chosen blocks).
+    ids: one per group; empty before creation.
+    stream: connection on which they were created.
+    num_sent: blocks, per group.
+    next_tokens: length with another complete block.
+    answers: of creating calls.
+    appends: index in `ids`, position of the first block, answer.
+    has_decoded: the first sparse step was planned.
+    end_by_s: when they are deleted at the latest, after the request's end.
     """
 
     request: Any
@@ -107,16 +91,11 @@ class _Followed:
 
 
 class SparseSequences:
-    """Creates, extends and deletes the sequences of requests in the server (lists of the hashes of
-    a request's blocks), and sends the workers' selections (chosen blocks) to the server. Scheduler
-    thread only.
+    """Scheduler thread only.
 
-    streams: counts the session's connections (streams) to the server.
-    groups: the KV cache groups with sparse layers; a request has one sequence for each of them.
-    hashes_of: takes vLLM's `Request` and the index of a group, and returns the hashes of the
-        request's complete blocks in the group.
-    min_context_tokens: a request with a shorter context has no sequences.
-    prefix: the ids of all sequences begin with it.
+    groups: those with sparse layers.
+    min_context_tokens: shorter requests have no sequences.
+    prefix: of the ids of all sequences.
     """
 
     def __init__(
@@ -131,8 +110,8 @@ class SparseSequences:
         self._session = session
         self._streams = streams
         self._groups = tuple(groups)
-        # True if all groups have blocks of the same size. A worker reports positions of blocks for
-        # all its layers together, so only then it is clear which block a position means.
+        # A worker reports positions for all layers together: they are clear only if all blocks
+        # have the same size.
         self._is_even = len({group.block_tokens for group in groups}) == 1
         self._hashes_of = hashes_of
         self._min_tokens = min_context_tokens
@@ -140,9 +119,8 @@ class SparseSequences:
         self._stream = 0
         self._followed: dict[str, _Followed] = {}
         self._ending: dict[str, _Followed] = {}
-        # Ordered sets of request ids. `_to_create`: requests whose sequences must be created.
-        # `_awaited`: requests whose calls to create sequences are not answered. `_to_name`: ended
-        # requests whose last selections (chosen blocks) the workers must report.
+        # Ordered sets of request ids. `_awaited`: creating calls are not answered. `_to_name`:
+        # ended requests whose last selections the workers must report.
         self._to_create: dict[str, None] = {}
         self._awaited: dict[str, None] = {}
         self._to_name: dict[str, None] = {}
@@ -158,17 +136,14 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Begins to report the blocks of a new request to the server (creates its sequences in a
-        later step), if the context of its first decode step will have at least
-        `min_context_tokens`. Must be called only for a request whose KV may be shared."""
+        """Follows a request whose first decode step will be long enough. Its KV must be allowed
+        to be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Handles the end of a request. Deletes its sequences at once if the request has never
-        decoded sparsely. Otherwise the sequences are deleted once the workers have reported the
-        request's last selections (chosen blocks)."""
+        """Waits for the last selections if the request has decoded sparsely."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)
@@ -182,8 +157,7 @@ class SparseSequences:
         self._to_name[request_id] = None
 
     def _follow(self, request: Any) -> _Followed | None:
-        """Begins to report the blocks of a request to the server: its sequences will be created in
-        a later step. Returns None if too many requests have sequences."""
+        """None if too many requests have sequences."""
         if len(self._followed) + len(self._ending) >= MAX_FOLLOWED:
             return None
         one = self._followed[request.request_id] = _Followed(request)
@@ -195,12 +169,9 @@ class SparseSequences:
     def step(
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
     ) -> tuple[str, ...]:
-        """Processes a planned step: creates sequences, and sends the hashes of blocks that have
-        become complete. Returns the ids of ended requests: the step's message must ask the workers
-        to report their last selections (chosen blocks).
+        """Returns the ended requests whose last selections the step's message must ask for.
 
-        rows: the requests that attend sparsely in the step.
-        requests: by id, the requests that hotkv knows (`Admission.states`).
+        requests: by id (`Admission.states`).
         """
         self._notice_stream()
         can_send = self._can_send()
@@ -222,10 +193,8 @@ class SparseSequences:
         return named
 
     def reported(self, report: SparseReport) -> None:
-        """Processes the workers' report about sparse decode, joined over all ranks: sends its
-        selections (chosen blocks) and counters to the server, and deletes the sequences of requests
-        in `report.ended`. If nothing can be sent now (`_can_send`), the counters are sent with the
-        next report, and the selections are dropped."""
+        """The report is joined over all ranks. If nothing can be sent now, counters wait, and
+        selections are dropped."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
             for name, value in growth.items():
@@ -249,8 +218,7 @@ class SparseSequences:
     # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
-        """After a reconnect, makes the next steps create all sequences again, because the server
-        has deleted them with the old connection."""
+        """Creates all sequences again after a reconnect."""
         if self._stream == self._streams.number:
             return
         self._stream = self._streams.number
@@ -261,8 +229,6 @@ class SparseSequences:
         self._to_create = dict.fromkeys(self._followed)
 
     def _can_send(self) -> bool:
-        """Returns True if the session is connected, and fewer than MAX_UNANSWERED calls are
-        unanswered."""
         while self._unanswered and self._unanswered[0].done():
             self._unanswered.popleft()
         return self._session.connected and len(self._unanswered) < MAX_UNANSWERED
@@ -285,8 +251,8 @@ class SparseSequences:
             self._awaited[request_id] = None
 
     def _append(self, one: _Followed) -> None:
-        """Sends to the server the blocks of a request that have become complete since the last
-        call. Sends blocks again that the server has refused, for example for lack of memory."""
+        """Newly complete blocks, and those that the server has refused, for example for lack of
+        memory."""
         if not one.ids:
             return
         appends, one.appends = one.appends, []
@@ -312,8 +278,7 @@ class SparseSequences:
         )
 
     def _notice_refusals(self) -> None:
-        """Reads the server's answers to the calls that create sequences. If the server refused a
-        sequence, the blocks of its request are not reported until the next connection."""
+        """A request whose sequence was refused is not reported until the next connection."""
         for request_id in list(self._awaited):
             one = self._followed[request_id]
             if not all(answer.done() for answer in one.answers):
@@ -325,9 +290,8 @@ class SparseSequences:
                 one.ids = ()
 
     def _delete(self, one: _Followed) -> None:
-        """Deletes a request's sequences (lists of block hashes) in the server. First sends the
-        hashes of the request's last complete blocks. Does nothing if the connection on which the
-        sequences were created has ended."""
+        """Sends the last complete blocks first. Does nothing if the sequences' connection has
+        ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)
@@ -335,8 +299,6 @@ class SparseSequences:
             self._unanswered.append(self._session.delete_sequence(sequence_id))
 
     def _end_overdue(self, now_s: float) -> None:
-        """Deletes the sequences of requests that ended at least ENDING_S ago, although their last
-        selections (chosen blocks) have not been reported."""
         while self._ending:
             request_id, one = next(iter(self._ending.items()))
             if now_s < one.end_by_s:

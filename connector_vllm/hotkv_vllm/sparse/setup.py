@@ -1,5 +1,5 @@
-"""Installs sparse attention in the layers of a CPU engine (a decoding request attends only to
-chosen blocks), once, when vLLM registers its KV caches."""
+"""Installs sparse attention in the layers of a CPU engine, once, when vLLM registers its KV
+caches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,16 +35,8 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Creates the sparse worker, which chooses the blocks that requests attend to, and attaches it
-    to all layers that may attend sparsely. Raises Unsupported if there is no such layer, or if this
-    CPU lacks the compiled kernels.
-
-    recall_steps: once in this many steps, a choice of blocks is compared with exact attention
-        (`counters.measure`); 0: never.
-    kv_caches: the tensor of each layer, by layer name.
-    centres: the model's mean keys, by which sketches (compact forms of keys) are computed;
-        None without them.
-    """
+    """Attaches a worker to all layers that may attend sparsely. Raises Unsupported if there is
+    none, or if this CPU lacks the compiled kernels."""
     if not native.available():
         raise Unsupported(native.why_unavailable())
     from hotkv_vllm.sparse.backend import HotAttentionImpl
@@ -73,8 +65,7 @@ def install(
         impls.append(layer.impl)
     if not layers:
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
-    # Loads the kernels before the first request, because numba takes a second to load them, and
-    # longer if it must compile them.
+    # Before the first request: numba takes a second to load kernels, and longer to compile them.
     native.require("hotkv_sparse.all_kernels")
     turning = _turning(layers, vllm_config)
     worker = SparseWorker(config, layers, recall_steps, turning)
@@ -95,9 +86,8 @@ def install(
 
 
 def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """Returns how the model's RoPE rotates keys by their position. `first_prompt` needs this to
-    calibrate layers from a prompt. Returns NO_TURNING if no layer needs that. Raises Unsupported if
-    a layer needs it but the rotation can't be determined."""
+    """NO_TURNING if no layer calibrates itself. Raises Unsupported if one does and the rotation
+    can't be determined."""
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING
@@ -145,15 +135,10 @@ def _sparse_layer(
 def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """Returns a layer's centre for a rank's heads (the mean key of each head, float32 [heads,
-    channels]), and by format the bias that was measured with it (by how much the format
-    overestimates attention, `LayerShape.biases`). Returns None and no biases if the layer has no
-    centre.
+    """A layer's centre for a rank's heads, float32 [heads, channels], and the biases measured with
+    it, by format. None and no biases if the layer has no centre.
 
-    names: the names of the layer's formats.
     first_head: the rank's first KV head in the model.
-    heads: number of the rank's KV heads.
-    centres: the model's centres (mean keys); None without them.
     """
     mu_HD = centres.mu(layer) if centres is not None else None
     if centres is None or mu_HD is None:

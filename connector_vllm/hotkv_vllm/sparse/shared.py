@@ -1,15 +1,11 @@
-"""Describes a rank's sketches (compact forms of blocks' keys, for sparse attention) to the
-server, so that the server can store and load them together with the blocks.
+"""Describes a rank's sketches to the server, which stores and loads them with the blocks.
 
-There is one *kind* of sketch for each KV cache group that has sparse layers. A slot in the
-server's arena holds the sketches of one block: one part per rank. A rank's part has all
-sparse layers of the group, in the model's order. A layer may have sketches in several
-formats, in the order of the configuration.
+There is one *kind* per group with sparse layers. A slot holds a block's sketches, one part per
+rank: all sparse layers of the group in the model's order, in each the formats in the
+configuration's order.
 
-A kind has a version: a hash of everything that determines the meaning of the bytes. So engines with
-different formats, sparse layers, centres (mean keys) or principal axes never share sketches.
-Engines that calibrate themselves from their first prompt (measure centres and axes there) share no
-sketches.
+A kind's version hashes all that determines the meaning of the bytes: formats, sparse layers,
+centres, axes. Engines that calibrate themselves from their first prompt share none.
 """
 
 import hashlib
@@ -33,15 +29,10 @@ HANDLE = "sketches"
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The description of a rank's pool of sketches (compact forms of keys) for the server,
-    which maps the pool.
+    """A rank's pool, described for the server to map.
 
-    kinds: the kinds of sketches, one per KV cache group with sparse layers, in the order of
-        the groups.
-    tensors: where the sketches are in the pool. `group_index` of a tensor is the index of
-        its kind in `kinds`.
-    num_bytes: size of the pool.
-    fd: descriptor of the pool's file.
+    kinds: in the order of the groups.
+    tensors: `group_index` is the index in `kinds`.
     """
 
     kinds: tuple[Sketch, ...]
@@ -50,11 +41,10 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """Returns a description of the rank's KV memory (`memory`) and the pool together. The
-        result owns the descriptors of `memory`, so `memory` must not be closed.
+        """The KV memory and the pool together. Owns the descriptors of `memory`, which must not be
+        closed.
 
-        num_groups: number of KV cache groups of the key space. The tensors of kind i get the group
-            index `num_groups + i`.
+        num_groups: of the key space. Tensors of kind i get the group index `num_groups + i`.
         """
         tensors = tuple(
             replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors
@@ -74,14 +64,7 @@ def shared_pool(
     num_shards: int,
     centres: Centres | None,
 ) -> SharedPool:
-    """Returns the description of a rank's pool of sketches (compact forms of keys) for the
-    server. Raises Unsupported if the pool can't be shared.
-
-    layers: the layers whose sketches are in the pool.
-    groups: the KV cache groups of the key space.
-    num_shards: number of ranks that each hold a part (shard) of a block.
-    centres: the model's mean keys, by which the sketches are computed; None without them.
-    """
+    """Raises Unsupported if the pool can't be shared."""
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")
     if not all(layer.shape.is_calibrated for layer in layers):
@@ -120,15 +103,12 @@ def shared_pool(
 
 
 def _name(layers: Sequence[SparseLayer]) -> str:
-    """Returns the names of all formats of the layers, each once, joined with `+`."""
+    """Names of all formats, each once, joined with `+`."""
     return "+".join(dict.fromkeys(name for layer in layers for name in layer.shape.formats))
 
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
-    """Returns the version of a kind of sketch (compact form of keys), so that engines share
-    only sketches whose bytes mean the same: a hash of 63 bits over the layers' numbers,
-    their formats, and the centres (mean keys) and axes that determine the meaning of the bytes. All
-    ranks get the same result, because the hash covers the centres of all heads."""
+    """A hash of 63 bits. It covers the centres of all heads, so all ranks get the same."""
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None

@@ -1,22 +1,18 @@
-"""Sparse decode in one rank of a CPU engine: decides, for every layer of a step, which blocks each
-row (request) of the batch attends to. The set of these blocks is the row's *hot set* in this layer.
-vLLM's attention then runs with a shorter block table, which has only the hot set's blocks.
+"""Decides, for every layer of a step in a CPU engine, the hot set of each row. vLLM's attention
+then runs with a shorter block table.
 
 Always true:
-- Only rows that the scheduler lists (`sparse.rows`) may attend sparsely; all other rows retain
-  their block table and length.
-- The hot set of a sparse row is in the order of the context and includes its last block. So the
-  length in the row's metadata is right: all blocks but the last are full.
+- Only rows that the scheduler lists (`sparse.rows`) may attend sparsely; all others retain their
+  block table and length.
+- A hot set is in the order of the context and includes its last block. So the length in the row's
+  metadata is right: all blocks but the last are full.
 - If the hot set is the whole context, the row is unchanged, so its attention is exact.
 
-Attention is dense (attends to everything):
-- in rows that are not listed,
-- in layers to which no worker is attached,
-- in layers whose sketches (compact forms of keys, by which blocks are selected) can't be
-  built yet,
-- for a while in layers that keep failing.
+Attention is dense in rows that are not listed, in layers without a worker, in layers whose sketches
+can't be built yet, and for a while in layers that keep failing.
 
-Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
+Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a
+    block.
 """
 
 import sys
@@ -58,14 +54,12 @@ class _Trouble:
 
 
 class LayerFaults:
-    """Turns sparse attention off for a layer that keeps failing, because an exception in every step
-    would cost more than dense attention.
+    """Turns sparse attention off for a layer that keeps failing: exceptions would cost more than
+    dense attention.
 
-    After `MAX_IN_A_ROW` faults (exceptions) in a row, a layer attends densely for
-    `FIRST_REST_STEPS` steps. Each further fault doubles the number of these steps, up to
-    `LONGEST_REST_STEPS`. A step without a fault resets the number of faults and of steps. The first
-    fault of a layer, and the first time that it is turned off, are logged. The parameter `step` of
-    the methods is the number of the present step.
+    After `MAX_IN_A_ROW` faults a layer attends densely for `FIRST_REST_STEPS` steps. Each
+    further fault doubles these, up to `LONGEST_REST_STEPS`; a step without a fault resets all. A
+    layer's first fault and first rest are logged.
     """
 
     def __init__(self) -> None:
@@ -77,8 +71,6 @@ class LayerFaults:
         return f"LayerFaults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
-        """Returns True if sparse attention is turned off for the layer in this step, so that the
-        layer attends to everything."""
         trouble = self._troubles.get(layer_name)
         return trouble is not None and step < trouble.until_step
 
@@ -87,9 +79,7 @@ class LayerFaults:
             self._troubles.pop(layer_name, None)
 
     def broke(self, layer_name: str, step: int) -> None:
-        """Counts a fault (exception) of the layer, and turns sparse attention off for it if it has
-        failed too often in a row. Must be called while the exception is handled, because this
-        method logs the exception."""
+        """Must be called while the exception is handled, because it is logged."""
         trouble = self._troubles.setdefault(layer_name, _Trouble())
         trouble.in_a_row += 1
         if self._is_new(layer_name, "fault"):
@@ -119,35 +109,27 @@ class LayerFaults:
 
 @dataclass(slots=True)
 class _Sequence:
-    """The state of a request that decodes sparsely.
-
-    layers: by name of a layer, the request's hot set (the blocks to attend to) in this layer.
-    selected: a mask over the blocks of the context, True if any layer has selected the block since
-        the last report to the server. By these reports the server knows which blocks are in use.
+    """layers: hot sets by layer name.
+    selected: mask over the context's blocks, selected by any layer since the last report to the
+        server.
     """
 
     layers: dict[str, LayerSequence] = field(default_factory=dict)
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def selected_of(self, num_blocks: int) -> npt.NDArray[np.bool_]:
-        """Returns `selected`, the mask over the blocks of the context. First enlarges it if it is
-        too short for a context of `num_blocks`."""
+        """Enlarged for a context of `num_blocks`."""
         if num_blocks > len(self.selected):
             self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
         return self.selected
 
 
 class SparseWorker:
-    """Decides which blocks the rows (requests) of a batch attend to, in one rank. Owns the
-    sketches (compact forms of blocks' keys, by which blocks are chosen), the hot sets of all
-    requests (the blocks to attend to, per layer), and the counters. Used by one thread.
+    """Owns the sketches, the hot sets of all requests, and the counters of a rank. Used by one
+    thread.
 
-    layers: the layers that may attend sparsely, by name.
-    recall_steps: once in this many steps, a choice of blocks is compared with exact attention, for
-        the statistics; 0: never.
-    turning: how the model's RoPE rotates keys by their position, for `first_prompt`.
-    first_prompt: calibrates layers from the first prompts: measures the mean and the principal axes
-        of their keys, which some formats of sketches need.
+    layers: that may attend sparsely, by name.
+    recall_steps: one selection in so many steps is compared with exact attention; 0: never.
     """
 
     def __init__(
@@ -174,7 +156,7 @@ class SparseWorker:
         self._scorers: dict[int, Scorer] = {}
         self._counters = LayerCounters(layer.index for layer in layers)
         self.is_off = False
-        """True once sparse decode is turned off for good: all layers then attend to everything."""
+        """For good: all layers attend to everything."""
 
     def __repr__(self) -> str:
         return (
@@ -185,7 +167,6 @@ class SparseWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_step(self, rows: SparseRows) -> None:
-        """Processes the scheduler's list of sparse rows for the coming step."""
         for request_id in rows.ended:
             self.end(request_id)
         self._request_of = dict(zip(rows.block_ids, rows.request_ids, strict=True))
@@ -196,32 +177,21 @@ class SparseWorker:
         self._sequences.pop(request_id, None)
 
     def start_over(self) -> None:
-        """Handles a step without a message from the scheduler: it is not known which rows
-        (requests) are sparse, or which blocks the step writes. All its rows attend to everything.
-        Discards all hot sets (blocks to attend to) and sketches (compact forms of keys)."""
+        """A step came without the scheduler's message: discards all hot sets and sketches."""
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self.sketches.forget_all()
 
     def will_write(self, blocks: I32) -> None:
-        """Marks the sketches (compact forms of keys) of `blocks` as not built, because these
-        blocks are about to be written, for example by a load."""
+        """Discards the sketches of blocks that are about to be written."""
         self.sketches.forget(blocks)
 
     def build(self, group: int, blocks: I32) -> None:
-        """Builds the missing sketches (compact forms of keys) of complete blocks, in all
-        layers of a KV cache group.
-
-        group: number of the group in vLLM.
-        """
+        """Builds missing sketches of complete blocks in all layers of vLLM's group."""
         for index in self._layers_of(group):
             self._update(index, [blocks])
 
     def loaded(self, group: int, blocks: I32) -> None:
-        """Marks the sketches (compact forms of keys) of `blocks` as built in all layers of a
-        group, because they were loaded with their blocks.
-
-        group: number of the group in vLLM.
-        """
+        """The blocks were loaded with their sketches."""
         for index in self._layers_of(group):
             self.sketches.mark_built(index, blocks)
             self._counters.add(index, "loaded_blocks", len(blocks))
@@ -230,19 +200,16 @@ class SparseWorker:
         return [layer.index for layer in self.layers.values() if layer.group == group]
 
     def take_counters(self) -> dict[str, float]:
-        """Returns the growth of counters since the last call, summed over all layers, by names of
-        `counter_help.COUNTERS`."""
+        """Growth over all layers, by names of `counter_help.COUNTERS`."""
         return self._counters.take()
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:
-        """Returns the growth of counters since the last call of this method, by layer index and by
-        names of `hotkv_proto.reports.SPARSE_COUNTERS`."""
+        """Growth by layer index and names of `hotkv_proto.reports.SPARSE_COUNTERS`."""
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:
-        """Returns, by request id, the positions of the blocks that any layer has selected since the
-        last call, ascending, int32. Includes blocks that are always attended. The server is told
-        these blocks, so that it does not evict blocks in use."""
+        """Newly selected positions, by request id, ascending, int32. Includes the always
+        attended blocks."""
         taken = {}
         for request_id, sequence in self._sequences.items():
             positions = np.flatnonzero(sequence.selected).astype(np.int32)
@@ -252,24 +219,20 @@ class SparseWorker:
         return taken
 
     def fault(self, layer_name: str) -> None:
-        """Handles an exception in a layer: counts it, and discards the hot sets (blocks to attend
-        to) of all requests in the layer, because the exception may have left them wrong. If the
-        layer keeps failing, turns its sparse attention off for a while. Must be called while the
-        exception is handled, because this method logs it."""
+        """Counts an exception in a layer and discards its hot sets, which it may have left
+        wrong. Must be called while the exception is handled."""
         self._counters.add(self.layers[layer_name].index, "faults", 1)
         for sequence in self._sequences.values():
             sequence.layers.pop(layer_name, None)
         self._faults.broke(layer_name, self._num_steps)
         if self._faults.rests(layer_name, self._num_steps + 1):
-            # Discards the layer's sketches (compact forms of keys), because it is not
-            # tracked which blocks are overwritten while the layer's sparse attention is off.
+            # While the layer rests, it is not tracked which blocks are overwritten.
             layer = self.layers[layer_name]
             self.sketches.forget(np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index])
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles that the backend could not use the chosen blocks in a layer, so that all rows
-        (requests) attend to everything in this step. If an exception is being handled, it counts as
-        a fault of the layer (`fault`)."""
+        """The backend could not use the selection: all rows attend to everything in this step.
+        An exception that is being handled counts as a fault."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -282,16 +245,13 @@ class SparseWorker:
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Chooses the blocks that the rows (requests) of the batch attend to in `layer`. Returns
-        the block tables with which vLLM's attention must run, or None if all rows attend to
-        everything. The step's keys must be in the pages already. The result is valid until `attend`
-        is called for the next layer of the KV cache group.
+        """Chooses the rows' blocks. Returns the tables with which vLLM's attention must run, valid
+        until the group's next layer; None if all rows attend to everything. The step's keys must be
+        in the pages.
 
-        key: vLLM's metadata object of the step. Layers of a group that pass the same object share
-            one plan of the step.
-        batch: a function that returns the step's batch; called when the plan is made.
-        query_of: takes the index of a token in the batch, and returns the token's query in this
-            layer, float32 [query heads, channels].
+        key: vLLM's metadata object; layers of a group that pass the same one share a plan.
+        batch: called when the plan is made.
+        query_of: token in the batch to query, float32 [query heads, channels].
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None
@@ -317,20 +277,10 @@ class SparseWorker:
 
     @staticmethod
     def _leaves_out(row: SparseRow, blocks: I32) -> bool:
-        """Returns True if the row (request) does not attend to all blocks of its context, so that
-        its block table must be rewritten.
-
-        blocks: positions of the blocks that the row attends to.
-        """
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
-        """Builds the missing sketches (compact forms of keys) of complete blocks in a layer.
-        Adds the number of built blocks and the time to the counters.
-
-        index: index of the layer.
-        blocks: arrays of block ids.
-        """
+        """Builds missing sketches of complete blocks, and counts them."""
         began_s = time.perf_counter()
         num_built = sum(self.sketches.update(index, part) for part in blocks)
         if num_built:
@@ -338,21 +288,17 @@ class SparseWorker:
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
     def _forget_written(self, layer: SparseLayer, batch: Batch) -> None:
-        """Marks the sketches (compact forms of keys) of the blocks that the step writes as
-        not built, in all layers of the group."""
+        """In all layers of the group."""
         written = batch.written_slots[batch.written_slots >= 0] // layer.shape.block_tokens
         indices = self._layers_of(layer.group)
         self.sketches.forget(np.unique(written).astype(np.int32), indices)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
-        """Plans a step for a KV cache group: finds the rows (requests) that attend sparsely, and
-        the complete blocks that need sketches (compact forms of keys). Also marks
-        sketches of blocks that the step writes as not built."""
+        """Finds the sparse rows, and the complete blocks that need sketches."""
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
-        # Examines all rows with long contexts, not only those that the scheduler has listed as
-        # sparse: sketches (compact forms of keys) are built before a row becomes sparse.
+        # All long rows, listed or not: sketches are built before a row becomes sparse.
         is_long = lengths >= self._config.min_context_tokens
         for row in np.flatnonzero(is_long & (lengths > 0) & (num_queries > 0)).tolist():
             context_tokens = int(lengths[row])
@@ -366,20 +312,11 @@ class SparseWorker:
         return plan
 
     def _named(self, written_block: int, num_queries: int) -> str | None:
-        """Returns the request id of a row of the batch if the scheduler has listed the row as
-        sparse; None otherwise.
-
-        written_block: id of the row's last block, which the step writes.
-        num_queries: number of tokens that the step computes for the row.
-        """
+        """Request id of a listed row, found by its last block."""
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
-        """Selects the blocks that the row (request) attends to in the layer. Returns their
-        positions in the context, ascending.
-
-        query_of: takes the index of a token in the batch, and returns the token's query.
-        """
+        """Positions of the blocks that the row attends to, ascending."""
         if row.attends_to_all:
             return row.positions_C
         sequence = self._sequences.get(row.request_id)
@@ -405,13 +342,8 @@ class SparseWorker:
         own: LayerSequence,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Makes a decode step of the row (request) in the layer: selects blocks with its query, and
-        updates its hot set (the blocks to attend to).
-
-        query_QD: the query, float32 [query heads, channels].
-        own: the row's hot set in the layer.
-        selected: a mask over the blocks of the context. The method sets it to True for the selected
-            blocks.
+        """own: the row's hot set.
+        selected: mask over the context's blocks; selected blocks become True.
         """
         sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
         scorer = self._scorer(layer, sources, query_QD.shape)
@@ -437,13 +369,7 @@ class SparseWorker:
     def _scorer(
         self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
     ) -> Scorer | None:
-        """Returns the layer's sketches prepared for a decode step in one compiled call
-        (`LayerSequence.decode`). Returns None if the settings `fusion` or `adaptive_p` of
-        `SparseConfig` need the slower code in numpy.
-
-        sources: by format, the layer's sketches (compact forms of keys).
-        shape: shape of a query: number of query heads, number of channels.
-        """
+        """Prepares the compiled step; None if `fusion` or `adaptive_p` needs the numpy code."""
         if self._config.fusion or self._config.adaptive_p is not None:
             return None
         known, source = self._scorers.get(layer.index), sources[self._config.scorer]
@@ -453,16 +379,15 @@ class SparseWorker:
         return known
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
-        """Returns the layer's sketches (compact forms of keys) by format.
-        `SparseRow.blocks_C` has the indices of a context's blocks in these arrays."""
+        """Keyed by format; `SparseRow.blocks_C` are indices in them."""
         return self.sketches.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns True if the layer's present choice of blocks is to be compared with exact
-        attention. This is done for one row and one layer in every `recall_steps`-th step, each time
-        in the next layer, because it reads all keys of a context. Never if `recall_steps` is 0."""
+        """Whether to compare this selection with exact attention: one row and layer in every
+        `recall_steps`-th step, each time in the next layer, because it reads all keys of a
+        context."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         if self._sampled_step == self._num_steps:

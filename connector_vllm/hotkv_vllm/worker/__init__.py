@@ -1,9 +1,9 @@
-"""The connector's worker side. It runs in the process of each rank, beside vLLM's model runner.
+"""The connector's worker side, in the process of each rank.
 
-- `side` (class `HotKVWorker`) carries out vLLM's calls, with the help of the other modules;
-- `layout` exports the engine's KV memory to the server;
-- `session` registers this memory and sends transfers (loads and stores);
-- `rank_loads` and `rank_stores` follow the transfers until they end;
-- `report` reports the ends of transfers to the scheduler side;
-- `device_order` makes transfers wait for the work that is already in the device's queue.
+- `side` (`HotKVWorker`) carries out vLLM's calls;
+- `layout` exports the engine's KV memory;
+- `rank_session` registers it with the server and sends transfers;
+- `rank_loads` and `rank_stores` follow transfers until they end;
+- `report` reports their ends to the scheduler side;
+- `device_order` makes transfers wait for the device.
 """

@@ -1,25 +1,20 @@
-"""Makes marks in the queue of the engine's device. A mark is a point in that queue: the device
-passes the mark when it has done all work that was queued before. Each transfer (load or store)
-names a mark, and begins only after the device has passed it (`hotkv_proto.order`), so that a store
-does not copy blocks that are not computed yet.
+"""Makes marks on the engine's device. Each transfer names one, and copies only after the device has
+passed it (`hotkv_proto.order`), so that no store reads blocks that are not computed yet.
 
-The server can find out by itself that the device has passed a mark, in two ways: by an interprocess
-CUDA event, or by a *word*, a number in device memory that the device writes. If the device or the
-server supports neither way, or if all events and words are in use, only this process can find out.
-The worker then sends the transfer after the device has passed the mark.
+The server tests a mark by an interprocess CUDA event, or by a *word* in device memory that the
+device writes. If it can't, or all are in use, this process tests the mark before it sends the
+transfer.
 
 Always true:
 
-- A mark is made on the CUDA stream that is current when vLLM calls the connector. So the device
-  passes it after all work that vLLM queued before, whether that work writes the blocks or reads
-  them.
-- An interprocess event is recorded again only after every transfer that names it has ended.
-- Each mark increases the value of its word by 1 (modulo 2^32), and a word belongs to one stream.
+- A mark is made on the CUDA stream that is current when vLLM calls the connector: behind all work
+  that vLLM queued before.
+- An event is recorded again only after every transfer that names it has ended.
+- Each mark increases its word by 1 (modulo 2^32), and a word belongs to one stream.
 - No method that runs in a step waits for the device.
 
-The device writes a word by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both would be
-correct, because both run after all earlier work on the stream. The kernel needs no binding to the
-CUDA driver, and takes a few microseconds on the device.
+Words are written by torch's `fill_`: cuStreamWriteValue32 would need a binding to the CUDA
+driver.
 """
 
 from collections import deque
@@ -39,30 +34,21 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Number of interprocess CUDA events. A mark (point in the device's queue) that is made by an event
-uses the event until its transfers have ended. A step makes at most two marks: one for its loads,
-one for its stores."""
+"""A mark holds one until its transfers have ended. A step makes at most two marks."""
 NUM_WORDS = 4
-"""Number of words (numbers in device memory by which the server tests marks). Each CUDA stream on
-which marks are made needs its own word. vLLM 0.32 calls the connector on one stream."""
+"""One per CUDA stream with marks. vLLM 0.32 calls the connector on one stream."""
 WORDS_HANDLE = "hotkv-order"
 
 
 class MarkEvent(Protocol):
-    """The part of `torch.cuda.Event` that is used for marks (points in the device's queue, for
-    which transfers wait)."""
-
     def query(self) -> bool: ...
     def ipc_handle(self) -> bytes: ...
 
 
 class Words(Protocol):
-    """uint32 numbers in device memory, by which the server tests whether the device has passed a
-    mark (a point in its queue): the device writes a number at the mark, and the server reads it.
-    They are zero at first.
+    """uint32 in device memory, zero at first.
 
-    handle: names the words' memory to the server.
-    fds: file descriptors to send with the handle, by name.
+    handle, fds: for the server.
     """
 
     @property
@@ -70,39 +56,32 @@ class Words(Protocol):
     @property
     def fds(self) -> Mapping[str, int]: ...
     def write(self, index: int, value: int) -> None:
-        """Queues a write of `value` to the word at `index` in device memory, at the end of the
-        current stream."""
+        """At the end of the current stream."""
 
 
 class MarkedDevice(Protocol):
-    """The calls that `Marks` makes to the engine's device. `CudaDevice` implements them; tests use
-    a simulated device."""
+    """What `Marks` needs of a device; tests simulate it."""
 
     @property
     def uuid(self) -> bytes: ...
     @property
     def stream(self) -> int:
-        """Returns the number (handle) of the device's current stream."""
+        """Its handle."""
 
     def new_event(self, *, interprocess: bool) -> MarkEvent: ...
     def record(self, event: MarkEvent) -> None:
-        """Records the event at the end of the device's current stream."""
+        """At the end of the current stream."""
 
     def new_words(self, count: int) -> Words: ...
 
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the device's queue. The device passes the mark when it has done all work that was
-    queued before.
+    """A point in the device's queue.
 
-    event: the CUDA event by which this process tests the mark; None on a CPU, where every mark
-        counts as passed.
-    after: names the event or word by which the server tests the mark; None if only this process can
-        test the mark.
-    uses: number of transfers that name the mark, plus 1 until the caller of `Marks.make` has called
-        `Marks.done`.
-    has_passed: True once `passed` has seen that the device has passed the mark.
+    event: for this process; None on a CPU, where every mark counts as passed.
+    after: for the server; None if it can't test the mark.
+    uses: transfers after the mark, plus 1 until the caller of `Marks.make` calls `Marks.done`.
     """
 
     event: MarkEvent | None = None
@@ -111,35 +90,25 @@ class Mark:
     has_passed: bool = False
 
     def passed(self) -> bool:
-        """Returns True if the device has passed the mark (has done all work that was queued before
-        the mark). Does not wait."""
+        """Does not wait."""
         if not self.has_passed:
             self.has_passed = self.event is None or self.event.query()
         return self.has_passed
 
     def lets_send(self) -> bool:
-        """Returns True if a transfer that names this mark (point in the device's queue) may be sent
-        to the server now, because the server can test the mark or because the device has already
-        passed it."""
+        """A transfer after this mark may be sent now."""
         return self.after is not None or self.passed()
 
 
 class Marks:
-    """Makes marks (points in the device's queue for which transfers wait) and reuses their events.
-    On a CPU (`device` is None) every mark counts as passed.
+    """Makes marks and reuses their events. Without a device every mark counts as passed.
 
-    order: describes to the server the CUDA events and words (numbers in device memory) that this
-        rank uses for marks.
+    order: offers events and words to the server.
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
-        """Creates the events and words by which the server can test marks, as far as the setting
-        allows them and the device supports them. `order` offers them to the server.
-
-        wanted: the setting `device_order`. `auto`: CUDA events and words in device memory,
-            `events`: only events, `flags`: only words, `host`: neither. If the device does not
-            support one of them, it is not offered, and the log says why.
-        """
+        """wanted: the setting `device_order`: `auto` (events and words), `events`, `flags`
+        (words) or `host` (neither). What the device does not support is logged."""
         self.order = NO_ORDER
         self._device = device
         self._ring: list[MarkEvent] = []
@@ -178,22 +147,16 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """Returns a copy of `memory` (the memory that the server maps) with the words added, which
-        the server reads to test marks."""
+        """Adds the words to the memory."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Makes a mark at the end of the current CUDA stream: the device passes the mark when it
-        has done all work that was queued before. The caller must call `done` when it does not use
-        the mark any more.
+        """Makes a mark at the end of the current CUDA stream. The caller must call `done`.
 
-        kind: how the server finds out that the device has passed a mark of this session. EVENTS: by
-            a CUDA event; FLAGS: by a word (a number that the device writes to its memory); HOST: it
-            can't, only this process can. If no event or word is free, the mark is like a mark of
-            HOST.
+        kind: HOST takes its place if no event or word is free.
         """
         if self._device is None:
             return Mark()
@@ -216,14 +179,12 @@ class Marks:
         return After(OrderKind.FLAGS, DeviceMark(index, value))
 
     def use(self, mark: Mark) -> Mark:
-        """Counts one more transfer that names the mark (point in the device's queue), and returns
-        the mark. `done` ends the use."""
+        """Counts a transfer, until `done`."""
         mark.uses += 1
         return mark
 
     def done(self, mark: Mark) -> None:
-        """Ends one use of the mark (point in the device's queue). After the last use, the mark's
-        event is free for another mark."""
+        """Ends a use. After the last one the event is free for another mark."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return
@@ -234,8 +195,6 @@ class Marks:
 
 
 class CudaDevice:
-    """Implements `MarkedDevice` for a CUDA device, with torch."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.uuid = cuda_device_uuid(device)
@@ -246,8 +205,7 @@ class CudaDevice:
 
     def new_event(self, *, interprocess: bool) -> MarkEvent:
         event = torch.cuda.Event(interprocess=interprocess)
-        # Records the event once, because torch creates a CUDA event only when it is first recorded.
-        # Before that it can't be exported.
+        # Torch creates a CUDA event when it is first recorded. Before that it can't be exported.
         self.record(event)
         return event
 
@@ -261,8 +219,7 @@ class CudaDevice:
 
 @dataclass(slots=True, init=False)
 class CudaWords:
-    """`Words` in a tensor of torch on a CUDA device. The constructor raises Unsupported if the
-    tensor's memory can't be shared with the server."""
+    """Raises Unsupported if the memory can't be shared with the server."""
 
     handle: MemoryHandle
     fds: Mapping[str, int] = field(default_factory=dict)
@@ -270,8 +227,8 @@ class CudaWords:
 
     def __init__(self, device: torch.device, count: int) -> None:
         words = torch.zeros(count, dtype=torch.int32, device=device)
-        # Waits until the device has set the words to zero, because the server may read them as soon
-        # as it knows of them.
+        # The server may read the words as soon as it knows of them, so they must be zero by
+        # then.
         torch.cuda.synchronize(device)
         self.handle = cuda_handle(WORDS_HANDLE, words.untyped_storage())
         self.fds = {}
@@ -282,11 +239,9 @@ class CudaWords:
 
 
 def marks_for(device: torch.device, wanted: str) -> Marks:
-    """Returns the object that makes marks (points in the device's queue, for which transfers wait)
-    for the device that holds the engine's KV cache. Raises Unsupported if torch lacks functions
-    that marks need.
+    """wanted: the setting `device_order`.
 
-    wanted: the setting `device_order`.
+    Raises Unsupported if torch lacks functions that marks need.
     """
     if device.type != "cuda":
         return Marks()

@@ -1,14 +1,11 @@
-"""Finds the engine's KV pages in the tensors that vLLM registered, and exports their memory to the
-server, so that the server can copy pages. A page is the KV of a block in one layer.
+"""Finds the pages in the tensors that vLLM registered, and exports their memory to the server.
 
-A slot in the server's arena holds the pages of a block in a fixed order: the order in which the
-block's KV cache group lists its layers. Inside a page the axes (heads, tokens, channels) have the
-same physical order as in the engine; this order is part of the key space.
+A slot holds the pages of a block in the order of its group's layers. Inside a page the axes (heads,
+tokens, channels) keep the engine's physical order, which is part of the key space.
 
-All strides are read from the tensors. So the same code serves all layouts of vLLM (LBHNC, LBNHC,
-LHBNC, BLHNC, BLNHC, BHLNC), and KV cache groups that share one buffer. A layout's name gives the
-order of the axes in memory, outermost first: L layers, B blocks, H KV heads, N tokens of a block, C
-channels of K and V.
+All strides are read from the tensors. So all layouts of vLLM are served, and groups that share
+one buffer. The names of layouts (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) have the axes in
+memory, outermost first, for layers, blocks, KV heads, tokens, channels of K and V.
 """
 
 import contextlib
@@ -37,11 +34,9 @@ UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYT
 
 @dataclass(slots=True)
 class ExportedMemory:
-    """The description of the engine's KV memory that is sent to the server, so that the server can
-    map it. The owner of this object must call `close`.
+    """Engine memory, described for the server to map. The owner must call `close`.
 
-    layout: where the pages of each block are.
-    fds: by handle id in the layout, the open descriptor of the shared file with this memory.
+    fds: open descriptors of shared files, by the layout's handle ids.
     """
 
     layout: Layout
@@ -54,14 +49,11 @@ class ExportedMemory:
 
 
 def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
-    """Returns the CUDA IPC handle of the allocation that contains the storage, and the storage's
-    offset in it. Raises Unsupported, with the reason, if CUDA does not share the memory.
+    """The CUDA IPC handle of the storage's allocation, and the storage's offset in it. Raises
+    Unsupported, with the reason, if CUDA does not share the memory.
 
-    handle_id: the id by which the layout refers to the handle.
-    storage: a storage of torch on a CUDA device.
-
-    Source: `_share_cuda_` of torch 2.x returns the tuple (device, handle, bytes, offset, counter
-    file, counter offset, event, event is needed).
+    Source: `_share_cuda_` of torch 2.x returns (device, handle, bytes, offset, counter file,
+        counter offset, event, event is needed).
     """
     try:
         device, handle, num_bytes, offset, *counter = storage._share_cuda_()
@@ -71,9 +63,8 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
             f"CUDA does not share this memory with other processes ({_first_line(error)}); {why}"
         ) from error
     if counter and counter[0]:
-        # torch counts the processes that use a handle, and keeps the memory alive until the count
-        # is 0. The server does not use torch, so it would never decrease the count; that is done
-        # here.
+        # torch counts a handle's users and keeps the memory until none is left. The server does
+        # not use torch and would never decrease the count.
         torch.UntypedStorage._release_ipc_counter_cuda(counter[0], counter[1])
     return MemoryHandle(
         handle_id,
@@ -85,10 +76,9 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
 
 
 def _plain_handle(handle: bytes) -> bytes:
-    """Returns CUDA's IPC handle (64 bytes), extracted from torch's handle. Since torch 2.5 torch's
-    handle begins with two further bytes: a version and the kind of memory (`c`: cudaMalloc, `e`: an
-    expandable segment). Raises Unsupported for memory of another kind than `c`, which other
-    processes can't map by such a handle."""
+    """CUDA's 64 bytes of torch's handle. Since torch 2.5 two bytes precede them: a version and
+    the kind of memory (`c`: cudaMalloc, `e`: expandable segment). Raises Unsupported unless the
+    kind is `c`: other processes can't map such memory."""
     if len(handle) == CUDA_HANDLE_BYTES:
         return handle
     if handle[1:2] == b"e":
@@ -105,9 +95,7 @@ def _plain_handle(handle: bytes) -> bytes:
 
 
 def cuda_device_uuid(device: torch.device) -> bytes:
-    """Returns the device's UUID, 16 bytes. It does not depend on the number that
-    CUDA_VISIBLE_DEVICES gives the device. torch provides the UUID as bytes or as a list of
-    numbers."""
+    """16 bytes, independent of CUDA_VISIBLE_DEVICES."""
     return bytes(torch.cuda.get_device_properties(device).uuid.bytes)
 
 
@@ -136,13 +124,12 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The places of a layer's pages in the engine's memory. The page of block b starts at byte
-    `base` + b * `block_stride` of the storage (torch's memory allocation) `handle_id`.
+    """A layer's pages in the engine's memory. The page of block b starts at byte `base` + b *
+    `block_stride` of the torch storage `handle_id`.
 
-    name: name of the layer.
-    run: a page consists of pieces of this many contiguous bytes.
-    dims: how the pieces of a page are repeated: for each axis, outermost first, the number of
-        repetitions and their distance in bytes (see `PageTensor`).
+    run: contiguous bytes of each piece of a page.
+    dims: (repetitions, distance in bytes) of the pieces per axis, outermost first; see
+        `PageTensor`.
     """
 
     name: str
@@ -162,13 +149,12 @@ class LayerPages:
 
 @dataclass(slots=True)
 class EngineMemoryMap:
-    """The result of `describe`: where the engine's KV pages (KV of a block in a layer) are.
+    """Where the engine's pages are.
 
-    tensors: where the pages are: the pages of each KV cache group, in the order in which a slot of
-        the server's arena holds them.
-    shard_bytes: bytes of this rank's part (shard) of a block, per group.
-    storages: the memory (torch's storages) with the pages, by handle id.
-    page_format: text for the key space: the axes of the pages in physical order (`_page_format`).
+    tensors: of all groups, in the order of a slot.
+    shard_bytes: of this rank, per group.
+    storages: torch's, by handle id.
+    page_format: for the key space (`_page_format`).
     """
 
     tensors: list[PageTensor] = field(default_factory=list)
@@ -182,12 +168,8 @@ def describe(
     kv_cache_config: Any,
     groups: Sequence[kv_groups.CacheGroup],
 ) -> EngineMemoryMap:
-    """Reads the layout of the KV pages from the registered tensors. Raises Unsupported if a layer
-    has no tensor, or if its tensor is not where vLLM's `kv_cache_tensors` places it.
-
-    kv_caches: the tensor of each layer, by layer name.
-    groups: the KV cache groups that hotkv stores.
-    """
+    """Reads the layout from the registered tensors. Raises Unsupported if a layer has none, or
+    if it is not where vLLM's `kv_cache_tensors` places it."""
     found = EngineMemoryMap()
     formats = []
     for index, group in enumerate(groups):
@@ -241,9 +223,9 @@ def _layer_pages(
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Returns a text with the axes inside a layer's pages (KV of a block in the layer) and the
-    bytes of an element. The axes are in physical order, each a letter with its size. Example:
-    `H4N32C256:2` for 4 heads, 32 tokens, 256 channels of two bytes."""
+    """A page's axes in physical order, each a letter with its size, then the bytes of an
+    element: `H4N32C256:2` for 4 heads, 32 tokens, 256 channels of two bytes.
+    """
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
     axes = sorted(
@@ -256,8 +238,7 @@ def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
-    """Raises Unsupported if a layer's pages are not where vLLM's `kv_cache_tensors` places them:
-    this module then does not understand the tensor or the placement."""
+    """Raises Unsupported if tensor and placement differ: this module misunderstands one of them."""
     for placed in kv_cache_config.kv_cache_tensors:
         if layer.name in placed.layers:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
@@ -272,9 +253,8 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Divides the layers into runs (lists of consecutive layers) that one `PageTensor` can
-    describe: within a run, the pages of all layers have the same shape and are at equal distances
-    in memory."""
+    """Runs of consecutive layers that one `PageTensor` describes: pages of one shape at equal
+    distances."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         span = layer.run + sum((count - 1) * stride for count, stride in layer.dims)
@@ -306,13 +286,9 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Exports the engine's memory, so that the server can map it for reading and writing. Raises
-    Unsupported if that is impossible; the engine's tensors stay usable.
+    """Exports for reading and writing. Raises Unsupported if that is impossible; the engine's
+    tensors stay usable.
 
-    found: where the pages are (the result of `describe`).
-    num_blocks: number of blocks in the engine's memory.
-    shard_index: the place of this rank's part of a block (shard) in a slot of the server's arena: 0
-        is the first.
     name: vLLM's name of the layout, for the server's log.
     """
     handles: list[MemoryHandle] = []
@@ -337,9 +313,9 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:
-    """Moves a CPU storage into an unlinked shared file. All tensors over the storage use the file's
-    memory afterwards. Returns a descriptor of the file; the caller must close it. Raises
-    Unsupported if /dev/shm has too little room, or if torch's file is too small."""
+    """Moves a CPU storage into an unlinked shared file; tensors over it stay valid. Returns a
+    descriptor that the caller must close. Raises Unsupported if /dev/shm has too little room, or
+    if torch's file is too small."""
     share = getattr(storage, "_share_fd_cpu_", None)
     if share is None:
         raise Unsupported("this torch can't move a CPU tensor to shared memory")
@@ -358,16 +334,13 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyPacking:
-    """Describes how vLLM's CPU kernels arrange the keys of one head in a block, so that hotkv can
-    read them.
+    """How vLLM's CPU kernels arrange the keys of one head in a block.
 
-    Usually the tokens of the block are divided into groups of `run` consecutive tokens. The keys of
-    a group are an array [head_size / pair][run][pair]: first the first `pair` channels of each
-    token of the group, then the next `pair` channels of each token, and so on. For any other
-    arrangement `order` is set instead.
+    Usually each `run` tokens form an array [head_size / pair][run][pair]: the first `pair` channels
+    of each token, then the next `pair` of each, and so on.
 
-    order: for each channel of each token, in this order, its position among the head's keys in the
-        block, int64 [tokens * head_size]; None if the keys are arranged in groups of tokens.
+    order: any other arrangement: position of each channel of each token, int64 [tokens *
+        head_size].
     """
 
     run: int
@@ -376,19 +349,17 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Returns how vLLM's CPU kernel arranges keys in a block. Finds this out by a trial: the kernel
-    writes keys that are different known numbers, and this function looks where the numbers are in
-    the page. So it finds any permutation. Raises Unsupported if the kernel does more than permute.
+    """Finds the arrangement by a trial: the kernel writes known numbers. Raises Unsupported if it
+    does more than permute.
 
-    isa: vLLM's name of the instruction set that the kernel uses.
+    isa: vLLM's name of the kernel's instruction set.
     """
     from vllm import _custom_ops as ops
 
     token = torch.arange(block_tokens)[:, None].expand(block_tokens, head_size)
     channel = torch.arange(head_size)[None, :].expand(block_tokens, head_size)
     digits = []
-    # Writes token and channel as digits below 128, because bfloat16 and float16 represent such
-    # numbers exactly.
+    # Token and channel as digits below 128, which bfloat16 and float16 represent exactly.
     for number in (token % 128, token // 128, channel % 128, channel // 128):
         keys = number.to(dtype)[:, None].contiguous()
         pages = torch.zeros((2, 1, 2 * block_tokens, head_size), dtype=dtype)
@@ -412,11 +383,9 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
 
 
 def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
-    """Returns the keys of some blocks in token order, float32 [blocks, tokens, heads, head_size].
+    """In token order, float32 [blocks, tokens, heads, head_size].
 
-    pages: all pages of a layer on a CPU, [number of blocks, heads, tokens, 2 * head_size].
-    blocks: ids of the blocks whose keys are wanted.
-    packing: how the pages arrange the keys.
+    pages: of a layer on a CPU, [number of blocks, heads, tokens, 2 * head_size].
     """
     num_blocks, heads, tokens, width = pages.shape
     count, head_size = len(blocks), width // 2
@@ -440,12 +409,8 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """The result of `find_own`: a rank's description of its own KV memory.
-
-    note: the part that is sent to the other ranks, so that all ranks agree on a key space.
-    memory: the memory, exported for the server; None if it can't be exported (the note says why).
-    groups: the KV cache groups that hotkv stores.
-    device: the device that holds the memory.
+    """memory: None if it can't be exported; the note says why.
+    groups: those that hotkv stores.
     """
 
     note: RankNote
@@ -464,15 +429,11 @@ def find_own(
     earlier: tuple[str, ...],
     reading: "Future[str]",
 ) -> OwnMemory:
-    """Reads the layout of this rank's KV memory from the tensors and exports the memory. Never
-    raises, because the other ranks wait for this rank's note (its message about its memory and key
-    space): if an error occurs, the note says why the rank can't take part.
+    """Describes and exports this rank's KV memory. Never raises, because the other ranks wait for
+    this rank's note, which says why it can't take part.
 
-    kv_caches: the tensor of each layer, by layer name.
-    place: the rank's position in the engine, and the index of its shard in a slot.
     known_space: this rank's key space from before a sleep; None to compute it.
-    earlier: names of the connectors that have registered the tensors before this connector
-        (`checks.earlier_connectors`).
+    earlier: connectors that have registered the tensors before (`checks.earlier_connectors`).
     reading: identity of the weights; awaited for READ_WAIT_S.
     """
     host = this_host()
@@ -486,8 +447,8 @@ def find_own(
         checks.check_earlier(earlier, device.type)
         packing = key_space.packing(vllm_config, kv_cache_config, groups, device.type)
         page_format = f"{found.page_format};{packing}"
-        # Sizes of 0 are not allowed in a key space, so they become 1. When the ranks agree, the
-        # true sizes of all shards replace these sizes (`ranks.decide`).
+        # A key space allows no size of 0. `ranks.decide` replaces all sizes when the ranks
+        # agree.
         sizes = tuple(size or 1 for size in found.shard_bytes)
         identity = model_weights.read_by(reading, READ_WAIT_S)
         space = known_space or key_space.key_space(

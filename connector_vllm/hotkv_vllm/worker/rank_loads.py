@@ -1,14 +1,12 @@
-"""Follows the loads of one rank, from the scheduler's order to begin a load to the report of the
-load's end.
+"""Follows the loads of one rank.
 
-Always true: each load is reported to vLLM exactly once, as loaded or as failed. It is reported only
-after its future is resolved, or after the scheduler has begun to hold its blocks back from vLLM's
-pool (`give_up`). So vLLM never reallocates blocks that the server may still write.
+Always true: each load is reported to vLLM exactly once, only after its future is resolved or the
+scheduler holds its blocks back from vLLM's pool (`give_up`). So vLLM never reallocates blocks that
+the server may still write.
 
-A load is cancelled if its deadline passes or its request is aborted. If the server has not ended
-the load CANCEL_GRACE_S after that, the load is *overdue*. Each report to the scheduler then lists
-the load, until the scheduler holds the load's blocks back. Then the load is reported to vLLM as
-failed, so that its request need not wait; until the server ends it, it is a *hung* load.
+A load is cancelled at its deadline or when its request is aborted. CANCEL_GRACE_S later it is
+*overdue* and listed in reports, until the scheduler holds its blocks back. Then it is reported
+as failed, so that its request need not wait, and *hung* until the server ends it.
 """
 
 import time
@@ -25,25 +23,17 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""Time that the server may take to end a cancelled load, seconds. The server's threads first finish
-the pieces of the load that they are copying."""
+"""For the pieces of a cancelled load that the server's threads are copying."""
 
 
 @dataclass(slots=True)
 class ActiveLoad:
-    """A load of this rank whose end was not reported to vLLM yet.
+    """A load whose end is not reported to vLLM yet.
 
-    job: the scheduler's order to begin the load.
-    after: the mark (point in the device's queue) after which the load may begin to copy.
-    deadline_s: the load is cancelled at this time; None until the worker has seen that the device
-        has passed `after`.
-    answer: the future of the transfer; None until the load is sent.
-    time: measures how long the server takes for the load, from the moment at which the worker has
-        seen that the device has passed `after`; None before.
-    cancelled_s: time at which the load was cancelled; None if it was not.
-    is_late: True if the load was cancelled at its deadline.
-    is_void: True if the load counts as failed however it ends, because the engine has discarded the
-        memory or its weights may have changed.
+    deadline_s, time: None until the worker has seen that the device has passed `after`.
+    answer: None until the load is sent.
+    is_late: cancelled at its deadline.
+    is_void: fails however it ends: memory is discarded, or weights may have changed.
     """
 
     job: LoadJob
@@ -57,13 +47,12 @@ class ActiveLoad:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds that the server has taken for the load so far; 0 if not known."""
+        """0 if unknown."""
         return self.time.seconds if self.time is not None else 0.0
 
     @property
     def is_over(self) -> bool:
-        """Returns True if the server can't write the load's blocks: the load's future is resolved,
-        or the load was not sent so far."""
+        """The server can't write the load's blocks."""
         return self.answer is None or self.answer.done()
 
 
@@ -71,7 +60,7 @@ class ActiveLoad:
 class EndedLoad:
     """A load whose future is resolved.
 
-    num_bytes: number of loaded bytes; None if the load failed.
+    num_bytes: None if the load failed.
     """
 
     load: ActiveLoad
@@ -79,24 +68,19 @@ class EndedLoad:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds that the server took for a load that succeeded. Returns the negative
-        of that time for a load that was cancelled at its deadline. Returns 0 for other failures, or
-        if the time is not known."""
+        """That the server took; negative if cancelled at its deadline; 0 for other failures or
+        if unknown."""
         if self.num_bytes is None:
             return -self.load.seconds if self.load.is_late else 0.0
         return self.load.seconds
 
 
 class RankLoads:
-    """Follows the rank's loads: active loads, hung loads (reported to vLLM as failed although the
-    server has not ended them), and failures that are not reported yet.
+    """Sends and follows the loads of a rank.
 
-    send: a function that takes a load's order and its mark (point in the device's queue), begins
-        the transfer, and returns its future. Does not raise.
-    cancel: a function that takes the id of a transfer, and asks the server to end it.
-    given_up: times of the loads that `give_up` has given up after their deadline, by request id:
-        the negative of the seconds that the load had taken until then. `RankReport` reports these
-        times and clears them.
+    send: must not raise.
+    given_up: negative seconds by request id, of loads given up after their deadline.
+        `RankReporter` clears them.
     """
 
     def __init__(
@@ -122,7 +106,6 @@ class RankLoads:
 
     @property
     def is_quiet(self) -> bool:
-        """Returns True if no load is in progress and no load's end is to be reported."""
         return not (self._active or self._failed or self.given_up)
 
     def begin(self, job: LoadJob, after: Mark) -> None:
@@ -136,15 +119,13 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Marks the loads of these requests as failed; `take` returns them, for the report to vLLM.
-        The loads were never begun, but vLLM waits for the end of each load."""
+        """Fails loads that were never begun, but for which vLLM waits."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Marks loads as failed, because the callback that begins loads has raised.
+        """Fails loads that were not begun, because the callback that begins them has raised.
 
-        jobs: the loads of the step. Only those that were not begun are marked.
-        abandoned: ids of further requests whose load must be reported as failed.
+        abandoned: further requests whose load fails.
         """
         self._failed |= set(abandoned)
         for job in jobs:
@@ -153,21 +134,17 @@ class RankLoads:
                 self._failed.add(job.request_id)
 
     def send_waiting(self) -> None:
-        """Sends each waiting load whose mark (point in the device's queue) the device has passed by
-        now."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
                 self._send_now(load)
 
     @property
     def answers(self) -> "list[Future[TransferResult] | None]":
-        """Returns the future of each active load; None in place of the future if the load was not
-        sent."""
+        """None for loads not sent."""
         return [load.answer for load in self._active.values()]
 
     def make_void(self) -> None:
-        """Cancels all active loads, and makes them count as failed however they end, because the
-        engine discards its memory or its weights may have changed."""
+        """They fail however they end."""
         for load in self._active.values():
             load.is_void = True
             self._end_early(load)
@@ -178,8 +155,7 @@ class RankLoads:
             self._end_early(load)
 
     def _end_early(self, load: ActiveLoad) -> None:
-        """Cancels a load at the server. The load has ended when its future is resolved. A load that
-        was not sent fails at once."""
+        """Cancels a load, which ends with its future; at once if it was not sent."""
         if load.cancelled_s is not None:
             return
         load.cancelled_s = time.monotonic()
@@ -191,9 +167,8 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[EndedLoad]]:
-        """Returns the loads whose end was not returned before, for the report to vLLM: the ids of
-        the requests whose load has ended (failed or not), the ids of the requests whose load
-        failed, and the ended loads."""
+        """New ends for vLLM: requests whose load has ended, those whose load failed, and the
+        loads."""
         if not self._active and not self._failed:
             return set(), set(), []
         ended = [
@@ -208,20 +183,17 @@ class RankLoads:
         return finished, failed, ended
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """Removes all loads that have ended or were never sent. Returns the ids of the requests
-        whose load must be reported as failed, and the removed loads. Used if `take_results` of
-        `HotKVWorker` has raised."""
+        """Takes the place of `take`, because it or its caller has raised. All removed loads
+        count as failed."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
-        # Does the same as `take` without calling the functions that `take` calls, because one of
-        # them has raised.
+        # Calls none of the functions that `take` calls: one of them has raised.
         self._active = {name: load for name, load in self._active.items() if name not in failed}
         self._failed = set()
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> EndedLoad:
-        """Returns the end of a load whose future is resolved. If the result can't be read, the load
-        counts as failed."""
+        """A result that can't be read is a failure."""
         assert load.answer is not None
         num_bytes = None
         try:
@@ -238,8 +210,8 @@ class RankLoads:
         return EndedLoad(load, num_bytes)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose time limit has passed. The time of a load counts from the first
-        call in which the device has passed its mark (point in the device's queue)."""
+        """Cancels loads past their time limit, which counts from the first call that sees the
+        mark passed."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue
@@ -254,8 +226,6 @@ class RankLoads:
     # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
-        """Returns the transfer ids of the loads that were cancelled at least CANCEL_GRACE_S ago and
-        have not ended."""
         return tuple(
             load.job.transfer_id
             for load in self._active.values()
@@ -265,12 +235,7 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Cancels loads, and marks them as failed although the server has not ended them. Called
-        for the loads whose blocks the scheduler holds back from vLLM's pool, so that their requests
-        need not wait for the server.
-
-        transfer_ids: ids of these loads' transfers.
-        """
+        """Fails loads that the server has not ended. The scheduler must hold their blocks back."""
         wanted = set(transfer_ids)
         for load in [
             load
@@ -285,15 +250,10 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns which of `transfer_ids` can't write to this rank's memory any more, so that the
-        scheduler may give their blocks back to vLLM. Also returns the hung loads (reported as
-        failed before they had ended) that have ended since the last call.
-
-        transfer_ids: ids of the loads whose blocks the scheduler holds back from vLLM's pool.
-        """
+        """Those that can't write this rank's memory any more, and the hung loads that have
+        ended."""
         for load in self._active.values():
-            # If the scheduler holds back the blocks of a load that was never sent, makes the load
-            # fail, so that `take` reports it.
+            # A held-back load that was never sent fails, so that `take` reports it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
                 load.answer = never_begun("its blocks are held back")
         done = [load for load in self._hung.values() if load.is_over]
@@ -306,10 +266,6 @@ class RankLoads:
 
 
 def never_begun(why: str) -> "Future[TransferResult]":
-    """Returns a future that has failed with ConnectionError, for a transfer that was never begun.
-
-    why: the reason, for the log.
-    """
     failed: Future[TransferResult] = Future()
     failed.set_exception(ConnectionError(why))
     return failed

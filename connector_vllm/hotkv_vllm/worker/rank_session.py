@@ -1,14 +1,13 @@
-"""Holds a rank's exported memory and its session with the server. Exports the tensors that vLLM
-registers, opens a session with this memory, and sends the rank's transfers.
+"""Holds a rank's exported memory and its session, and sends the rank's transfers.
 
 Always true:
 - A session exists only with memory that the server can map, and for a key space on which all ranks
-  have agreed. The session is closed before the engine unmaps the memory.
-- No transfer (load or store) is sent without a server. None is sent while this rank's weights or
-  adapters may differ from those for which the scheduler has planned the step.
+  have agreed. It is closed before the engine unmaps the memory.
+- No transfer is sent while this rank's weights or adapters may differ from those for which the
+  scheduler has planned the step.
 - A transfer that could not be begun counts as failed.
-- `RankSession.handshake` is what the scheduler must know about this rank: its key space, or why it
-  runs without hotkv.
+- `RankSession.handshake` tells the scheduler this rank's key space, or why it runs without
+  hotkv.
 """
 
 import logging
@@ -44,23 +43,15 @@ logger = link.logger
 
 
 class RankSession:
-    """Owns a rank's exported memory and its session, and sends its transfers.
+    """Owns a rank's exported memory and its session.
 
-    place: the rank's position in the engine, and the index of its shard (part of each block) in a
-        slot of the server's arena.
-    memory: the exported memory; None if none is exported.
-    marks: makes marks (points in the device's queue) for which transfers wait.
-    fence: the shared page in which the scheduler revokes stores (makes them fail); None if only
-        workers revoke them.
-    weights: watches this rank's weights; None before the first export.
-    adapters: watches this rank's LoRA adapters.
-    shared: the sparse worker whose sketches (compact forms of keys, for sparse attention)
-        are stored and loaded with blocks; None if blocks are stored without sketches.
-    session: the session with the server; None if no session was opened or the session is closed.
-    reported_link: True if the scheduler was last told that the session is connected.
-    has_agreed: True once all ranks may have agreed on a key space. From then on each rank takes
-        part in every later agreement, even if it has turned off, because the other ranks wait for
-        it.
+    place: position in the engine, and index of the rank's shard in a slot.
+    fence: in which the scheduler revokes stores; None if only workers revoke them.
+    weights: None before the first export.
+    shared: whose sketches are stored and loaded with blocks; None without.
+    reported_link: whether the scheduler was last told that the session is connected.
+    has_agreed: ranks may have agreed on a key space. From then on this one takes part in every
+        later agreement, even if it has turned off, because the others wait for it.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -99,39 +90,32 @@ class RankSession:
 
     @property
     def lacks_session(self) -> bool:
-        """Returns True if an attempt to open the session has failed, so that it must be opened
-        again."""
+        """Opening it has failed, and must be repeated."""
         is_ready = self.memory is not None and self._session_config is not None
         return self.session is None and is_ready
 
     # --------------------------------------------------------------------------------------- memory
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports the engine's KV memory, so that a server can map it. If the memory can't be
-        exported or the ranks do not agree on a key space, the engine runs without hotkv, and the
-        log says why. CPU memory is moved into a shared file; the tensors and their views stay
-        valid.
-
-        kv_caches: the tensor of each layer, by layer name.
-        """
+        """Exports the engine's memory. If that fails, or the ranks do not agree on a key space,
+        the engine runs without hotkv, and the log says why. CPU memory moves into a shared file;
+        tensors and views stay valid."""
         try:
             self._export(kv_caches)
         except (Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
             if isinstance(error, ranks.MissingNoteError):
-                # The ranks agree on a key space by notes that they exchange. This rank lacks a
-                # note, but other ranks may have all notes, and after a sleep they will wait for
-                # this rank's note again. So this rank must still take part then.
+                # This rank lacks a note of another, but the others may have all notes. After a
+                # sleep they will wait for this rank's note, so it must take part.
                 self.has_agreed, self._why_off = True, str(error)
             return
         if not self.adapters.is_watching:
             self.adapters = watch_adapters(self._vllm_config)
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports this rank's memory, and lets the ranks agree on the key space. After a sleep,
-        only the memory's description and the export are made anew; this rank's own key space and
-        `marks` stay. Raises Unsupported, OSError or ValueError."""
+        """Keeps this rank's own key space and `marks` after a sleep. Raises Unsupported, OSError
+        or ValueError."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
@@ -165,8 +149,8 @@ class RankSession:
                 memory.close()
             raise
         if self.weights is None:
-            # The models are found on the call stack, so the watch begins here, even if the weights
-            # get their identity later.
+            # The models are found on the call stack, so the watch begins here, even if the
+            # weights' identity comes later.
             self.weights = RankWeights(watch_callers())
         self.memory = self.marks.beside(memory)
         self._space = space
@@ -174,11 +158,8 @@ class RankSession:
             self._identify(space.weights_identity)
 
     def _identify(self, identity: str) -> None:
-        """Completes the key space by the identity of the weights that the engine has loaded, or of
-        those to which it has changed since.
-
-        identity: of the weights' files.
-        """
+        """Adds the identity of the loaded weights, or of those to which the engine has changed,
+        to the key space."""
         assert self.weights is not None and self._space is not None
         if not self.weights.identity:
             in_doubt = not self._config.weights_identity and model_weights.weights_may_be_older(
@@ -188,9 +169,8 @@ class RankSession:
         self._space = replace(self._space, weights_identity=self.weights.identity)
 
     def weights_were_read(self) -> bool:
-        """Returns True once, if the weights' files were still being read when the memory was
-        exported, and have been read since: the session can be opened now. If they can't be read,
-        turns this rank off."""
+        """True once, when files that were being read at the export have been read: the session
+        can be opened. Turns this rank off if they can't be read."""
         space = self._space
         is_awaited = space is not None and space.weights_identity == UNREAD
         if self.memory is None or not is_awaited or not self._reading.done():
@@ -204,9 +184,7 @@ class RankSession:
         return True
 
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Sketch, ...]:
-        """Adds the file with the sketches (compact forms of keys, for sparse attention) to
-        the exported memory. Returns the kinds of sketches in it: one per KV cache group with
-        sparse layers."""
+        """Exports the sketches. Returns one kind per group with sparse layers."""
         assert self.memory is not None and self._space is not None
         pool = shared_pool(
             sparse.sketches,
@@ -230,16 +208,11 @@ class RankSession:
         return pool.kinds
 
     def arena(self) -> Arena | None:
-        """Returns the server's arena, mapped for reading; None if there is no session, or if the
-        session may not map the arena."""
+        """None if the session is missing or may not map it."""
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """Returns vLLM's number of the KV cache group to whose blocks sketches (compact
-        forms of keys) belong.
-
-        group_index: the group index under which the session stores these sketches.
-        """
+        """vLLM's group of the sketches under the session's `group_index`."""
         assert self._session_config is not None
         config = self._session_config
         kind = config.sketches[group_index - len(config.key_space.groups)]
@@ -254,14 +227,11 @@ class RankSession:
         wait_s: float,
         opening_s: float = 0.0,
     ) -> None:
-        """Opens a session for the exported memory. Waits for the server up to `wait_s`, and up to
-        `opening_s` longer if the server has answered but has not opened the session yet. Does
-        nothing if no memory was exported, or while the weights' files are being read.
+        """Opens a session. Waits for the server up to `wait_s`, and `opening_s` longer if it has
+        answered but not opened the session. Does nothing without exported memory, or while the
+        weights' files are being read.
 
-        sparse: the worker whose sketches (compact forms of keys) are stored with blocks. If
-            they can't be exported, blocks are stored and loaded without sketches, and the
-            log says why.
-        centres: the mean keys by which the sketches are computed; None without mean keys.
+        sparse: without its sketches if they can't be exported; the log says why.
         """
         if self.memory is None or self._space is None:
             return
@@ -290,8 +260,7 @@ class RankSession:
             rank=self.place.rank,
             weights_in_doubt=self.weights is not None and self.weights.held,
         )
-        # Waits for the server, because until the server has mapped the memory, stores of the first
-        # steps would fail.
+        # Until the server has mapped the memory, stores would fail.
         if self.session is None or not link.await_server(self.session, wait_s, opening_s):
             self.reported_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
@@ -318,9 +287,8 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Opens a session for the exported memory and the present key space, without waiting for
-        the server. If the operating system refuses a thread or a file, logs this and opens no
-        session."""
+        """Opens a session without waiting. If the operating system refuses a thread or a file,
+        logs it and opens none."""
         assert self._session_config is not None and self.memory is not None
         try:
             self.session = link.open_session(
@@ -335,22 +303,17 @@ class RankSession:
             self._state_log(LinkState.ABSENT, str(error))
 
     def leave(self) -> bool:
-        """Closes the session in another thread, without waiting for the server. Returns False if
-        there is no session."""
+        """Closes the session in another thread. False if there is none."""
         session, self.session = self.session, None
         if session is None:
             return False
-        # Transfers in flight need no attention here: the client resolves their futures when it
-        # closes the session.
+        # The client resolves the futures of transfers in flight.
         link.close_aside(session)
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:
-        """Carries out the scheduler's order to check weights that may have changed. Returns True if
-        the key space has changed with the weights, so that the session must be replaced.
-
-        order: None if the step has no such order.
-        """
+        """Adopts ordered weights. True if the key space has changed, so that the session must be
+        replaced."""
         weights, config = self.weights, self._session_config
         if weights is None or not weights.obey(order) or config is None or self._space is None:
             return False
@@ -360,22 +323,16 @@ class RankSession:
         return True
 
     def turn_off(self, why: str) -> None:
-        """Turns this rank off, so that the whole engine runs without hotkv. Closes the session and
-        the exported memory.
-
-        why: the reason, which the scheduler gets in `handshake`.
-        """
+        """Closes all. The whole engine then runs without hotkv."""
         self._why_off = why
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
 
     def shutdown(self, keeps_fence: bool = False) -> None:
-        """Closes the session, the exported memory and the fence. Waits for the server for at most 5
-        seconds. A load that has not ended by then writes only to memory that the engine does not
-        use any more.
+        """Closes session, memory and fence. Waits for at most 5 seconds: a load that has not ended
+        by then writes only to memory that the engine does not use any more.
 
-        keeps_fence: True keeps the fence (the shared page in which the scheduler revokes stores)
-            for the next session.
+        keeps_fence: for the next session.
         """
         session, self.session = self.session, None
         memory, self.memory = self.memory, None
@@ -392,13 +349,12 @@ class RankSession:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if transfers may be sent: this rank surely has the weights for which the
-        session was opened, and the adapters for which the scheduler has planned the step."""
+        """This rank surely has the weights of the session, and the adapters for which the step
+        was planned."""
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
-        """Begins a load. The server copies after the device has passed the mark (a point in the
-        device's queue). Returns the future of the transfer. Never raises."""
+        """Never raises."""
         runs = job.runs if self.shared is None else (*job.runs, *job.sketches)
         return self._begun(
             lambda session: session.load(
@@ -414,11 +370,7 @@ class RankSession:
     def store(
         self, job: StoreJob, runs: tuple[BlockRun, ...], mark: Mark
     ) -> "Future[TransferResult]":
-        """Begins a store. The server copies after the device has passed the mark (a point in the
-        device's queue). Returns the future of the transfer. Never raises.
-
-        runs: the runs of blocks and of sketches (compact forms of keys) to store.
-        """
+        """Never raises."""
         return self._begun(
             lambda session: session.store(
                 self._name(job.lease_id),
@@ -432,24 +384,17 @@ class RankSession:
         )
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer early. The transfer has ended when its future is
-        resolved."""
         if self.session is not None:
             self.session.cancel(self._name(transfer_id))
 
     def _name(self, transfer_id: str) -> str:
-        """Returns the id under which the server knows this rank's part of a transfer. The id is
-        made from `transfer_id`, which is the same in all ranks."""
+        """The id of this rank's part; `transfer_id` is the same in all ranks."""
         return f"{transfer_id}-k{self.place.rank}"
 
     def _begun(
         self, begin: "Callable[[Session], Future[TransferResult]]"
     ) -> "Future[TransferResult]":
-        """Begins a transfer and returns its future. Returns a failed future if the transfer can't
-        be begun.
-
-        begin: a function that gets the session, begins the transfer and returns its future.
-        """
+        """Returns a failed future if the transfer can't be begun."""
         if self.session is None or not self.session.connected:
             return never_begun("no server")
         if not self.is_trusted:
@@ -462,9 +407,7 @@ class RankSession:
     # ---------------------------------------------------------------------------------------- state
 
     def mark(self) -> Mark:
-        """Makes a mark (a point in the device's queue) for the transfers that the caller begins:
-        the server copies only after the device has passed it. Logs how the server finds that out,
-        each time it has changed."""
+        """Logs how the server tests it, each time this has changed."""
         if self.session is None:
             return self.marks.make(OrderKind.HOST)
         if self.marks.order != NO_ORDER and self.session.connected:
@@ -480,12 +423,7 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Returns this rank's part of the report that says which ranks are connected to the server:
-        {rank: why it is not connected}, with an empty text if it is. Returns an empty dict if this
-        has not changed since the last report, unless the scheduler asks.
-
-        is_asked: True if the scheduler asks whether the rank is connected.
-        """
+        """{rank: why it is not connected, or empty}; {} if unchanged and not asked for."""
         if self._session_config is None or (
             self.is_connected == self.reported_link and not is_asked
         ):

@@ -1,9 +1,9 @@
 """Collects a rank's report to the scheduler for each step (`StepReport`).
 
 Always true:
-- Growth of counters, and ends of transfers (loads and stores), are reported once.
-- States (loads that the server does not end, whether there is a session, weights) are reported as
-  they are when `RankReporter.take` is called.
+- Growth of counters and ends of transfers are reported once.
+- States (overdue loads, the link, weights) are reported as they are when `RankReporter.take` is
+  called.
 - A part whose collection raises is left out; the rest of the report is sent.
 """
 
@@ -27,15 +27,10 @@ from hotkv_vllm.worker.rank_stores import RankStores
 class RankReporter:
     """Collects the rank's next report.
 
-    rank: the rank's session, whose state is reported.
     rank_number: vLLM's number of the rank.
-    sparse: sparse decode in this rank, whose counters and selections (chosen blocks) are reported.
-    edge: measures the callbacks (methods that vLLM calls), and records their exceptions.
-    asked: the last message from the scheduler whose loads were begun. The report answers the
-        questions in its fields `held_loads` (loads whose blocks the scheduler holds back) and
-        `asks_links` (whether the rank is connected to the server).
-    over: ended loads. The next `take` frees their marks (points in the device's queue, which
-        transfers wait for).
+    asked: the last message from the scheduler whose loads were begun; the report answers its
+        `held_loads` and `asks_links`.
+    over: ended loads, whose marks the next `take` frees.
     """
 
     def __init__(
@@ -59,19 +54,14 @@ class RankReporter:
 
     @property
     def is_quiet(self) -> bool:
-        """Returns True if nothing is collected for the next report."""
         return not self.over and self._next.is_empty()
 
     def count(self, name: str, value: float = 1) -> None:
-        """Adds `value` to a counter of `counter_help.COUNTERS`."""
+        """Adds to a counter of `counter_help.COUNTERS`."""
         self._next.count(name, value)
 
     def timed(self, load_seconds: Mapping[str, float]) -> None:
-        """Adds to the report how long the server took for loads.
-
-        load_seconds: by request id, the seconds; negative if the load was cancelled at its time
-            limit; 0 if not known.
-        """
+        """load_seconds: by request id; negative if cancelled at the time limit; 0 if unknown."""
         self._next.load_seconds.update(
             (name, load_s) for name, load_s in load_seconds.items() if load_s
         )
@@ -85,9 +75,8 @@ class RankReporter:
     ) -> HotKVWorkerMetadata | None:
         """Completes the report and returns it; None if it is empty.
 
-        meta: the message of the step from the scheduler; None if the step has none.
-        handshake: returns the rank's handshake (its key space, or why it has none); called if the
-            scheduler has asked for it.
+        meta: the step's message; None if the step has none.
+        handshake: called if the scheduler has asked for it.
         """
         self._sparse.sparse_report(self._next)
         self._state_report(loads)
@@ -105,9 +94,6 @@ class RankReporter:
 
     @callback(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
-        """Sets the states in the report: which loads the server has not ended although they were
-        cancelled (overdue), which of the held-back loads can't write any more (settled), whether
-        there is a session, and the weights. Also adds the times of loads that were given up."""
         report = self._next
         report.overdue_loads = ()
         report.settled_loads = {}
@@ -129,9 +115,6 @@ class RankReporter:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Adds the rank's answers to the step's message to the report: the ids of the step in the
-        message (`timed_step`, by which the scheduler times the step, and `settles_step`), and the
-        rank's handshake (its key space) if the scheduler wants it."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

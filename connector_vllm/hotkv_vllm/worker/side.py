@@ -1,24 +1,17 @@
-"""The connector's worker side: carries out the loads and stores of each step in one rank.
+"""Carries out the loads and stores of each step in one rank.
 
-`HotKVWorker` holds the rank's memory and session (`session`), its loads (`rank_loads`) and its
-stores (`rank_stores`). Its methods wait only in three cases: for stores whose blocks the step
-overwrites; for the server, when the engine's memory is registered or discarded; and for a moment
-after the engine's weights have changed.
+Methods wait only for stores whose blocks the step overwrites; for the server when the engine's
+memory is registered or discarded; and for a moment after weights have changed.
 
-The KV memory is exported to the server when vLLM registers it, withdrawn before vLLM unmaps it (a
-sleep), and exported again when vLLM has mapped it again.
+The KV memory is exported when vLLM registers it, withdrawn before a sleep, and exported again
+afterwards.
 
-The device computes a step after Python has queued its work, so a transfer (load or store) must not
-begin at once. Every transfer has a *mark*, a point in the device's queue (`device_order`): the
-server begins to copy after the device has done all work before the mark. If the server can test
-this, the transfer is sent at once. Otherwise the worker sends the transfer in the first callback
-(call of vLLM) in which it sees that the device has passed the mark. The time limit of a transfer
-begins when the device has passed its mark.
+A device computes a step after Python has queued it, so every transfer has a mark. It is sent at
+once if the server can test the mark, otherwise in the first callback that sees it passed. Time
+limits count from the mark.
 
-With sparse decode, sketches (compact forms of keys) are stored and loaded with blocks. The
-worker builds a block's sketch before the block's store begins. If the sketch was
-loaded with its block, it counts as built. If it can't be built or loaded, the block is stored or
-loaded without it.
+With sparse decode, a block's sketch is built before its store begins, unless it was loaded. A
+block without a sketch is stored and loaded all the same.
 """
 
 import time
@@ -42,14 +35,8 @@ from hotkv_vllm.worker.report import RankReporter
 
 
 class HotKVWorker:
-    """The connector's worker side. Does nothing until `register` has exported the KV memory and
-    opened a session. The methods `*_broke` are called if a callback (method that vLLM calls)
-    raised.
-
-    centres: the model's mean keys, by which sketches (compact forms of keys) are computed;
-        None without them.
-    edge: measures the callbacks, and records their exceptions.
-    """
+    """One rank's part of the connector. Does nothing until `register`. The methods `*_broke` are
+    called if a callback raised."""
 
     def __init__(
         self,
@@ -72,7 +59,7 @@ class HotKVWorker:
         self._is_unregistered = False
         self._loads_after: Mark | None = None
         self._started: HotKVMetadata | None = None
-        # False if no transfer is in progress and no result is to be reported.
+        # False if no transfer is in progress or to be reported.
         self._is_busy = True
         self._watches_adapters = False
 
@@ -80,26 +67,19 @@ class HotKVWorker:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
 
     def count(self, name: str) -> None:
-        """Increments a counter of `counter_help.COUNTERS`."""
         self._is_busy = True
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
-        """Returns this rank's message to the scheduler at the start: its key space, or why it runs
-        without hotkv."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
     # --------------------------------------------------------------------------------------- memory
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Exports the KV caches that vLLM has allocated, installs sparse attention if it is
-        configured, and opens the session.
-
-        kv_caches: the tensor of each layer, by layer name.
-        """
+        """Exports the memory, installs sparse attention and opens the session."""
         self._kv_caches = kv_caches
-        # The export comes first, because it moves CPU memory: sparse attention must read the new
-        # addresses. The session comes last, because it registers everything with the server.
+        # The export comes first: it moves CPU memory, and sparse attention must read the new
+        # addresses. The session comes last: it registers everything.
         self._export()
         self.sparse.install_sparse(kv_caches)
         if self.sparse.lacks_residency:
@@ -112,22 +92,19 @@ class HotKVWorker:
         self.sparse.opened()
 
     def unregister(self) -> None:
-        """Closes the session and withdraws the memory, because vLLM is about to discard it (for a
-        sleep)."""
+        """Withdraws the memory, which vLLM is about to discard for a sleep."""
         self._is_unregistered = self.rank.has_agreed
         if self.rank.memory is not None:
             self._withdraw()
             self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
-        """Closes session and memory if `unregister` raised, so that no transfer reaches discarded
-        memory."""
+        """Closes everything: no transfer may reach discarded memory."""
         self.rank.shutdown()
 
     def restore(self) -> None:
-        """Exports the KV memory again after a sleep, and opens a session. The memory has lost its
-        old contents. A rank in which hotkv is off only notifies the other ranks of the reason,
-        because they wait for it (`ranks.agree`)."""
+        """Exports the memory after a sleep, which has lost its contents. A rank in which hotkv
+        is off tells the others why: they wait for it (`ranks.agree`)."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
@@ -136,32 +113,24 @@ class HotKVWorker:
             )
 
     def memory_broke(self, what: str) -> None:
-        """Turns hotkv off in this rank, because `register` or `restore` raised.
-
-        what: what could not be done with the rank's memory, for the log.
-        """
+        """Turns hotkv off. `what` could not be done with the memory."""
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
-        """Closes the session and withdraws the memory from the server."""
         self._kv_caches = {}
         self.rank.shutdown()
 
     def _export(self) -> None:
-        """Exports the engine's present KV memory to the server. If memory was exported before,
-        withdraws it first."""
+        """Withdraws memory that was exported before, and exports the present one."""
         if self.rank.memory is not None:
             self._withdraw()
         self.rank.export(self._kv_caches)
 
     def _withdraw(self) -> None:
-        """Ends all transfers, closes the session and withdraws the memory, because the engine is
-        about to unmap the memory.
-
-        Waits for the server at most as long as a store may take. If the server hangs, it may still
-        write later, but only to the old memory, which it has mapped itself. A load that the server
-        has not ended is not reported to vLLM, so vLLM retains the load's blocks.
-        """
+        """Ends transfers and session before the engine unmaps the memory. Waits at most as long
+        as a store may take. A hanging server may write later, but only to the old memory, which
+        it has mapped itself. A load that it has not ended is not reported, so vLLM retains its
+        blocks."""
         self.loads.make_void()
         answers = [answer for answer in self.loads.answers if answer is not None]
         answers += self.stores.end_early()
@@ -176,11 +145,8 @@ class HotKVWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def rests(self, meta: HotKVMetadata) -> bool:
-        """Returns True if a step has nothing for this rank, and this rank has nothing to send and
-        nothing to report. The step's other methods then need not be called.
-
-        meta: the step's message from the scheduler.
-        """
+        """The step has nothing for this rank, and this rank nothing to send or report: its other
+        methods need not be called."""
         rank, session = self.rank, self.rank.session
         if meta.is_quiet and self._is_busy:
             self._watches_adapters = rank.adapters.is_watching
@@ -200,12 +166,7 @@ class HotKVWorker:
         )
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Prepares for a step before the step writes blocks. Ends or revokes the stores that read
-        these blocks, discards the blocks' sketches (compact forms of keys), and carries out
-        the scheduler's orders to check LoRA adapters and weights.
-
-        meta: the step's message from the scheduler.
-        """
+        """Ends the stores that read blocks which the step writes, and discards their sketches."""
         self._is_busy = True
         if meta.lost_track:
             self.distrust()
@@ -225,31 +186,25 @@ class HotKVWorker:
         self.sparse.begin_step(meta)
 
     def distrust(self) -> None:
-        """Revokes all stores and discards all sketches (compact forms of keys), because it
-        is not known which blocks the step overwrites."""
+        """Revokes all stores and discards all sketches: it is not known which blocks the step
+        overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
             if not self.sparse.distrust():
-                # It is not known which sketches (compact forms of keys) are valid, so from
-                # here on blocks are stored and loaded without sketches.
+                # It is not known which sketches are valid: blocks go without them from here on.
                 self.rank.shared = None
 
     def before_forward(self, meta: HotKVMetadata) -> None:
-        """Makes the mark of the step's loads, so that they overlap the step's forward pass. Called
-        in a step with loads, after vLLM has zeroed blocks and before the forward pass.
-
-        A device runs the forward pass after vLLM has queued it, so `start_loads` comes in time,
-        and does not delay the pass. A CPU runs the pass at once, so the loads start here.
-        """
+        """Makes the mark of the step's loads, after vLLM has zeroed blocks, so that they overlap
+        the forward pass. A device runs it after it is queued, so `start_loads` comes in time; a
+        CPU at once, so the loads start here."""
         self._loads_after = self.rank.mark()
         if self._loads_after.event is None:
             self.start_loads(meta)
 
     def start_loads(self, meta: HotKVMetadata) -> None:
-        """Carries out the scheduler's orders about loads in the step's message: begins loads,
-        cancels loads, and marks loads as failed, which the next results report. Does nothing if
-        the step has called it before. Does not wait for loads."""
+        """Begins, cancels and fails loads, once per step. Does not wait."""
         if meta is self._started:
             return
         self._started = meta
@@ -272,14 +227,13 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Marks each load of the step that was not begun as failed. Called if `before_forward` or
-        `start_loads` has raised. The stores of the step are still carried out."""
+        """Fails loads that were not begun, because `before_forward` or `start_loads` has raised.
+        The step's stores are still carried out."""
         self._started = meta
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
-        """Begins the stores of a step, after the step has computed its blocks. Does not wait for
-        stores."""
+        """Begins the stores, after the step's blocks are computed. Does not wait."""
         self._send_waiting()
         if not meta.stores:
             return
@@ -291,8 +245,8 @@ class HotKVWorker:
             return
         jobs = meta.stores
         if lost := self.sparse.find_lost(job.request_id for job in jobs if job.request_id):
-            # For these requests attention has read blocks in the server's memory that were no
-            # longer pinned. So the KV that it has computed is wrong, and must not be stored.
+            # Attention of these requests has read blocks in the arena that were no longer
+            # pinned. The KV that it has computed is wrong, and must not be stored.
             self.stores.refuse([job for job in jobs if job.request_id in lost])
             jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
@@ -301,18 +255,11 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Marks the stores of the step that `save` has not sent as failed. Called if `save` has
-        raised."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the missing sketches (compact forms of blocks' keys) of a store, and
-        returns `runs`. Returns an empty tuple if building fails, if this worker is not connected,
-        or if its sketches are not exported: the blocks are then stored without
-        sketches.
-
-        runs: the store's runs of sketches (`StoreJob.sketches`).
-        """
+        """Builds the missing sketches of a store. Returns none of `runs` if that fails: the
+        blocks go without them."""
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)
@@ -324,9 +271,8 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Returns the ids of the requests whose load has ended since the last call (failed or not),
-        and the ids of the requests whose load failed. The end of each load is returned once, even
-        if code of this method raises."""
+        """Returns the requests whose load has ended, and those whose load failed. Each end is
+        returned once, even if code here raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -342,8 +288,7 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Returns the ids of the requests whose load has ended or was never sent, if `take_results`
-        has raised. All these loads count as failed."""
+        """Fails all loads that have ended or were never sent, because `take_results` has raised."""
         failed, over = self.loads.take_failed()
         self.report.over += over
         return failed
@@ -361,14 +306,9 @@ class HotKVWorker:
                 self.rank.shared.loaded(group, run.block_ids)
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
-        """Returns this rank's report to the scheduler; None if it is empty.
-
-        meta: the step's message from the scheduler.
-        """
+        """None if it is empty."""
         return self.report.take(meta, self.loads, self.stores, self.handshake)
 
     def _send_waiting(self) -> None:
-        """Sends each waiting transfer whose mark (point in the device's queue) the device has
-        passed by now."""
         self.loads.send_waiting()
         self.stores.send_waiting()

@@ -1,8 +1,7 @@
 """Calls on blocks (cache.proto): hashes, runs to store or load, and the answer for each block.
 
-Engines hold hashes as bytes, the server holds them as uint32 [n, 8]. In messages, a group has the
-index by which the session (the client's connection) numbers it. A `GroupIndex` is a function that
-maps such an index to the server's group index. It raises HotKVError for an unknown group.
+Engines hold hashes as bytes, the server as uint32 [n, 8]. A `GroupIndex` maps a session's group
+index to the server's, and raises HotKVError for an unknown group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,17 +34,15 @@ Uint8s = NDArray[np.uint8]
 BoolMask = NDArray[np.bool_]
 GroupIndex = Callable[[int], int]
 MAX_STORED_BLOCKS = 1 << 16
-"""Largest number of blocks that a call may reserve or store. It is half of MAX_LOADED_BLOCKS,
-because making room takes longer than finding blocks."""
+"""Half of MAX_LOADED_BLOCKS, because making room takes longer than finding blocks."""
 MAX_LOADED_BLOCKS = 1 << 17
-"""Largest number of blocks that a call may load, or for which a call may acquire a lease."""
+"""Of a load or a lease."""
 
 # ---------------------------------------------------------------------------------------- hashes
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for the wire. Raises INVALID_HASH if a hash has another length than
-    `hash_bytes`."""
+    """Raises INVALID_HASH if a hash has another length."""
     if hashes and set(map(len, hashes)) != {hash_bytes}:
         wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
         raise HotKVError(
@@ -56,11 +53,7 @@ def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
 
 
 def pack_quickly(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for a lookup. Raises INVALID_HASH if the total length is wrong.
-
-    Faster than `pack`, because it does not check each hash. That suffices for a lookup, whose
-    answer is a hint.
-    """
+    """Checks only the total length (INVALID_HASH): enough for a lookup, whose answer is a hint."""
     packed = b"".join(hashes)
     if len(packed) != len(hashes) * hash_bytes:
         raise HotKVError(
@@ -71,15 +64,13 @@ def pack_quickly(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
 
 
 def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
-    """Splits packed hashes into a list."""
     return [packed[i : i + hash_bytes] for i in range(0, len(packed), hash_bytes)]
 
 
 def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
-    """Reads packed hashes as uint32 words [hashes, 8]. Raises INVALID_HASH if the length is not a
-    multiple of `hash_bytes`.
+    """uint32 [hashes, 8]. Raises INVALID_HASH if the length is no multiple of `hash_bytes`.
 
-    field: path of the field in its message, for errors.
+    field: path, for errors.
     """
     if len(packed) % hash_bytes:
         raise HotKVError(
@@ -91,14 +82,12 @@ def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
 
 
 def packed_words(words: Words, hash_bytes: int) -> bytes:
-    """Joins hashes that are words, uint32 [hashes, 8], for the wire. Each hash is cut to
-    `hash_bytes`."""
+    """words: uint32 [hashes, 8]; each is cut to `hash_bytes`."""
     return np.ascontiguousarray(words).view(np.uint8).reshape(-1, 32)[:, :hash_bytes].tobytes()
 
 
 def group_messages(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
-    """Returns the protobuf message of each group's list of hashes. Raises INVALID_HASH if a hash
-    has another length than `hash_bytes`."""
+    """Raises INVALID_HASH if a hash has another length."""
     return [
         cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
         for g in groups
@@ -108,8 +97,8 @@ def group_messages(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache
 def read_groups(
     messages: Sequence[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words]]:
-    """Yields the group index and the hashes of each list. Raises TOO_LARGE for more than MAX_LISTS
-    lists, INVALID_HASH if the bytes of a list are not a multiple of `hash_bytes`."""
+    """Group index and hashes of each list. Raises TOO_LARGE for more than MAX_LISTS,
+    INVALID_HASH for bytes that are no multiple of `hash_bytes`."""
     fields.check_lists("groups", messages)
     for m in messages:
         yield group_index(m.group_index), read_hashes("groups.hashes", m.hashes, hash_bytes)
@@ -119,8 +108,7 @@ def read_groups(
 
 
 def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]:
-    """Makes the messages of runs (consecutive blocks of a group) to store. Raises INVALID_HASH if a
-    hash has another length than `hash_bytes`."""
+    """Raises INVALID_HASH if a hash has another length."""
     return [
         cache_pb2.BlockRun(
             group_index=run.group_index,
@@ -139,12 +127,8 @@ def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.Bl
 def read_runs(
     messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words, Words | None, int]]:
-    """Yields the group index, hashes, parent and depth of each run (consecutive blocks of a group).
-    Raises TOO_LARGE for too many runs or blocks, INVALID_HASH for a hash of a wrong length.
-
-    The hashes are uint32 words [blocks, 8]. The parent is the hash of the block before the run,
-    words [8]; None if the run begins its context. The depth is the number of blocks before the run.
-    """
+    """Group index, hashes [blocks, 8], parent [8] or None, and depth of each run. Raises
+    TOO_LARGE for too many runs or blocks, INVALID_HASH for a hash of a wrong length."""
     fields.check_lists("runs", messages)
     num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes
     _check_blocks(num_blocks, MAX_STORED_BLOCKS)
@@ -170,13 +154,9 @@ def _check_blocks(num_blocks: int, most: int) -> None:
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
-    """Reads the token ids and extra keys of a run (consecutive blocks of one group). The result is
-    empty for a run of sketches (compact forms of blocks' keys), which have no token ids.
-
-    The caller has already checked the run's hashes and group index. Raises INVALID_FIELD if a count
-    does not match the run's blocks, or if an extra key is empty; TOO_LARGE if the LoRA name is too
-    long.
-    """
+    """Empty for sketches, which have no tokens. Hashes and group index must be checked already.
+    Raises INVALID_FIELD if a count does not match the run's blocks, or if an extra key is empty;
+    TOO_LARGE if the LoRA name is too long."""
     if message.group_index >= len(key_space.groups):
         return RunContent(np.empty(0, np.int32))
     num_blocks = len(message.hashes) // key_space.hash_bytes
@@ -198,7 +178,6 @@ def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunCon
 
 
 def extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
-    """Makes the message of a block's extra keys."""
     message = cache_pb2.BlockExtraKeys()
     for key in keys or ():
         match key:
@@ -214,7 +193,7 @@ def extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
 
 
 def read_extra_keys(message: cache_pb2.BlockExtraKeys) -> tuple[ExtraKey, ...] | None:
-    """Reads a block's extra keys. Raises INVALID_FIELD if an extra key is empty."""
+    """Raises INVALID_FIELD if one is empty."""
     return tuple(map(_extra_key, message.keys)) or None
 
 
@@ -234,7 +213,7 @@ def _extra_key(message: cache_pb2.ExtraKey) -> ExtraKey:
 
 
 def retention_message(value: Retention) -> cache_pb2.Retention | None:
-    """Makes the message of a retention; None for the default retention."""
+    """None for the default."""
     if value == NO_RETENTION:
         return None
     return cache_pb2.Retention(
@@ -243,10 +222,10 @@ def retention_message(value: Retention) -> cache_pb2.Retention | None:
 
 
 def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
-    """Reads a retention. An unset message means the default retention. Raises INVALID_FIELD if a
-    value is out of range, or if a pin has no time to live.
+    """An unset message is the default. Raises INVALID_FIELD for a value out of range, or a pin
+    without a time to live.
 
-    field: path of the retention's field in its message, for errors.
+    field: path, for errors.
     """
     try:
         return Retention(
@@ -257,7 +236,6 @@ def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
 
 
 def put_store_options(request: cache_pb2.StoreRequest, value: StoreOptions) -> None:
-    """Sets the options in the request of a store."""
     if (kept := retention_message(value.retention)) is not None:
         request.retention.CopyFrom(kept)
     request.residency_id = value.residency_id
@@ -266,8 +244,8 @@ def put_store_options(request: cache_pb2.StoreRequest, value: StoreOptions) -> N
 
 
 def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
-    """Reads the options of a store. Raises INVALID_FIELD if the retention is out of range or the
-    residency id can't be printed, TOO_LARGE if the id is too long."""
+    """Raises INVALID_FIELD if the retention is out of range or the residency id can't be
+    printed, TOO_LARGE if the id is too long."""
     return StoreOptions(
         read_retention("retention", request.retention),
         fields.name("residency_id", request.residency_id),
@@ -280,7 +258,6 @@ def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
 
 
 def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
-    """Makes the messages of runs (blocks of a group) to load."""
     return [
         cache_pb2.LoadRun(
             group_index=run.group_index,
@@ -294,11 +271,8 @@ def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
 def read_load_runs(
     messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex
 ) -> tuple[list[tuple[int, Int64s]], list[Int64s]]:
-    """Reads the runs (blocks of a group) of a load. Raises TOO_LARGE for too many runs or blocks,
-    INVALID_FIELD if a run has different numbers of positions and block ids.
-
-    Returns two lists with an item per run: (group index, positions in the lease), and block ids.
-    """
+    """Per run (group index, positions in the lease), and block ids. Raises TOO_LARGE for too
+    many runs or blocks, INVALID_FIELD if the two differ in number."""
     fields.check_lists("runs", messages)
     _check_blocks(sum(len(m.lease_positions) for m in messages) // 4, MAX_LOADED_BLOCKS)
     positions = [
@@ -318,10 +292,8 @@ def read_load_runs(
 def flag_messages(
     messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[BoolMask]
 ) -> list[cache_pb2.GroupFlags]:
-    """Makes the messages of masks over lists of hashes, such as the mask of the ready blocks.
-
-    messages: the lists of hashes in the request.
-    masks: for each list a mask with a flag (one byte) per hash.
+    """messages: the request's lists of hashes.
+    masks: one byte per hash.
     """
     return [
         cache_pb2.GroupFlags(group_index=m.group_index, flags=mask.tobytes())
@@ -330,17 +302,14 @@ def flag_messages(
 
 
 def read_masks(messages: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
-    """Reads the mask of each list of hashes, in the order of the request."""
+    """Masks in the order of the request."""
     return tuple(np.frombuffer(group.flags, np.bool_) for group in messages)
 
 
 def lease_response(
     asked: Sequence[cache_pb2.GroupHashes], value: LeaseGrant
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Makes the answer that grants a lease.
-
-    asked: the lists of hashes in the request.
-    """
+    """asked: the request's lists of hashes."""
     offsets = zip(asked, value.offsets, strict=True) if value.offsets else ()
     return cache_pb2.AcquireLeaseResponse(
         groups=flag_messages(asked, value.pinned),
@@ -353,8 +322,7 @@ def lease_response(
 
 
 def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> LeaseGrant:
-    """Reads the answer that grants a lease. Raises ValueError if the bytes of its offsets are not a
-    multiple of 8."""
+    """Raises ValueError if the offsets' bytes are no multiple of 8."""
     offsets = tuple(fields.int64s(group.offsets) for group in message.offsets)
     return LeaseGrant(lease_id, read_masks(message.groups), message.ttl_ms / 1000, offsets)
 
@@ -362,11 +330,8 @@ def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> 
 def result_messages(
     group_indexes: Sequence[int], results: Sequence[Uint8s]
 ) -> list[cache_pb2.RunResults]:
-    """Makes the messages of a store's results.
-
-    group_indexes: for each run (consecutive blocks of a group), the index of its group in the
-        client's call.
-    results: for each run, the `BlockResult` value of each block.
+    """group_indexes: per run, as in the client's call.
+    results: per run, `BlockResult` values.
     """
     return [
         cache_pb2.RunResults(group_index=group, results=value.tobytes())
@@ -375,13 +340,11 @@ def result_messages(
 
 
 def read_results(messages: Iterable[cache_pb2.RunResults]) -> tuple[Uint8s, ...]:
-    """Reads the `BlockResult` values of each run (consecutive blocks of a group), in the order of
-    the request."""
+    """Results in the order of the request."""
     return tuple(np.frombuffer(run.results, np.uint8) for run in messages)
 
 
 def load_response(value: TransferResult) -> cache_pb2.LoadResponse:
-    """Makes the answer to a load."""
     return cache_pb2.LoadResponse(
         transfer_id=value.transfer_id,
         status=cache_pb2.TransferStatus.ValueType(int(value.status)),
@@ -391,11 +354,7 @@ def load_response(value: TransferResult) -> cache_pb2.LoadResponse:
 
 
 def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache_pb2.StoreResponse:
-    """Makes the message that answers a store.
-
-    group_indexes: for each run (consecutive blocks of a group), the index of its group in the
-        client's call.
-    """
+    """group_indexes: per run, as in the client's call."""
     return cache_pb2.StoreResponse(
         transfer_id=value.transfer_id,
         status=cache_pb2.TransferStatus.ValueType(int(value.status)),
@@ -408,8 +367,8 @@ def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache
 def read_transfer_result(
     message: cache_pb2.LoadResponse | cache_pb2.StoreResponse,
 ) -> TransferResult:
-    """Reads the end of a transfer. An unknown status, from a newer protocol, becomes FAILED,
-    because the transfer has ended in any case."""
+    """An unknown status, of a newer protocol, becomes FAILED: the transfer has ended in any
+    case."""
     status = int(message.status)
     return TransferResult(
         message.transfer_id,

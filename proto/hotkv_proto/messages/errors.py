@@ -1,5 +1,5 @@
-"""Converts refusals (`HotKVError`) to messages and back (errors.proto). In a stream a refusal is an
-`ErrorDetail` in place of an answer; for other calls it is a google.rpc.Status in the trailers."""
+"""Converts refusals (`HotKVError`) to messages and back (errors.proto). In a stream a refusal is
+an `ErrorDetail` in place of an answer; elsewhere a google.rpc.Status in the trailers."""
 
 import re
 from functools import cache
@@ -20,14 +20,13 @@ from hotkv_proto.v1 import (
 )
 
 STATUS_KEY = "grpc-status-details-bin"
-"""Name of the trailer that holds a google.rpc.Status with a google.rpc.ErrorInfo."""
+"""Trailer with a google.rpc.Status that has a google.rpc.ErrorInfo."""
 ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
 ERROR_DOMAIN = "hotkv"
 _PATH = re.compile(r"[a-z][a-z0-9_]*(\[\d+\])?(\.[a-z][a-z0-9_]*(\[\d+\])?)*(?![\w'])")
 
 
 def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
-    """Makes the message of a refusal. In a stream it takes the place of an answer."""
     return errors_pb2.ErrorDetail(
         reason=errors_pb2.ErrorReason.ValueType(int(error.reason)),
         message=error.message,
@@ -38,7 +37,7 @@ def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
 
 @cache
 def _field_names() -> frozenset[str]:
-    """Returns the names of all fields and oneofs of hotkv's messages."""
+    """Fields and oneofs of all messages."""
     files = (
         admin_pb2,
         cache_pb2,
@@ -56,8 +55,7 @@ def _field_names() -> frozenset[str]:
 
 
 def field_at_fault(message: str) -> str:
-    """Returns the path of the field with which a refusal's sentence begins; empty if the sentence
-    does not begin with a field."""
+    """The field's path with which the sentence begins, or empty."""
     path = _PATH.match(message)
     if path is None or path[0].partition(".")[0].partition("[")[0] not in _field_names():
         return ""
@@ -65,26 +63,19 @@ def field_at_fault(message: str) -> str:
 
 
 def read_error_detail(detail: errors_pb2.ErrorDetail) -> HotKVError:
-    """Reads the refusal in an answer of a stream."""
     known = int(detail.reason) in set(Reason)
     reason = Reason(int(detail.reason)) if known else None
     return _refusal(reason, detail.message, detail.retryable)
 
 
 def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError:
-    """Makes the error of a refusal.
-
-    reason: None for a reason of a newer server that this software does not know. It becomes
-        OVERLOADED if the refusal is retryable, otherwise INTERNAL.
-    """
+    """reason: None for one of a newer server, which becomes OVERLOADED if retryable, otherwise
+    INTERNAL."""
     return HotKVError(reason or (Reason.OVERLOADED if retryable else Reason.INTERNAL), message)
 
 
 def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
-    """Makes the google.rpc.Status of a refusal.
-
-    code: the gRPC status code of the refusal's reason.
-    """
+    """code: gRPC's, for the reason."""
     told = error_detail(error)
     metadata = {"retryable": str(told.retryable).lower()}
     if told.field:
@@ -98,8 +89,8 @@ def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
 
 
 def read_error_status(packed: bytes) -> HotKVError | None:
-    """Reads the refusal in a packed google.rpc.Status. Returns None if the status does not come
-    from hotkv. Raises protobuf's DecodeError if the bytes are no such message."""
+    """None if it does not come from hotkv. Raises protobuf's DecodeError if the bytes are no
+    such message."""
     told = errors_pb2.Status.FromString(packed)
     for detail_of in told.details:
         if detail_of.type_url == ERROR_INFO_URL:

@@ -1,5 +1,5 @@
-"""Converts the hints that an engine has read from a request to messages and back (hints.proto).
-Reads the envelopes (sets of actions on blocks) that routers send outside a request."""
+"""Converts the hints that an engine has read from a request to messages and back (hints.proto),
+and reads envelopes that routers send outside a request."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ MAX_REJECTIONS = hints.MAX_ACTIONS + 1
 
 
 def request_hints_message(value: Hints) -> hints_pb2.RequestHints | None:
-    """Makes the message of a request's hints; None for no hints."""
+    """None for no hints."""
     if not (value.actions or value.rejected):
         return None
     return hints_pb2.RequestHints(
@@ -48,10 +48,9 @@ def request_hints_message(value: Hints) -> hints_pb2.RequestHints | None:
 
 
 def read_request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
-    """Reads the hints of a request. Raises INVALID_FIELD or TOO_LARGE for values that no engine
-    sends.
+    """Raises INVALID_FIELD or TOO_LARGE for values that no engine sends.
 
-    field: path of the hints' field in its message, for errors.
+    field: path, for errors.
     """
     if len(message.actions) > hints.MAX_ACTIONS or len(message.rejections) > MAX_REJECTIONS:
         raise HotKVError(
@@ -105,25 +104,22 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
 
 
 def _shown(text: str, most: int) -> str:
-    """Returns at most `most` characters of a client's text, in a form that is safe to show in an
-    operator's terminal: a text that can't be printed becomes its `repr`."""
+    """Safe in an operator's terminal: what can't be printed becomes its `repr`."""
     text = text[:most]
     return text if text.isprintable() else repr(text)[:most]
 
 
 def hint_identifier(field: str, text: str) -> str:
-    """Returns an id that a router has chosen, unchanged; it may be empty. Raises INVALID_FIELD if
-    it has more than MAX_ID_CHARS characters, or characters that can't be printed. `field`: path of
-    the field, for the error."""
+    """A router's id, which may be empty. Raises INVALID_FIELD for more than MAX_ID_CHARS
+    characters, or for some that can't be printed."""
     if text and not hints.is_identifier(text):
         raise invalid(f"{field} must be printable, of at most {hints.MAX_ID_CHARS} characters")
     return text
 
 
 def read_envelope(text: str) -> Hints:
-    """Reads a router's envelope (a set of actions on blocks) in JSON. A wrong action is listed in
-    `Hints.rejected`. Raises INVALID_FIELD if the text is no JSON object, TOO_LARGE if it is too
-    long."""
+    """Reads JSON. A wrong action is listed in `Hints.rejected`. Raises INVALID_FIELD if the text
+    is no JSON object, TOO_LARGE if it is too long."""
     check_most(MAX_ENVELOPE_CHARS, len(text), "kv_hints has {} characters")
     try:
         value: Any = json.loads(text)

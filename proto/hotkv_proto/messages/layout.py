@@ -1,8 +1,8 @@
-"""Converts key spaces, kinds of sketches (compact forms of blocks' keys), layouts of engine
-memory and device orders to messages and back (layout.proto).
+"""Converts key spaces, kinds of sketches, layouts and device orders to messages and back
+(layout.proto).
 
-These functions do not check a layout or a device order against the key space. `Layout.validate` and
-the registration of memory do that.
+Does not check a layout or a device order against the key space: `Layout.validate` and the
+registration of memory do.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from hotkv_proto.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
 from hotkv_proto.v1 import cache_pb2, layout_pb2
 
 MAX_KEY_SPACE_BYTES = 32 << 10
-"""Largest size of a key space on the wire, in bytes. Most of these bytes are layer names."""
+"""On the wire, mostly layer names."""
 KEY_SPACE_TEXTS = (
     "tenant", "model", "weights_identity", "dtype", "kv_dtype", "hash_algorithm", "hash_seed",
     "parallel_shape", "page_format",
@@ -26,8 +26,7 @@ KEY_SPACE_TEXTS = (
 
 
 def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
-    """Reads a key space. Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is too
-    large to store."""
+    """Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is too large to store."""
     check_most(MAX_KEY_SPACE_BYTES, message.ByteSize(), "key_space has {} bytes")
     check_most(MAX_GROUPS, len(message.groups), "key_space.groups has {} entries")
     _check_texts(message)
@@ -70,8 +69,7 @@ def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
 
 
 def _check_texts(message: layout_pb2.KeySpace) -> None:
-    """Raises INVALID_FIELD if a text of the key space has characters that can't be printed, because
-    logs, operators' lists and topics of events show the texts."""
+    """Logs, operators' lists and topics of events show the texts."""
     for field in KEY_SPACE_TEXTS:
         fields.check_printable(f"key_space.{field}", getattr(message, field))
     for index, text in enumerate(message.extra):
@@ -82,7 +80,6 @@ def _check_texts(message: layout_pb2.KeySpace) -> None:
 
 
 def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
-    """Makes the message of a key space."""
     return layout_pb2.KeySpace(
         tenant=value.tenant,
         model=value.model,
@@ -113,8 +110,7 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
 def read_sketches(
     messages: Iterable[layout_pb2.Sketch],
 ) -> tuple[Sketch, ...]:
-    """Reads kinds of sketches (compact forms of blocks' keys, for sparse attention). Raises
-    INVALID_FIELD if a number is out of range."""
+    """Raises INVALID_FIELD if a number is out of range."""
     kinds = []
     for index, m in enumerate(messages):
         fields.check_printable(f"sketches[{index}].format", m.format)
@@ -126,8 +122,6 @@ def read_sketches(
 
 
 def sketch_message(value: Sketch) -> layout_pb2.Sketch:
-    """Makes the message of a kind of sketch (compact form of blocks' keys, for sparse
-    attention)."""
     return layout_pb2.Sketch(
         group_index=value.group_index,
         format=value.format,
@@ -140,7 +134,6 @@ def sketch_message(value: Sketch) -> layout_pb2.Sketch:
 
 
 def layout_message(value: Layout) -> layout_pb2.Layout:
-    """Makes the message of a layout."""
     message = layout_pb2.Layout(
         shard_index=value.shard_index, block_count=value.num_blocks, name=value.name
     )
@@ -170,8 +163,8 @@ def layout_message(value: Layout) -> layout_pb2.Layout:
 
 
 def read_layout(message: layout_pb2.Layout) -> Layout:
-    """Reads a layout. Raises INVALID_LAYOUT for a memory handle without a valid source, TOO_LARGE
-    for a name that is too long, INVALID_FIELD for a name that can't be printed."""
+    """Raises INVALID_LAYOUT for a handle without a valid source, TOO_LARGE for a name that is
+    too long, INVALID_FIELD for one that can't be printed."""
     handles = []
     for index, handle in enumerate(message.handles):
         fields.identifier(f"layout.handles[{index}].handle_id", handle.handle_id)
@@ -229,8 +222,6 @@ def read_layout(message: layout_pb2.Layout) -> Layout:
 
 
 def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
-    """Makes the message of a device order: the kinds of marks (points in the queue of the engine's
-    device) that an engine offers."""
     return layout_pb2.DeviceOrder(
         device_uuid=value.device_uuid,
         event_handles=value.event_handles,
@@ -240,10 +231,7 @@ def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
 
 
 def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
-    """Reads a device order: it says by which marks (points in the device's queue) the server can
-    learn which work the engine's device has finished. Marks are CUDA events or words in device
-    memory. Raises TOO_LARGE if there are more than MAX_MARKS events, or if an event's id is too
-    long."""
+    """Raises TOO_LARGE for more than MAX_MARKS events, or an id that is too long."""
     check_most(MAX_MARKS, len(message.event_handles), "order.event_handles has {} entries")
     return DeviceOrder(
         message.device_uuid,
@@ -254,23 +242,16 @@ def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
 
 
 def device_mark_message(value: DeviceMark | None) -> layout_pb2.DeviceMark | None:
-    """Makes the message of a mark (a point in the queue of the engine's device); None for no
-    mark."""
     return None if value is None else layout_pb2.DeviceMark(index=value.index, value=value.value)
 
 
 def read_device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
-    """Reads the mark (a point in the queue of the engine's device) after which a transfer may
-    begin. Returns None if the transfer may begin at once.
-
-    Does not check that the session has such a mark; that happens at the start of the transfer.
-    """
+    """None if the transfer may begin at once. Whether the session has such a mark is checked
+    when it begins."""
     return (
         DeviceMark(request.after.index, request.after.value) if request.HasField("after") else None
     )
 
 
 def order_kind(kind: OrderKind) -> layout_pb2.DeviceOrderKind.ValueType:
-    """Returns the number on the wire that stands for a kind of mark (a point in the queue of a
-    device)."""
     return layout_pb2.DeviceOrderKind.ValueType(int(kind))

@@ -1,5 +1,5 @@
-"""Converts the reports of engines (`hotkv_proto.reports`) to messages and back; also the answer to
-the registration of memory (session.proto)."""
+"""Converts the reports of engines (`hotkv_proto.reports`) to messages and back; also the answer
+to the registration of memory (session.proto)."""
 
 from collections.abc import Iterable, Sequence, Set
 
@@ -20,17 +20,15 @@ from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, session_pb2
 
 MAX_REPORTS = 1024
-"""Largest number of scheduled requests, of ended requests and of ended loads that a message may
-report."""
+"""Scheduled requests, ended requests and ended loads of a message, each."""
 MAX_REPORTED_S = 86_400.0
-"""Longest time in a client's report, in seconds. A longer time is reduced to this."""
+"""A longer time is reduced to this."""
 
 
 def report_message(
     value: RequestReport[Sequence[bytes]], hash_bytes: int
 ) -> session_pb2.RequestReport:
-    """Makes the message of the report of a scheduled request. Raises INVALID_HASH if a hash has
-    another length than `hash_bytes`."""
+    """Raises INVALID_HASH if a hash has another length."""
     return session_pb2.RequestReport(
         hashes=pack(value.hashes, hash_bytes),
         prompt_token_count=value.prompt_tokens,
@@ -50,8 +48,7 @@ def report_message(
 def read_reports(
     messages: Iterable[session_pb2.RequestReport], hash_bytes: int
 ) -> list[RequestReport[Words]]:
-    """Reads the reports of scheduled requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for
-    an invalid field."""
+    """Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for an invalid field."""
     return [
         RequestReport(
             read_hashes("requests.hashes", m.hashes, hash_bytes),
@@ -72,17 +69,12 @@ def read_reports(
 
 
 def _said(reason: int, known: Set[Miss], otherwise: Miss) -> Miss:
-    """Converts the number of a miss reason in an engine's report to a `Miss`. Returns `otherwise`
-    if the number is not in `known`.
-
-    known: the reasons that engines may state in this field.
-    """
+    """known: reasons that engines may state in this field; others become `otherwise`."""
     return Miss(reason) if reason in known else otherwise
 
 
 def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hints_pb2.EndedRequest:
-    """Makes the message of the report of a request that has ended. Raises INVALID_HASH if a hash
-    has another length than `hash_bytes`."""
+    """Raises INVALID_HASH if a hash has another length."""
     return hints_pb2.EndedRequest(
         hashes=pack(value.hashes, hash_bytes),
         session_id=value.session_id,
@@ -93,8 +85,7 @@ def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hint
 def read_ended(
     messages: Iterable[hints_pb2.EndedRequest], hash_bytes: int
 ) -> list[EndedRequest[Words]]:
-    """Reads the reports of ended requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for an
-    invalid field."""
+    """Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for an invalid field."""
     return [
         EndedRequest(
             read_hashes("ended.hashes", m.hashes, hash_bytes),
@@ -106,7 +97,6 @@ def read_ended(
 
 
 def load_end_message(value: LoadEnd) -> session_pb2.LoadEnd:
-    """Makes the message of a load's end."""
     return session_pb2.LoadEnd(
         report_id=value.report_id,
         wait_s=value.wait_s,
@@ -116,8 +106,7 @@ def load_end_message(value: LoadEnd) -> session_pb2.LoadEnd:
 
 
 def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
-    """Reads the reports of ended loads. Raises INVALID_FIELD if a waiting time is negative or not
-    finite."""
+    """Raises INVALID_FIELD if a waiting time is negative or not finite."""
     return [
         LoadEnd(
             m.report_id,
@@ -130,16 +119,11 @@ def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
 
 
 def memory_registered_message(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
-    """Makes the answer to the registration of memory.
-
-    kind: the kind of device mark (point in the device's queue of work) that the server has chosen.
-    message: why the server has chosen no better kind; empty if it rejected no kind.
-    """
+    """message: why the server has chosen no better kind, or empty."""
     return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)
 
 
 def read_memory_registered(message: session_pb2.MemoryRegistered) -> tuple[OrderKind, str]:
-    """Reads the kind of device mark (point in the device's queue of work) that the server has
-    chosen, and the reason why it chose no better kind. Raises ValueError for an unknown kind, of a
+    """The server's choice, and why it chose no better kind. Raises ValueError for a kind of a
     newer protocol."""
     return OrderKind(message.order or OrderKind.HOST), message.message

@@ -1,7 +1,6 @@
 """Readings and figures of `hotkv top`.
 
-`read` asks a server for a reading. `figures_of` computes the rates between two readings, which
-`plain` and `screen` show; it is pure.
+`read` asks a server; `figures_of` is pure.
 """
 
 import time
@@ -18,21 +17,19 @@ from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 
 RECENT_S = 600.0
-"""Length of the period that recent figures cover, in seconds. Recent figures are
-`recent_hit_ratio`, `ceiling_ratio`, `misses`, `saved_s` and `waited_s`."""
+"""Covered by `recent_hit_ratio`, `ceiling_ratio`, `misses`, `saved_s` and `waited_s`, called
+*recent* here."""
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The server's answers to several calls of `AdminClient`, made at about the same time.
+    """Several answers of `AdminClient` at about the same time.
 
-    at_s: monotonic time when the answer `info` arrived.
-    info, tiers, sessions: answers of the calls of these names.
-    layers: counters of sparse decode by engine and layer.
-    ledger: sums of the server's ledger (which counts the prompt tokens that hit and missed) since
-        the server began.
-    recent: the same sums, over the requests of the last RECENT_S seconds.
+    at_s: monotonic, when `info` arrived.
+    layers: of sparse decode, by engine and layer.
+    ledger: since the server began.
+    recent: the same over RECENT_S.
     """
 
     at_s: float
@@ -45,7 +42,7 @@ class Reading:
 
 
 def read(client: AdminClient) -> Reading:
-    """Asks the server for a reading. Raises HotKVError if the server refuses or does not answer."""
+    """Raises HotKVError if the server refuses or does not answer."""
     info = client.info()
     return Reading(
         at_s=time.monotonic(),
@@ -63,24 +60,24 @@ def read(client: AdminClient) -> Reading:
 
 HOST = "host"
 JITTER_S = 1.0
-"""Tolerance for delayed answers when `is_same_server` compares two readings, in seconds."""
+"""Tolerance of `is_same_server` for delayed answers."""
 LATE_S = 0.05
-"""Delay of the server's event loop, in seconds, above which engines wait noticeably."""
+"""Delay of the event loop above which engines wait noticeably."""
 TROUBLES = {
     "no_space_blocks_total": "blocks found no room: the arena is full of pinned blocks",
     "refused_total": "requests were refused: `hotkv status`, or the logs, name the reason",
     "events_lost_total": "events were lost: a reader is too slow",
     "ledger_lost_reports_total": "reports were not counted: the ledger is behind",
 }
-"""Counters that should not grow. The value is the warning that is shown if the counter grows."""
+"""Counters that should not grow, and the warning if they do."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierRates:
-    """A tier's figures over the interval between two readings.
+    """Between two readings.
 
-    used_bytes: used part of `capacity_bytes`. If `capacity_bytes` is 0, the capacity is unknown.
-    hit_ratio: share of the prompt tokens in the interval that hit this tier; None without prompts.
+    capacity_bytes: 0: unknown.
+    hit_ratio: share of the prompt tokens; None without prompts.
     """
 
     name: str
@@ -95,15 +92,13 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """An engine's figures over the interval between two readings, summed over its sessions.
+    """Between two readings, summed over the engine's sessions.
 
-    name, model: the names that the screen shows.
-    hit_ratio, recent_hit_ratio: share of the prompt tokens that hit in the interval, and in the
-        last RECENT_S seconds; None without prompts.
-    saved_s, waited_s: prefill time that hits saved, and time that requests waited for the cache, in
-        the last RECENT_S seconds.
-    hot_set_hit_ratio: of the blocks that sparse decode selected, the share that was already on the
-        device; None without selections. Blocks that are always selected do not count.
+    name, model: as shown.
+    hit_ratio, recent_hit_ratio: shares of the prompt tokens; None without prompts.
+    saved_s, waited_s: prefill that hits saved, and waits for the cache, recently.
+    hot_set_hit_ratio: share of the selected blocks that were on the device, without those always
+        selected; None without selections.
     """
 
     engine_id: str
@@ -118,16 +113,15 @@ class EngineRates:
     loaded_bytes_per_s: float
     stored_bytes_per_s: float
     misses: dict[str, int]
-    """Missed tokens of the last RECENT_S seconds by reason, the most frequent reason first."""
+    """Missed tokens by reason, most frequent first."""
     saved_s: float
     waited_s: float
     selects_per_s: float
-    """Selections of sparse decode per second, summed over layers. `hot_set_hit_ratio` and
-    `swap_bytes_per_s` are figures of sparse decode too."""
+    """Selections of sparse decode, over all layers."""
     hot_set_hit_ratio: float | None
     swap_bytes_per_s: float
     weights: "Weights"
-    """The denominators of the ratios. `ModelRates` uses them to weight means of several engines."""
+    """With which `ModelRates` weights means."""
 
     @property
     def key(self) -> str:
@@ -136,12 +130,7 @@ class EngineRates:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The denominators of an engine's ratios.
-
-    prompt_tokens: prompt tokens between the two readings.
-    recent_prompt_tokens: prompt tokens in the last RECENT_S seconds.
-    selects: selections of sparse decode between the two readings.
-    """
+    """The denominators of an engine's ratios."""
 
     prompt_tokens: float
     recent_prompt_tokens: float
@@ -150,8 +139,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelRates:
-    """The figures of a model: sums over its engines. A ratio is the mean of the engines' ratios,
-    weighted by the ratios' denominators (`Weights`)."""
+    """Sums over a model's engines, and means weighted by `Weights`."""
 
     name: str
     num_engines: int
@@ -172,21 +160,18 @@ class ModelRates:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A server's figures over the interval between two readings. A ratio is a share of the prompt
-    tokens; None without prompts.
+    """A server's figures between two readings. Ratios are shares of the prompt tokens; None without
+    prompts.
 
-    recent_hit_ratio: share that hit in the last RECENT_S seconds.
-    ceiling_ratio: share that a cache without a size limit would have hit in the last RECENT_S
-        seconds.
-    lag_p99_s, lag_longest_s: delay of callbacks in the server's event loop: 99th percentile and
-        maximum.
+    ceiling_ratio: of a cache without a size limit, recently.
+    lag_p99_s, lag_longest_s: delay of callbacks in the event loop.
     """
 
     version: str
     state: str
     uptime_s: float
     has_rates: bool
-    """False for the first reading and after a restart of the server: all rates are 0 then."""
+    """False for the first reading and after a restart: all rates are 0."""
     hit_ratio: float | None
     recent_hit_ratio: float | None
     ceiling_ratio: float | None
@@ -197,9 +182,9 @@ class Figures:
     lag_p99_s: float
     lag_longest_s: float
     saved_s: float
-    """Prefill time that hits saved in the last RECENT_S seconds."""
+    """Prefill that hits saved recently."""
     waited_s: float
-    """Time that requests waited for the cache in the last RECENT_S seconds."""
+    """Waits for the cache, recently."""
     tiers: list[TierRates] = field(default_factory=list)
     engines: list[EngineRates] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -209,11 +194,8 @@ class Figures:
 
 
 class _Between:
-    """Computes the growth of counters between two readings.
-
-    The growth is 0 for the first reading. It is also 0 if the server has restarted since the
-    reading before, because its counters began at 0 again.
-    """
+    """Growth of counters between two readings; 0 for the first, and after a restart, when
+    counters begin at 0 again."""
 
     def __init__(self, before: Reading | None, after: Reading) -> None:
         known = before is not None and is_same_server(before, after)
@@ -225,7 +207,7 @@ class _Between:
         return max(0.0, now - then) / self.seconds if self.seconds > 0 else 0.0
 
     def counter(self, name: str) -> float:
-        """Returns the growth of a counter; 0 for a counter that the server does not have."""
+        """0 for a counter that the server lacks."""
         if self.before is None:
             return 0.0
         now, then = (r.info["counters"].get(name, 0.0) for r in (self.after, self.before))
@@ -235,11 +217,10 @@ class _Between:
         return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
-        """Returns by how much each count of the server's ledger has grown between the two readings.
-        The ledger counts the prompt tokens that hit and missed. If a load fails after its hit was
-        counted, the server decreases a count; the returned growth of this count is then 0.
+        """Growth of each count, at least 0: a count decreases if a load fails after its hit was
+        counted.
 
-        engine: id of the engine whose rows are summed; None: all engines.
+        engine: None: all.
         """
         now = _of(self.after.ledger, engine)
         then = now if self.before is None else _of(self.before.ledger, engine)
@@ -254,12 +235,8 @@ class _Between:
 
 
 def is_same_server(before: Reading, after: Reading) -> bool:
-    """Returns True if both readings come from the same process of a server (which has not restarted
-    in between).
-
-    Compares the process ids and also the uptimes, because in a container a restarted server may
-    have the same process id.
-    """
+    """Not restarted in between. Compares uptimes too: in a container the process id may stay the
+    same."""
     aged_s = after.info["uptime_s"] - before.info["uptime_s"]
     return bool(
         before.info["pid"] == after.info["pid"] and aged_s > after.at_s - before.at_s - JITTER_S
@@ -267,7 +244,7 @@ def is_same_server(before: Reading, after: Reading) -> bool:
 
 
 def figures_of(before: Reading | None, after: Reading) -> Figures:
-    """Returns the figures of the reading `after`, with rates since the reading `before`."""
+    """Rates are since `before`."""
     between = _Between(before, after)
     grown, recent = between.ledger(), _of(after.recent, None)
     outlook, counters = after.recent["outlook"], after.info["counters"]
@@ -294,10 +271,7 @@ def figures_of(before: Reading | None, after: Reading) -> Figures:
 
 
 def _of(savings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
-    """Returns the sums of the server's ledger, which counts the prompt tokens that hit and missed.
-
-    engine: id of the engine whose rows are summed; None: all engines.
-    """
+    """engine: None: all."""
     return total(row for row in savings["rows"] if engine in (None, row["engine_id"]))
 
 
@@ -308,7 +282,7 @@ def _hit_ratio(sums: Mapping[str, Any]) -> float | None:
 
 
 def _activity(tier: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the counts of reads and writes of a tier below host memory; empty for host memory."""
+    """Reads and writes of a tier; empty for host memory."""
     return {} if tier.get("name") == HOST else tier.get("activity") or {}
 
 
@@ -343,7 +317,7 @@ def _tiers(between: _Between, grown: Mapping[str, Any]) -> list[TierRates]:
 
 
 def by_model(engines: Iterable[EngineRates]) -> list[ModelRates]:
-    """Returns the figures of each model, in the order of the models' first engines."""
+    """Ordered by the models' first engines."""
     groups: dict[str, list[EngineRates]] = {}
     for one in engines:
         groups.setdefault(one.model, []).append(one)
@@ -379,7 +353,7 @@ def _model(name: str, engines: list[EngineRates]) -> ModelRates:
 
 
 def _engines(between: _Between) -> list[EngineRates]:
-    """Returns figures of engines that have a session, in the order in which they connected."""
+    """Engines with a session, in the order in which they connected."""
     found = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
     return [_engine(between, engine_id) for engine_id in found]
 
@@ -389,8 +363,7 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
         return [s for s in reading.sessions if s["engine_id"] == engine_id] if reading else []
 
     def grew(field_name: str) -> float:
-        """Returns by how much a counter has grown between the two readings, summed over the
-        engine's sessions. A session that began after the earlier reading adds its whole count."""
+        """A session that began after the earlier reading adds its whole count."""
         then = {s["session_number"]: s[field_name] for s in sessions(between.before)}
         return sum(float(s[field_name] - then.get(s["session_number"], 0)) for s in now)
 
@@ -424,7 +397,7 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
 
 
 def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
-    """Returns the growth of the counters of sparse decode, summed over the engine's layers."""
+    """Over the engine's layers."""
 
     def sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         own = [row for row in rows if row["engine_id"] == engine]
@@ -432,12 +405,12 @@ def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
 
     now = sums(between.after.layers)
     then = sums(between.before.layers) if between.before else now
-    # At least 0: the counters of an engine that has connected again may have begun at 0 again.
+    # Counters of an engine that has connected again begin at 0.
     return {name: max(0.0, now[name] - then[name]) for name in SPARSE_COUNTERS}
 
 
 def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
-    """Yields a sentence for each problem that needs attention."""
+    """What needs attention."""
     info, counters = between.after.info, between.after.info["counters"]
     if info["state"] != "ready":
         yield f"the server is not serving: {state_line(info)}"

@@ -33,12 +33,12 @@ NAMES = {
     "k": "up",
     "j": "down",
 }
-"""Names of keys, by the characters that terminals send. Other keys are named by their character."""
+"""By the characters that terminals send. Other keys are named by their character."""
 MAX_BYTES = 64
 
 
 def named_keys(sent: str) -> list[str]:
-    """Returns the names of the keys in a terminal's input. Ignores unknown escape sequences."""
+    """Ignores unknown escape sequences."""
     keys = []
     while sent:
         length = 3 if sent[:2] in ("\x1b[", "\x1bO") else 1
@@ -50,8 +50,7 @@ def named_keys(sent: str) -> list[str]:
 
 @contextlib.contextmanager
 def raw_keys(terminal: int) -> Iterator[None]:
-    """Sets the terminal so that each key can be read at once and is not echoed. Restores the
-    terminal at the end of the `with` block."""
+    """Each key is read at once and not echoed, until the end of the `with` block."""
     before = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
@@ -61,8 +60,7 @@ def raw_keys(terminal: int) -> Iterator[None]:
 
 
 def pressed_keys(terminal: int, seconds: float) -> list[str]:
-    """Waits up to `seconds` for keys. Returns the names of the pressed keys; `q` if the terminal is
-    closed."""
+    """Waits up to `seconds`. `q` if the terminal is closed."""
     if not select.select([terminal], [], [], max(0.0, seconds))[0]:
         return []
     sent = os.read(terminal, MAX_BYTES)
@@ -73,22 +71,20 @@ def pressed_keys(terminal: int, seconds: float) -> list[str]:
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 POLL_S = 0.05
-"""Interval at which `show_screen` checks whether the server's answer has arrived, in seconds."""
+"""How often `show_screen` looks for the answer."""
 
 
 def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
-    """Shows a screen on a terminal, or prints lines. Prints lines if the output is a pipe, if the
-    terminal can't move its cursor, or if `count` or `as_json` is set.
-
-    Raises HotKVError if the server does not answer, ValueError for invalid options.
-    """
+    """A screen, or lines if the output is a pipe, the terminal can't move its cursor, or `count`
+    or `as_json` is set. Raises HotKVError if the server does not answer, ValueError for invalid
+    options."""
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ValueError(
             f"--interval {interval_s:g}: give {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds"
         )
     if count < 0:
         raise ValueError(f"--count {count}: give a number of readings, 0 for no end")
-    # On a terminal that can't move its cursor, the library rich draws nothing.
+    # Otherwise rich draws nothing.
     can_draw = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     has_screen = sys.stdin.isatty() and sys.stdout.isatty() and can_draw
     if count or as_json or not has_screen:
@@ -104,11 +100,8 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
 
 
 def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
-    """Prints figures every `interval_s`, `count` times (0: until Ctrl-C). Rates cover the last
-    interval.
-
-    Raises HotKVError if the server does not answer.
-    """
+    """Prints figures every `interval_s`, `count` times (0: until Ctrl-C), with rates of the last
+    interval. Raises HotKVError if the server does not answer."""
     before, number = read(client), 0
     while not count or number < count:
         time.sleep(interval_s)
@@ -123,11 +116,8 @@ def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: b
 
 
 def show_screen(client: AdminClient, interval_s: float) -> None:
-    """Draws figures on the terminal until the user presses `q`.
-
-    A thread asks the server, so that keys also work while an answer is missing. Raises HotKVError
-    if the server does not answer the first time.
-    """
+    """Draws until the user presses `q`. A thread asks the server, so that keys work meanwhile.
+    Raises HotKVError if the server does not answer the first time."""
     from rich.console import Console
 
     from hotkv_client.command.top import screen
@@ -171,11 +161,8 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
 
 
 class _Asking:
-    """Takes readings in a thread, one at a time. The constructor starts the first reading.
-
-    The end of the `with` block does not wait for a reading in progress. Such a reading ends when
-    the client's channel is closed.
-    """
+    """Takes readings in a thread, one at a time, the first at once. The end of the `with` block
+    does not wait: a reading in progress ends when the client's channel is closed."""
 
     def __init__(self, client: AdminClient) -> None:
         self._client = client
@@ -197,8 +184,7 @@ class _Asking:
         self._asked = self._thread.submit(read, self._client)
 
     def answer(self) -> Reading | None:
-        """Returns the reading if it has arrived; otherwise None. Raises HotKVError if the reading
-        failed."""
+        """None until the reading has arrived. Raises HotKVError if it failed."""
         if self._asked is None or not self._asked.done():
             return None
         asked, self._asked = self._asked, None

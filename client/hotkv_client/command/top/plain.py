@@ -21,7 +21,7 @@ def per_s(num_bytes: float) -> str:
 
 
 def head(figures: Figures) -> list[str]:
-    """Formats two lines with the figures of the whole server."""
+    """Two lines about the whole server."""
     return [
         f"hotkv-server {figures.version}  {figures.state}  up {human_seconds(figures.uptime_s)}  "
         f"event loop late by {figures.lag_p99_s * 1e3:.1f} ms (p99), "
@@ -33,7 +33,7 @@ def head(figures: Figures) -> list[str]:
 
 
 def flow(figures: Figures) -> str:
-    """Formats a line about tokens, bytes and blocks per second."""
+    """Per second."""
     return (
         f"prompts {figures.prompt_tokens_per_s:,.0f} tokens/s  loaded "
         f"{per_s(figures.loaded_bytes_per_s)}  stored {per_s(figures.stored_bytes_per_s)}  evicted "
@@ -77,18 +77,14 @@ def sparse_row(engine: EngineRates | ModelRates) -> tuple[str, ...]:
 
 
 def misses(engine: EngineRates) -> str:
-    """Formats the reasons why prompt tokens missed in the last RECENT_S seconds (ten minutes), with
-    the share of each reason."""
+    """Shares of the reasons, recently."""
     all_missed = sum(engine.misses.values())
     shares = (f"{why.replace('_', ' ')} {n / all_missed:.0%}" for why, n in engine.misses.items())
     return ", ".join(shares) if all_missed else "nothing missed"
 
 
 def text(figures: Figures, engines: Sequence[EngineRates]) -> str:
-    """Formats all figures as text.
-
-    engines: the engines, in the order in which they are printed.
-    """
+    """engines: in the order of printing."""
     deciding = [engine for engine in engines if engine.selects_per_s]
     parts = [
         *head(figures),

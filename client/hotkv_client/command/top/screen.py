@@ -1,7 +1,7 @@
 """Draws `hotkv top` on a terminal with rich. Needs the extra `cli`.
 
-Always true: every line fits the terminal, if the terminal has at least 80 columns. A name that is
-too long loses its beginning, because the names of pods and models differ at their ends.
+Always true: every line fits a terminal of at least 80 columns. A long name loses its beginning,
+because names of pods and models differ at their ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,11 @@ FULL, EMPTY = "█", "░"
 BAR_WIDTH, TIER_BAR_WIDTH, HEAD_BAR_WIDTH = 10, 8, 30
 MAX_HISTORY = 60
 WIDE = 110
-"""Least width of the terminal, in columns, at which rows show more figures."""
+"""Least columns of a terminal at which rows show more figures."""
 FIGURES_WIDTH, WIDE_FIGURES_WIDTH = 63, 76
-"""Columns of a row's figures, without the row's name: on a narrow terminal, and on a WIDE one."""
+"""Columns of a row's figures without its name, on a narrow and on a WIDE terminal."""
 ENGINES_WIDTH = 9
-"""Width of the column that shows how many engines a model has."""
+"""Of the column with a model's number of engines."""
 MIN_NAME, MAX_NAME = 12, 40
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 QUIT = ("q", "ctrl-c")
@@ -57,7 +57,7 @@ SORTS = {
     "tokens": lambda one: -one.prompt_tokens_per_s,
     "name": lambda one: one.name,
 }
-"""Sort orders of rows: the sort key, by the name that the screen shows."""
+"""Sort keys of rows, by the name shown."""
 MODEL, ENGINE = "model", "engine"
 UP = "up"
 RowRates = ModelRates | EngineRates
@@ -65,18 +65,18 @@ RowRates = ModelRates | EngineRates
 
 @dataclass
 class View:
-    """The user's choices for the display. Keys change them.
+    """What keys change.
 
-    interval_s: time between two readings.
-    sort: name of a sort order, a key of `SORTS`.
-    rows: MODEL: a row for each model; ENGINE: a row for each engine.
-    model: shows only the engines of this model; empty: all engines.
+    interval_s: between two readings.
+    sort: a key of `SORTS`.
+    rows: MODEL or ENGINE: what has a row.
+    model: only this model's engines; empty: all.
     chosen: key of the row under the cursor.
-    inside: True shows only the chosen engine, with its details.
-    paused: True keeps the figures of the last reading on the screen.
-    helps: True shows the help of the keys.
-    problem: why the last reading failed; empty if it did not fail.
-    hit_ratios: hit ratios of the last readings, oldest first.
+    inside: only the chosen engine, with details.
+    paused: keeps the last reading on the screen.
+    helps: shows the help of the keys.
+    problem: why the last reading failed.
+    hit_ratios: of the last readings, oldest first.
     """
 
     interval_s: float
@@ -91,19 +91,17 @@ class View:
     hit_ratios: list[float | None] = field(default_factory=list)
 
     def remember(self, figures: Figures) -> None:
-        """Adds the reading's hit ratio to the history."""
         self.hit_ratios = [*self.hit_ratios, figures.hit_ratio][-MAX_HISTORY:]
 
     def listed(self, engines: Sequence[EngineRates]) -> list[RowRates]:
-        """Returns the rows in the chosen order. Rows that are equal in this order are sorted by
-        name."""
+        """Rows in the chosen order, then by name."""
         rows: list[RowRates] = [one for one in engines if self.model in ("", one.model)]
         if self.rows == MODEL and not self.model:
             rows = list(by_model(engines))
         return sorted(sorted(rows, key=SORTS["name"]), key=SORTS[self.sort])
 
     def press(self, key: str, engines: Sequence[EngineRates]) -> bool:
-        """Applies a key that the user pressed. Returns False if the program should end."""
+        """False if the program should end."""
         rows = self.listed(engines)
         keys = [one.key for one in rows]
         at = keys.index(self.chosen) if self.chosen in keys else 0
@@ -131,8 +129,7 @@ class View:
         return True
 
     def _enter(self, row: RowRates, engines: Sequence[EngineRates]) -> None:
-        """Opens a row: shows the engines of a model, or the details of an engine. For a model with
-        a single engine, shows the details of this engine at once."""
+        """A model's engines, or an engine's details, also of a model's single engine."""
         if isinstance(row, EngineRates):
             self.chosen, self.inside = row.key, True
             return
@@ -140,12 +137,8 @@ class View:
         self.model, self.chosen, self.inside = row.name, own[0].key, len(own) == 1
 
     def _back(self, num_rows: int) -> None:
-        """Goes back a step: from an engine's details to the list of engines, from that list to the
-        models.
-
-        num_rows: number of engines in the list. If the list has a single engine, it is skipped: the
-            step goes from the engine's details to the models.
-        """
+        """Goes from an engine's details to the list of engines, then to the models; skips a list
+        of one engine."""
         if self.inside:
             self.inside = False
             if self.rows == ENGINE or num_rows > 1:
@@ -155,7 +148,7 @@ class View:
 
 
 def sparkline(ratios: Sequence[float | None]) -> str:
-    """Returns a bar for each ratio, as high as the ratio; a blank for None (no prompt)."""
+    """A bar per ratio; blank for None."""
     return "".join(
         HEIGHTS[0] if ratio is None else HEIGHTS[1 + round(7 * min(1.0, max(0.0, ratio)))]
         for ratio in ratios
@@ -163,15 +156,14 @@ def sparkline(ratios: Sequence[float | None]) -> str:
 
 
 def bar(ratio: float | None, width: int) -> str:
-    """Returns a horizontal bar of `width` columns. The filled part shows the ratio, to an eighth of
-    a column."""
+    """Horizontal, to an eighth of a column."""
     eighths = round(8 * width * min(1.0, max(0.0, ratio or 0.0)))
     part = EIGHTHS[eighths % 8] if eighths % 8 else ""
     return (FULL * (eighths // 8) + part).ljust(width, EMPTY)
 
 
 def shortened(text: str, width: int) -> str:
-    """Returns the text in at most `width` columns. If it is too long, cuts off its beginning."""
+    """Cuts off the beginning."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
@@ -179,7 +171,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def draw(figures: Figures, view: View, console: Console) -> RenderableType:
-    """Draws the whole screen. If the rows do not fit, draws only the rows around the chosen row."""
+    """The whole screen, if necessary with only the rows around the chosen one."""
     if view.helps:
         return Group(_help(), Text("any key: back   q quit", style="dim"))
     rows = view.listed(figures.engines)
@@ -206,7 +198,7 @@ def draw(figures: Figures, view: View, console: Console) -> RenderableType:
 
 
 def screen(console: Console) -> Live:
-    """Returns a screen that draws only on request and restores the terminal when it is closed."""
+    """Draws only on request, and restores the terminal when closed."""
     return Live(console=console, screen=True, auto_refresh=False)
 
 
@@ -215,7 +207,7 @@ def _line(*parts: tuple[str, str] | str) -> Text:
 
 
 def _head(figures: Figures, view: View) -> list[Text]:
-    """Draws the lines with the figures of the whole server."""
+    """Lines about the whole server."""
     fine = figures.state == "ready" and not view.problem
     lines = [
         _line(
@@ -275,7 +267,7 @@ def _tiers(tiers: Sequence[TierRates]) -> Table:
 def _table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], num_left: int, chosen: int = -1
 ) -> Table:
-    """Draws a table. The first `num_left` columns are aligned to the left."""
+    """The first `num_left` columns are aligned left."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for at, header in enumerate(headers):
         made.add_column(header, justify="left" if at < num_left else "right", no_wrap=True)
@@ -285,8 +277,7 @@ def _table(
 
 
 def _window(rows: Sequence[RowRates], chosen: int, room: int) -> slice:
-    """Returns the range of rows to draw: as many as fit into `room` lines, including the chosen
-    row."""
+    """Rows that fit into `room` lines, around the chosen one."""
     for count in range(min(len(rows), room), 1, -1):
         start = max(0, min(chosen - count // 2, len(rows) - count))
         if _height(rows[start : start + count]) <= room:
@@ -295,8 +286,8 @@ def _window(rows: Sequence[RowRates], chosen: int, room: int) -> slice:
 
 
 def _height(rows: Sequence[RowRates]) -> int:
-    """Returns the number of lines that `_all` draws: a blank line, the headers and the rows. If
-    engines make selections (sparse decode), `_all` draws a second table of these engines."""
+    """Lines that `_all` draws: blank, headers and rows, and a second table if engines make
+    selections."""
     deciding = sum(1 for one in rows if one.selects_per_s)
     return 2 + len(rows) + (2 + deciding if deciding else 0)
 
@@ -345,7 +336,6 @@ def _all(rows: Sequence[RowRates], chosen: int, view: View, width: int) -> list[
 
 
 def _one(engine: EngineRates) -> Panel:
-    """Draws an engine, with the reasons of its misses."""
     pairs = [
         *zip(plain.ENGINE_HEADERS[1:], plain.engine_row(engine)[1:], strict=True),
         ("sessions", str(engine.num_sessions)),
