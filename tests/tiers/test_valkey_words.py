@@ -225,7 +225,7 @@ def test_read_only_user_loses_no_read(server: Server, caplog: pytest.LogCaptureF
             bench.check_read([1], [3])
             assert generation(bench.tier, "new") == NO_GENERATION and flush(bench.tier) is None
         assert not bench.tier.problem() and caplog.text.count("refuses writes") == 1
-        assert caplog.text.count("no generation of fingerprint=new that can be used") == 1
+        assert caplog.text.count("no usable generation of fingerprint=new") == 1
         server.client.execute_command("ACL", "SETUSER", "default", "+set")
         assert bench.write([2], [0]).tolist() == [Write.STORED]
 
