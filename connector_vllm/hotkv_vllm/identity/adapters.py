@@ -211,12 +211,15 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """Registers a new request with an adapter. The next step's message asks the ranks which
-        bytes they hold for vLLM's id of the adapter, if no other running request uses the id, or if
-        the id was not used for this adapter before."""
+        """Registers a request with an adapter; if it is registered, its wait begins anew. The next
+        step's message asks the ranks which bytes they hold for vLLM's id of the adapter, if no
+        other running request uses the id, or if the id was not used for this adapter before."""
         self.is_used = True
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
+        if request.request_id in self._live:
+            self._live[request.request_id] = (lora.lora_int_id, name, now_s)
+            return
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
             if not self._logged_many:
                 self._logged_many = True

@@ -128,7 +128,11 @@ class HotKVScheduler:
         handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
             self._leave()
+        awaiting = self.sharing.joining
         self.sharing.connect(handshakes)
+        if awaiting is not None and self.sharing.joining is None:
+            for request in awaiting.requests.values():
+                self.requests.arrived(request)
 
     def turn_off(self) -> None:
         """Closes the session. From then on the engine runs without hotkv, until `connect` opens
@@ -193,6 +197,8 @@ class HotKVScheduler:
                 self.requests.arrived(request)
         cache, failed = sharing.cache, output.failed_recving or ()
         if cache is None:
+            if report.adapters is not None:
+                self._adapters.reported(report.adapters)
             return
         if report.load_seconds:
             self.requests.choice.told(self.requests.states, report.load_seconds)
