@@ -1,5 +1,4 @@
-"""Fixtures: a real server that the tests of a file share, and `Rig` harnesses (vLLM's tiering with
-hotkv's tier, but without an engine)."""
+"""Fixtures: a real server for a file's tests, and `Rig`s."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
-    """Starts a server for one test only, which may stop and kill it."""
     server = Daemon(tmp_path).start()
     yield server
     server.stop()
@@ -31,11 +29,6 @@ def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def rigs(daemon: Daemon) -> Iterator[Any]:
-    """Returns a function that makes connected `Rig` harnesses (vLLM's tiering with hotkv's tier).
-
-    server: a real server; by default that of the file's tests.
-    settings: arguments of `Rig`.
-    """
     made = []
 
     def make(server: Daemon = daemon, **settings: Any) -> Rig:

@@ -1,4 +1,4 @@
-"""Real vLLM engines whose KV offloading uses hotkv's `HotKVOffloadingConnector`."""
+"""Real vLLM engines with `HotKVOffloadingConnector`."""
 
 from typing import Any
 
@@ -8,18 +8,11 @@ HOST_COPIES = {
     "spec_name": "HostTieringSpec",
     "spec_module_path": "hotkv_vllm.testing.host_copies",
 }
-"""vLLM refuses to offload in CPU engines. These settings name a module of hotkv with which it can;
-the module replaces only the copies between device and host."""
+"""vLLM does not offload in CPU engines; this module replaces the copies."""
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
-    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector. It has no module
-    path, so vLLM must find the connector by its name.
-
-    target: the server's address.
-    primary_mib: size of vLLM's CPU tier in MiB.
-    extra: further keys of `kv_connector_extra_config`.
-    """
+    """No module path: vLLM must find the connector by its name."""
     own = transfer_config(target=target)["kv_connector_extra_config"]
     del own["hotkv.load"]
     return {
@@ -36,7 +29,6 @@ def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, A
 
 
 def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the `kv_transfer_config` of a MultiConnector that combines these connectors."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",

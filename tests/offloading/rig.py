@@ -1,10 +1,7 @@
-"""Runs vLLM's real TieringOffloadingManager with hotkv's tier and a real server, but without an
-engine. So vLLM has two tiers: its own CPU tier (the primary tier), and hotkv's below it.
+"""vLLM's real TieringOffloadingManager over hotkv's tier and a real server, without an engine.
 
-A `Rig` replaces an engine's scheduler: it looks keys up step by step, as
-`OffloadingConnectorScheduler` does, and simulates the copies between the device and the primary
-tier. Each row there holds a chunk (some blocks that vLLM offloads as a unit). The bytes of a row
-are computed from the chunk's key, so a wrong row is detected.
+A `Rig` looks up as `OffloadingConnectorScheduler` and plays the device's copies. A row's bytes
+follow from its key.
 """
 
 import hashlib
@@ -48,8 +45,7 @@ from tests.support.waiting import wait_for
 
 ROW_BYTES = 4096
 PATIENT = {f"hotkv.{name}_timeout_s": 60.0 for name in ("lookup", "load", "store")}
-"""Settings of a tier that does not give up a call of a slow server. A call that is given up is a
-miss."""
+"""A call given up is a miss."""
 CHUNK_TOKENS = 16
 END_OF_STEP = ScheduleEndContext((), ())
 
@@ -62,8 +58,7 @@ def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
 
 
 def row_of(key: OffloadKey) -> Any:
-    """Returns the bytes that a chunk with this key must have in vLLM's CPU tier, uint8 [ROW_BYTES].
-    (A chunk is vLLM's unit of offloading; a row is its place in the tier.)"""
+    """uint8 [ROW_BYTES]."""
     return np.frombuffer(hashlib.sha256(key).digest() * (ROW_BYTES // 32), np.uint8)
 
 
@@ -76,13 +71,7 @@ def scheduler_side(
     num_replicas: int = 1,
     publishes_events: bool = False,
 ) -> DoorScheduler:
-    """Returns the scheduler side of `HotKVOffloadingConnector` with the given tier, for a model
-    with one KV cache group.
-
-    role: vLLM's `kv_role`.
-    num_ranks, num_replicas: number of ranks in an engine, and of data-parallel engines.
-    publishes_events: True for an engine that publishes KV events.
-    """
+    """For a model with one group."""
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
     for sizes in ("group_block_tokens", "hit_block_tokens"):
         patch.setattr(scheduler, sizes, lambda *_: (CHUNK_TOKENS,))
@@ -108,15 +97,7 @@ def scheduler_side(
 
 
 class Rig:
-    """A test harness for the scheduler side of an engine with hotkv's tier.
-
-    num_rows: size of the primary tier (vLLM's CPU tier). A row holds a chunk (some blocks that vLLM
-        offloads as a unit).
-    num_groups: number of KV cache groups.
-    settings: settings of hotkv's tier. By default it waits long for the server, which may be slow
-        on a busy machine.
-    longest_lookup_s: the longest time that the lookups of one request took in one step.
-    """
+    """longest_lookup_s: most time of one request's lookups in a step."""
 
     def __init__(
         self, target: str, num_rows: int = 64, num_groups: int = 1, **settings: Any
@@ -158,8 +139,6 @@ class Rig:
         return self
 
     def request(self, keys: Sequence[OffloadKey], **more: Any) -> ReqContext:
-        """Begins a request whose prompt consists of the chunks (vLLM's units of offloading) with
-        these keys. Returns vLLM's `ReqContext` of it."""
         self._number += 1
         context = ReqContext(f"request {self._number}", **more)
         for number, key in enumerate(keys):
@@ -169,11 +148,10 @@ class Rig:
 
     def step(self) -> None:
         self.manager.on_schedule_end(END_OF_STEP)
-        # vLLM 0.33 holds promotions from a reset until its scheduler calls this.
+        # vLLM 0.33 holds promotions from a reset until then.
         getattr(self.manager, "on_reset_flushed", lambda: None)()
 
     def settle(self) -> None:
-        """Runs scheduler steps until all stores and loads of the tiers have ended."""
         wait_for(self._steps_until_idle, "the end of all jobs")
 
     def _steps_until_idle(self) -> bool:
@@ -181,8 +159,7 @@ class Rig:
         return not self.manager.has_pending_work()
 
     def offer(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Simulates the copy of computed chunks (vLLM's units of offloading) from the device into
-        the primary tier (vLLM's CPU tier). hotkv's tier then stores them in the server."""
+        """Plays the device's copy into the primary tier."""
         out = self.manager.prepare_store(keys, context)
         if out is None:
             return
@@ -192,11 +169,7 @@ class Rig:
             self.manager.complete_store(set(out.keys_to_store), context)
 
     def store(self, keys: Sequence[OffloadKey], *, has_tokens: bool = False) -> None:
-        """Runs a request that computes all its chunks (vLLM's units of offloading), until the
-        server has stored them.
-
-        has_tokens: hotkv's tier also learns the request's tokens, as from `DoorScheduler.arrived`.
-        """
+        """has_tokens: hotkv also learns the tokens, as from `DoorScheduler.arrived`."""
         if has_tokens:
             tokens = [*range(len(keys) * CHUNK_TOKENS)]
             request = SimpleNamespace(
@@ -214,8 +187,7 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def lookup_once(self, context: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Looks up these keys in order until one misses, as vLLM's scheduler does in a step.
-        Returns the number of hits, or None if the tiers defer an answer to a later step."""
+        """Hits until the first miss; None if an answer is deferred."""
         hits, is_deferred = 0, False
         began_s = time.perf_counter()
         for key in keys:
@@ -230,8 +202,6 @@ class Rig:
     def lookup(
         self, context: ReqContext, keys: Sequence[OffloadKey], patience_s: float = 30.0
     ) -> int:
-        """Repeats `lookup_once` in each step until no answer is deferred, for `patience_s` seconds
-        at most. Returns the number of hits."""
         until_s = time.monotonic() + patience_s
         while (hits := self.lookup_once(context, keys)) is None:
             assert time.monotonic() < until_s, f"{context.req_id} is still deferred"
@@ -240,8 +210,7 @@ class Rig:
         return hits
 
     def load(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Simulates the load of these keys onto the device: checks the bytes of their rows in the
-        primary tier (vLLM's CPU tier). Then ends the request."""
+        """Compares the rows in place of a copy."""
         if keys:
             spec = self.manager.prepare_load(keys, context)
             for key, row in zip(keys, spec.chunk_ids, strict=True):
@@ -250,8 +219,6 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def hits(self, keys: Sequence[OffloadKey], patience_s: float = 30.0) -> int:
-        """Runs a request from its arrival to its end. Returns the number of chunks (vLLM's units of
-        offloading) that it loaded."""
         context = self.request(keys)
         hits = self.lookup(context, keys, patience_s)
         self.load(context, keys[:hits])

@@ -1,8 +1,8 @@
-"""A fake session whose server stands still from a certain moment on, as after SIGSTOP, and goes on
-later. Then it does all that it was asked for meanwhile, so a load writes late.
+"""A fake session whose server stands still from some moment on, as after SIGSTOP, and later does
+what it was asked meanwhile.
 
-A moment is the arrival of a message, the middle of a load, or the middle of a store. All calls run
-in the calling thread; time is the test's (`Clock`).
+Moments are the arrival of a message and the middle of a load or store. All runs in the caller's
+thread.
 """
 
 import threading
@@ -23,15 +23,13 @@ STEP_S = 0.05
 
 
 class Clock:
-    """The time that all modules see. It advances in steps, and while a reset waits."""
+    """The time of all modules; a waiting reset moves it on."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now_s = time.monotonic()
         patch.setattr(time, "monotonic", lambda: self.now_s)
 
     def condition(self) -> threading.Condition:
-        """Returns a condition for `Transfers`."""
-
         class Settled(threading.Condition):
             def wait_for(_, met: Callable[[], Any], timeout: float | None = None) -> Any:
                 self.now_s += 0.0 if met() else timeout or 0.0
@@ -41,10 +39,8 @@ class Clock:
 
 
 class Server:
-    """The server behind `Standing` sessions.
-
-    stands_at: the number of the moment from which on it stands still; None: never.
-    blocks: by group and hash, the bytes of a chunk.
+    """stands_at: number of the moment from which it stands still; None: never.
+    blocks: bytes of a chunk by group and hash.
     """
 
     def __init__(self) -> None:
@@ -58,7 +54,7 @@ class Server:
         return self.stands_at is not None and self.num_moments >= self.stands_at
 
     def then(self, act: Callable[[], None]) -> None:
-        """Does `act` at the next moment: now, or when the server goes on."""
+        """Acts now, or when the server goes on."""
         self.num_moments += 1
         if self.stands:
             self._later.append(act)
@@ -72,10 +68,7 @@ class Server:
 
 
 class Standing:
-    """A session with `Server` whose memory is the rows of an engine.
-
-    has_table: True if the engine has mapped the block table, which it reads without the server.
-    """
+    """has_table: the engine reads the block table without the server."""
 
     connected, wants_token_ids, has_events, stored_bytes = True, False, False, 0
 
@@ -164,7 +157,7 @@ class Standing:
         return self._ask(self._server.blocks.clear)
 
     def release(self, name: str) -> None:
-        """Does nothing: no lease expires here."""
+        """No lease expires here."""
 
     def report_use(self, *_: Any) -> None:
         """Does nothing."""
@@ -183,7 +176,6 @@ def standing_rig(
     has_tiers: bool = False,
     **settings: Any,
 ) -> Rig:
-    """Returns a `Rig` with a session of `server`."""
     patch.setattr(tier.link, "open_session", lambda *_: SimpleNamespace(probe=lambda *_: None))
     patch.setattr(tier.link, "await_server", lambda *_: True)
     patch.setattr(tier.HotKVTier, "_say_on", lambda _: None)

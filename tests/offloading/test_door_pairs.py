@@ -1,11 +1,5 @@
-"""Tests hotkv's second connector, `HotKVOffloadingConnector`, with each feature of
-`tests/pairs/table.py` that no other test in this folder covers.
-
-Features of the server and of hotkv's tier run in the harness `Rig`, without an engine. Features of
-vLLM run in a real engine, with the same requests twice: the engine computes and stores their
-blocks, a pause empties its device and its primary tier (vLLM's CPU tier), and the second time it
-loads the blocks from the server.
-"""
+"""`HotKVOffloadingConnector` with each feature that has no other test here: the server's over a
+`Rig`, vLLM's in engines that compute, pause and load."""
 
 import contextlib
 import copy
@@ -67,7 +61,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "residency": RESIDENT,
     "tracing": {"tracing": "http://localhost:4318"},
 }
-"""Features that `HotKVOffloadingConnector` refuses, each with settings that switch it on."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -75,7 +68,7 @@ NGRAM = {
     "prompt_lookup_min": 1,
 }
 FEW_BLOCKS = {"num_gpu_blocks_override": 23, "max_model_len": 512}
-"""A device that holds three prompts of 200 tokens, but not their answers."""
+"""Three prompts of 200 tokens fit, but not their answers."""
 LENGTHS = (33, 100, 257)
 TOKENS = 40
 
@@ -110,8 +103,7 @@ def test_pooling_with_pipeline_stages_is_refused() -> None:
 
 
 def empty(rig: Rig) -> None:
-    """Empties the primary tier (vLLM's CPU tier). Then runs the HELD_STEPS steps in which hotkv
-    promotes nothing into a tier that was just reset."""
+    """Nothing is promoted for HELD_STEPS after a reset."""
     rig.manager.reset_cache()
     for _ in range(HELD_STEPS):
         rig.step()
@@ -151,7 +143,6 @@ def test_a_consumer_hits_and_stores_nothing(
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
-    """Starts two servers that share a Valkey as a tier."""
     with contextlib.ExitStack() as stack:
         valkey = stack.enter_context(running(tmp_path_factory.mktemp("valkey")))
         made = [stack.enter_context(own_daemon()) for _ in range(2)]
@@ -196,8 +187,6 @@ def test_other_nodes_server_hits_through_the_shared_tier(
 def test_warmed_node_hits_from_its_host_memory(
     rigs: Any, nodes: tuple[Daemon, Daemon], tmp_path: Path
 ) -> None:
-    """The first node exports the hashes of its blocks to a file. The second node fetches these
-    blocks from Valkey. Requests of its engine must then hit in host memory."""
     keys, own = keys_of("warm", 40), {"hotkv.tenant": "warm"}
     copied = nodes[0].counter("shared_copied_blocks_total")
     rigs(nodes[0], **own).store(keys)
@@ -225,8 +214,6 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def model(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Returns a function that makes simulated engines with `HotKVOffloadingConnector`, in a key
-    space of this test only. They check every KV value that attention reads."""
     transfer = door_config(daemon.target, 1, **{"hotkv.weights_identity": tmp_path.name})
     server: Any = RealServer(daemon.target)
     made = []
@@ -243,7 +230,6 @@ def model(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def stores(one: Engine, daemon: Daemon, num_blocks: float) -> None:
-    """Runs steps of the engine until the server has stored `num_blocks` blocks in all."""
     wait_for(lambda: one.step() or daemon.counter("stored_blocks_total") >= num_blocks, "stores")
 
 
@@ -269,9 +255,7 @@ def test_streamed_inputs_blocks_are_stored_by_name(model: Make, daemon: Daemon) 
 def test_engines_share_whatever_the_scheduler_sees_of_loading(
     model: Make, is_canonical: bool
 ) -> None:
-    """Loading a model changes the quantization settings in vLLM's config. With several ranks this
-    happens only in the ranks' processes, so the scheduler has the unchanged config. Both configs
-    must give the same fingerprint of the key space."""
+    """Loading a model changes vLLM's quantization config, with several ranks only theirs."""
     door = model().connector._door
     offloading = replace(door._tier.config, canonical_layout=is_canonical)
     assert is_portable(offloading) == is_canonical
@@ -294,8 +278,6 @@ def test_engines_share_whatever_the_scheduler_sees_of_loading(
 
 
 def asked_again(engine: Engine, tokens: list[int]) -> int:
-    """Sends a request with this prompt and checks the answer. Returns the number of tokens whose KV
-    the engine loaded."""
     engine.add("again", tokens, 4)
     wait_for(lambda: engine.step() or "again" in engine.finished, "the answer")
     assert engine.outputs["again"] == answer_of(tokens, 4)
@@ -303,23 +285,17 @@ def asked_again(engine: Engine, tokens: list[int]) -> int:
 
 
 def until_idle(engine: Engine) -> None:
-    """Runs steps of the engine until the stores and loads of hotkv's tier have ended."""
     transfers = engine.connector._door._tier.transfers
     wait_for(lambda: engine.step() or transfers.is_idle, "the end of all transfers")
 
 
 def usage(daemon: Daemon) -> dict[str, Any]:
-    """Returns the server's statistics of requests and their hits (`hotkv savings`), summed up so
-    far."""
     total: dict[str, Any] = daemon.admin("savings")["total"]
     return total
 
 
 def test_hits_in_vllms_tier_are_no_savings(model: Make, daemon: Daemon) -> None:
-    """Loads a prompt from vLLM's own CPU tier. In the server's statistics (`hotkv savings`) this
-    must count as a hit on the device, not as a saving of the server. But the server must record the
-    blocks as used, so that it does not evict them early. Another engine then loads them from the
-    server, which must count as a hit in host memory."""
+    """The server must see the blocks as used, though it is a hit on the device."""
     one, other, first = model(), model(), usage(daemon)["request_count"]
     tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
     one.generate("cold", tokens)
@@ -333,7 +309,7 @@ def test_hits_in_vllms_tier_are_no_savings(model: Make, daemon: Daemon) -> None:
     now = usage(daemon)
     assert now["device_hit_token_count"] == was["device_hit_token_count"] + 192
     assert now["hits"] == was["hits"]
-    # The uses before were > .1 s earlier; the server counts uses in ticks of 1/64 s.
+    # Earlier uses lie more than .1 s before; the server counts in ticks of 1/64 s.
     assert max(idle_s(daemon)[:6]) < time.monotonic() - asked_s + 0.1
     assert other.generate("warm", tokens)[1] == 192
     wait_for(lambda: other.step() or usage(daemon)["request_count"] > now["request_count"])
@@ -341,7 +317,6 @@ def test_hits_in_vllms_tier_are_no_savings(model: Make, daemon: Daemon) -> None:
 
 
 def idle_s(daemon: Daemon) -> list[float]:
-    """Returns the seconds since the last use of each block in the server, in ascending order."""
     return sorted(one["idle_s"] for one in daemon.admin("blocks", page_size=1000)["blocks"])
 
 
@@ -367,10 +342,7 @@ def test_tokens_vllm_may_not_load_are_not_asked(
 def test_prompt_for_another_connector_is_not_promoted(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has the first blocks of a prompt, and the request says that another connector can
-    fetch all its blocks. MultiConnector loads from only one connector, so hotkv must not promote
-    its blocks (copy them into vLLM's CPU tier). A second request says that this fetch is over, as
-    after a failed load: then hotkv must load its blocks."""
+    """MultiConnector loads from one connector; after the other's fetch hotkv must load."""
     one, other = model(), model(beside("LoadingConnector", ours_first=True))
     known, before = prompt(72, 96), daemon.counter("stored_blocks_total")
     one.generate("cold", known)
@@ -393,9 +365,7 @@ def test_prompt_for_another_connector_is_not_promoted(
 def test_decode_engine_waits_for_a_prompt_computed_elsewhere(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, pause: str
 ) -> None:
-    """A request reaches the decode engine before the prefill engine has stored the last blocks of
-    its prompt. It must wait for them, as with `HotKVConnector`, and load them. A pause of the
-    engine, before the request or during its wait, must not end the wait."""
+    """A pause must not end the wait."""
     one, other = model(), model(lambda both: both | {"kv_role": "kv_consumer"})
     monkeypatch.setattr(other.connector._door._prefill, "seconds", lambda *_: 60.0)
     monkeypatch.setattr(scheduler.checks, "is_pausing", lambda: True)
@@ -416,10 +386,8 @@ def test_decode_engine_waits_for_a_prompt_computed_elsewhere(
 
 @pytest.mark.parametrize("specs", HYBRIDS)
 def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs: Any) -> None:
-    """Sends six requests that hit, to a device that has blocks for little more than one of them.
-    vLLM counts too few blocks for layers with sliding windows or chunked attention, so it alone
-    would let all six begin their loads, and none could run. hotkv (`LoadRoom`) must delay loads, so
-    that all requests end."""
+    """vLLM counts too few blocks for windows and chunked attention: all loads would begin, none
+    run."""
     settings: dict[str, Any] = {"specs": specs(), "around": with_rows, "max_tokens_per_step": 128}
     num_needed, num_loads = blocks_for_one(model(**settings)), 0
     for seed in range(6):
@@ -429,7 +397,6 @@ def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs:
         for at, tokens in enumerate(prompts):
             tight.generate(f"first {at}", tokens[: dice.randrange(100, len(tokens))])
         until_idle(tight)
-        # vLLM's CPU tier keeps the blocks, so all lookups hit in the same step.
         assert tight.scheduler.reset_prefix_cache()
         for at, tokens in enumerate(prompts):
             tight.add(f"{at}", tokens, 3)
@@ -444,9 +411,7 @@ def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs:
 def test_loads_of_another_connector_count_as_loads(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """The device has one block too few for two requests. Another connector of a MultiConnector is
-    loading for the first request. hotkv must delay its own load for the second request (`LoadRoom`)
-    until the other connector's load has ended or failed."""
+    """The device is one block short for both requests."""
 
     def around(transfer: dict[str, Any]) -> dict[str, Any]:
         both = beside("LoadingConnector", ours_first=False)(with_rows(transfer))
@@ -479,9 +444,6 @@ def test_loads_of_another_connector_count_as_loads(
 
 
 def test_request_asked_again_without_hit_holds_nothing(model: Make) -> None:
-    """A request's load has failed, and vLLM asks for its hit again. Now the server has none of its
-    blocks. hotkv must also forget the device blocks that it had counted for the request's load
-    (`LoadRoom.holders`)."""
     one = model(specs=hybrid_model())
     request, room = one.add("a", prompt(80, 100)), one.connector._door._room
     room.holders["a"] = Holder(90, 90)
@@ -490,8 +452,6 @@ def test_request_asked_again_without_hit_holds_nothing(model: Make) -> None:
 
 
 def with_rows(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the connector's config with a primary tier (vLLM's CPU tier) of 32 MiB, so that it
-    has rows for all blocks of a test."""
     extra = transfer["kv_connector_extra_config"] | {"cpu_bytes_to_use": 32 << 20}
     return transfer | {"kv_connector_extra_config": extra}
 
@@ -502,8 +462,7 @@ def steps_until_finished(engine: Engine, name: str) -> bool:
 
 
 def offloading_metas(engine: Engine) -> list[OffloadingConnectorMetadata]:
-    """Returns the metadata that vLLM's offloading connector sent to its workers, of all steps of
-    the engine."""
+    """Of all steps, also within a MultiConnector."""
     parts = (part for meta in engine.metas for part in getattr(meta, "metadata", (meta,)))
     return [part for part in parts if isinstance(part, OffloadingConnectorMetadata)]
 
@@ -511,11 +470,8 @@ def offloading_metas(engine: Engine) -> list[OffloadingConnectorMetadata]:
 def test_hit_that_lost_a_chunk_is_asked_again(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lookup must not lose what it has just found. The primary tier (vLLM's CPU tier) is full: it
-    has all full-attention chunks of a prompt (a chunk is vLLM's unit of offloading), but the
-    sliding-window chunks only for a hit of four chunks. Looking up a later sliding-window chunk
-    promotes it from the server, into the row of a full-attention chunk that the same lookup had
-    found. vLLM alone would then load the overwritten row and crash."""
+    """Promoting a window's chunk takes the row of a chunk that the same lookup found. vLLM alone
+    would crash."""
     settings: dict[str, Any] = {"specs": hybrid_model()}
     one, other = model(**settings), model(**settings)
     tokens, before = prompt(74, 200), daemon.counter("stored_blocks_total")
@@ -552,7 +508,6 @@ def test_hit_that_lost_a_chunk_is_asked_again(
 
 
 def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the connector's config with four blocks per chunk (vLLM's unit of offloading)."""
     more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
     return transfer | {"kv_connector_extra_config": transfer["kv_connector_extra_config"] | more}
 
@@ -561,10 +516,8 @@ def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
 def test_chunk_is_whole_although_another_hits_part(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
-    """A first request has computed half of a chunk (four blocks that vLLM offloads together) when a
-    second request hits that half on the device. vLLM alone would treat that half as reallocated,
-    and store an incomplete chunk of the sliding-window layers. With hotkv, the whole chunk must be
-    stored: another engine must hit it."""
+    """Half a chunk is hit while another request computes the rest, which vLLM takes for
+    reallocated."""
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))
@@ -575,8 +528,7 @@ def test_chunk_is_whole_although_another_hits_part(
     wait_for(lambda: one.step() or "second" in one.finished)
     assert one.local["second"] == 320
     one.run()
-    # At least seven chunks are stored: three of the full-attention group, and two or more of each
-    # of the two sliding-window groups.
+    # Three of full attention, two or more of each window group.
     stores(one, daemon, before + 7)
     tokens += one.outputs["first"]
     until_idle(one)
@@ -584,9 +536,7 @@ def test_chunk_is_whole_although_another_hits_part(
 
 
 def test_blocks_before_an_in_use_reset_stay_unstored(model: Make, daemon: Daemon) -> None:
-    """Stores a prompt's blocks and resets all caches while another request runs. vLLM then keeps
-    the old blocks on the device, and a later request hits them there. The connector must not store
-    them again, because they are from before the reset."""
+    """vLLM keeps the old blocks on the device."""
     one = model()
     one.generate("first", prompt(120, 100), 2)
     one.add("runs", prompt(121, 10), 20)
@@ -603,10 +553,7 @@ def test_blocks_before_an_in_use_reset_stay_unstored(model: Make, daemon: Daemon
 
 
 def test_early_reset_ends_before_the_first_request(model: Make, daemon: Daemon) -> None:
-    """Resets the cache in the server from an engine with MultiConnector before its first step, when
-    hotkv does not know its key space yet. The idle engine must run the steps that the deletion
-    needs. Otherwise its first request would run them, and delete blocks that another engine has
-    stored meanwhile."""
+    """Else the first request would carry out the flush, and delete what others stored."""
     other, one = model(), model(beside("LoadingConnector", ours_first=True))
     before = daemon.counter("stored_blocks_total")
     other.generate("first", prompt(125, 100), 2)
@@ -623,9 +570,7 @@ def test_early_reset_ends_before_the_first_request(model: Make, daemon: Daemon) 
 def test_running_request_loads_after_a_partial_reset(
     model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resets the device's prefix cache, which preempts the running request. In the next step vLLM
-    lists the request as preempted, and also loads its KV from vLLM's CPU tier. The request must
-    give the right answer."""
+    """In one step vLLM lists the request as preempted and loads it."""
     one = model()
     one.add("a", prompt(130, 100), 40)
     wait_for(lambda: one.step() or len(one.outputs["a"]) > 5, "stores")
@@ -633,8 +578,8 @@ def test_running_request_loads_after_a_partial_reset(
     one.run()
     assert one.outputs["a"] == answer_of(prompt(130, 100), 40)
     assert any(meta.load_jobs for meta in one.metas)
-    # If hotkv is off, for example because it does not know the version of vLLM, its callbacks
-    # (methods that vLLM calls) must not read attributes of vLLM's offloading.
+    # hotkv is off, for example at an unknown vLLM: it must not read attributes of vLLM's
+    # offloading.
     off: Any = object.__new__(HotKVOffloadingConnector)
     for callback, arguments in (
         ("build_connector_meta", ("step",)),
@@ -672,9 +617,7 @@ def test_sparse_answers_of_another_connector_are_not_stored(
 
 
 def test_chunk_without_its_ends_windows_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """A request hits 288 tokens on the device, so it has no sliding-window blocks except those just
-    before the end of that hit. Of a chunk (four blocks that vLLM offloads together) it has only the
-    last block. vLLM alone would store this incomplete chunk; hotkv must prevent it."""
+    """Of that chunk the request has only the last block."""
     settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
     one, other = (model(**settings) for _ in range(2))
     tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
@@ -692,9 +635,7 @@ def test_chunk_without_its_ends_windows_is_not_stored(model: Make, daemon: Daemo
 def test_partial_block_beyond_the_limit_is_not_stored(
     model: Make, daemon: Daemon, limit: int
 ) -> None:
-    """A request with a `max_offload_tokens` of `limit` must store at most its first `limit` tokens.
-    Without hotkv, vLLM 0.32 stores the partial last block of a prompt although the limit is 0, and
-    crashes with other limits."""
+    """vLLM 0.32 alone stores the block at a limit of 0, and crashes at others."""
     one = model(specs=states_and_full_model(), prefix_match_unit=BLOCK_TOKENS // 2)
     before = daemon.counter("stored_blocks_total")
     one.add("a", prompt(150 + limit, 120), 60, transfer={"max_offload_tokens": limit})
@@ -706,9 +647,7 @@ def test_partial_block_beyond_the_limit_is_not_stored(
 def test_stores_end_before_another_connectors_loads(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Delays the copies of a store until vLLM waits for the store. Another connector then loads
-    into the same device blocks. If vLLM did not wait, the store would copy the other connector's
-    KV."""
+    """Copies are delayed until vLLM waits: else they would take the other's KV."""
     copy, copies = HostCopies._copy, dict[int, Any]()
 
     def later(*what: Any, to_row: bool) -> bool:
@@ -742,8 +681,7 @@ def test_stores_end_before_another_connectors_loads(
 def test_blocks_another_connector_failed_are_not_stored(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, policy: str, pipelined: bool
 ) -> None:
-    """Another connector in a MultiConnector fails to load blocks. vLLM learns of this only after it
-    has planned stores of these blocks. The server must not keep the stored blocks."""
+    """When the load fails, vLLM has planned stores of its blocks."""
 
     def around(ours: dict[str, Any]) -> dict[str, Any]:
         both = beside("LoadingConnector", ours_first=False)(ours)
@@ -757,15 +695,12 @@ def test_blocks_another_connector_failed_are_not_stored(
     PLAN.tokens["a"] = 192
     with monkeypatch.context() as lax:
         lax.setattr(PLAN, "fails", True)
-        # Turns off the harness's check of KV values: the step computes with blocks that failed to
-        # load, as a real model would.
         lax.setattr(one, "_check", lambda *_: None)
         one.add("a", tokens, 4)
         one.add("shares", tokens, 4)
         one.step()
         if not pipelined:
-            # vLLM's scheduler drops the tokens that the failed step sampled, so the test drops them
-            # from the harness's records too.
+            # vLLM drops what the failed step sampled.
             one.tokens |= {"a": list(tokens), "shares": list(tokens)}
         one.step()
     one.run()
@@ -777,9 +712,7 @@ def test_blocks_another_connector_failed_are_not_stored(
 
 
 def test_half_computed_erroring_prompt_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """Ends a half-computed request with an error, as vLLM does if the hash of its image was used
-    for other content before. vLLM then treats the whole prompt as computed, but only the computed
-    blocks may be stored."""
+    """vLLM then calls the whole prompt computed."""
     one, other = (model(max_tokens_per_step=120) for _ in range(2))
     tokens, before = prompt(95, 200), daemon.counter("stored_blocks_total")
     one.add("a", tokens, 4)
@@ -792,9 +725,7 @@ def test_half_computed_erroring_prompt_is_not_stored(model: Make, daemon: Daemon
 
 
 def test_blocks_lost_before_last_token_are_not_stored(model: Make, daemon: Daemon) -> None:
-    """vLLM preempts a request while a step is running that computes the request's last token, which
-    fills a block. Other requests may then overwrite this block, so it must not be stored. The
-    engine has the role `kv_producer`, with which it does not wait for the step."""
+    """The blocks may be overwritten. A `kv_producer` does not wait for the step."""
     only_stores = {"kv_role": "kv_producer"}
     one, other = model(lambda both: both | only_stores, pipelined=True, blocks=7), model()
     tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")
@@ -809,8 +740,7 @@ def test_blocks_lost_before_last_token_are_not_stored(model: Make, daemon: Daemo
 
 
 def test_blocks_zeroed_by_runner_v2_are_not_stored(model: Make, daemon: Daemon) -> None:
-    """vLLM's runner V2 begins a store only in the next step, which first zeroes the blocks that it
-    has given to other requests. Blocks zeroed in this way must not be stored."""
+    """Runner V2 stores in the next step, which first zeroes reallocated blocks."""
     settings = {"specs": mixed_model(), "blocks": 44, "max_model_len": 416}
     one, other = (model(v2=v2, max_tokens_per_step=512, **settings) for v2 in (True, False))
     tokens, before = prompt(100, 161), daemon.counter("stored_blocks_total")
@@ -828,9 +758,6 @@ def test_blocks_zeroed_by_runner_v2_are_not_stored(model: Make, daemon: Daemon) 
 
 
 class Stage:
-    """Real engines that share a server (`one` and others), and a real engine without a connector
-    (`plain`). Engines used by several tests start at their first use."""
-
     def __init__(self, folder: Path, daemon: Daemon) -> None:
         self.folder, self.daemon = folder, daemon
         self.engines = Engines(folder)
@@ -838,8 +765,7 @@ class Stage:
         self._made: dict[str, EngineProcess] = {}
 
     def start(self, *, model: Path | None = None, target: str = "", **more: Any) -> EngineProcess:
-        """Starts an engine. If `target` is "none", it has no connector. Each model has its own key
-        space."""
+        """target: "none" for no connector."""
         model = model or self.model
         settings: dict[str, Any] = {
             "load_format": "random",
@@ -865,8 +791,6 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns an engine that accepts prompts of embeddings; otherwise it has the default
-        settings."""
         return self._once("one")
 
     @property
@@ -880,18 +804,11 @@ class Stage:
         num_blocks: int,
         operation: str = "sample",
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Sends requests to an engine twice: the first time it computes them, the second time the
-        server has all their blocks. Returns both answers.
-
-        num_blocks: number of blocks that the first time stores.
-        operation: the command of `engine_driver` that runs the requests.
-        """
         more = {} if operation == "embed" else {"params": {"max_tokens": TOKENS}}
         until = self.num_stored + num_blocks
         cold = engine.ask(operation, requests=requests, **more)
 
         def short() -> None:
-            """Runs steps with a short prompt that fills no block."""
             engine.ask(operation, requests=[{"tokens": [7, 8, 9]}])
 
         def is_stored() -> bool:
@@ -923,16 +840,13 @@ def hits(batch: list[dict[str, Any]]) -> list[int]:
 
 
 def num_blocks(batch: list[dict[str, Any]], num_tokens: int = TOKENS) -> int:
-    """Returns the number of full blocks that requests and their answers fill. The KV of an answer's
-    last token is never computed."""
+    """The KV of an answer's last token is never computed."""
     return sum((len(one["tokens"]) + num_tokens - 1) // BLOCK_TOKENS for one in batch)
 
 
 def twice_as_plain(
     stage: Stage, engine: EngineProcess, batch: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sends requests twice by `Stage.twice`. Checks that both answers equal those of an engine
-    without a connector, and returns both."""
     cold, warm = stage.twice(engine, batch, num_blocks(batch))
     plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
     assert same(plain, cold) and same(plain, warm)
@@ -942,8 +856,6 @@ def twice_as_plain(
 def next_turns_as_plain(
     stage: Stage, engine: EngineProcess, batch: list[dict[str, Any]], answers: dict[str, Any]
 ) -> None:
-    """Sends each conversation's next turn, and checks that the answers equal those of an engine
-    without a connector."""
     turns = [
         {"tokens": one["tokens"] + answer}
         for one, answer in zip(batch, answers["tokens"], strict=True)
@@ -960,8 +872,7 @@ def test_a_pause_keeps_the_cache_of_the_server(stage: Stage) -> None:
 
 
 def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
-    """Sends prompts of embeddings instead of tokens. vLLM gives all of them the same token ids. A
-    prompt with the same embeddings must hit, and a prompt with other embeddings must miss."""
+    """vLLM gives all embeddings the same token ids."""
     cold, warm = stage.twice(stage.one, [{"embeds": [1, 200]}], (200 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = stage.one.ask("sample", requests=[{"embeds": [2, 200]}])
@@ -969,8 +880,6 @@ def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
 
 
 def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
-    """Sends a request of a chat with a hint that pins its blocks, and one with a hint that releases
-    them. The server must follow both hints."""
     (text,) = prompts(2, (300,))
 
     def ask(kind: str, payload: dict[str, Any]) -> None:
@@ -1012,7 +921,6 @@ def test_requests_that_are_preempted(stage: Stage) -> None:
 def test_drafts_that_are_rejected_are_not_stored(stage: Stage) -> None:
     batch = texts(4)
     for one in batch:
-        # The prompts repeat themselves, so that the drafter finds drafts.
         one["tokens"] = one["tokens"][:20] * (len(one["tokens"]) // 20 + 1)
     engine = stage.start(speculative_config=NGRAM)
     cold, warm = twice_as_plain(stage, engine, batch)
@@ -1022,8 +930,7 @@ def test_drafts_that_are_rejected_are_not_stored(stage: Stage) -> None:
 
 @pytest.mark.long
 def test_asynchronous_scheduling(stage: Stage) -> None:
-    """Turns on asynchronous scheduling, which vLLM turns off in CPU engines. Answers from loaded KV
-    must equal those of an engine without a connector."""
+    """vLLM turns it off in CPU engines."""
     batch = texts(5, (200,) * 4)
     engine = stage.start(config_overrides={"scheduler_config.async_scheduling": True}, **FEW_BLOCKS)
     cold, warm = twice_as_plain(stage, engine, batch)
@@ -1042,7 +949,7 @@ def test_vectors_are_equal_after_a_hit(stage: Stage) -> None:
 
 
 def picture(seed: int) -> dict[str, Any]:
-    """Returns a prompt of 218 tokens: 40 tokens of text, an image, and more text."""
+    """218 tokens: 40 of text, an image, more text."""
     (tokens,) = prompts(7, (200,))
     return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
 
@@ -1053,5 +960,4 @@ def test_pictures_meet_only_where_they_are_equal(stage: Stage) -> None:
     cold, warm = stage.twice(engine, [picture(1)], (218 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = engine.ask("sample", requests=[picture(2)])
-    # The prompts differ only in their picture, so the second hits the block of text before it.
     assert other["cached"] == [32] and difference(cold, other) > 20 * NOISE

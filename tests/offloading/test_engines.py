@@ -1,8 +1,6 @@
-"""Tests real engines whose KV offloading uses hotkv. They must give the same answers as without
-hotkv, even if the server stops, weights change or caches are reset.
+"""Real engines whose offloading uses hotkv answer as without, whatever happens.
 
-The models have random weights in float32, with which KV of another block changes the answer
-(`tests/vllm/test_models.py` tests this).
+Random float32 weights: another block's KV changes the answer.
 """
 
 import os
@@ -37,12 +35,8 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Returns a function that starts engines of the same model at a server.
-
-    kind: the kind of tiny model, as for `write_model`.
-    has_weights: if True, weights are read from a file, and hotkv computes their identity; otherwise
-        they are random, and the test names them.
-    door: further settings of the connector.
+    """has_weights: they are in a file, which hotkv identifies; else the test names them.
+    door: settings of the connector.
     settings: arguments of vLLM.
     """
 
@@ -73,8 +67,6 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
-    """Sends an engine prompts whose blocks the server does not have. Waits until the server has
-    stored these blocks. Returns the answers."""
     before = daemon.counter("stored_blocks_total")
     answers = engine.ask_each(batch, 6)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
@@ -86,8 +78,7 @@ def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int
 
 
 def settle(engine: EngineProcess) -> None:
-    """Runs short requests, which fill no block, until the stores of all earlier requests have
-    ended."""
+    """Runs requests that fill no block until all stores have ended."""
 
     def has_stored() -> bool:
         engine.ask_each([[7, 8, 9]], 2)
@@ -121,9 +112,7 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
 
 
 def test_reset_empties_server_weights_update_waits(daemon, start, tmp_path):
-    """Resets an engine's caches, which must delete its blocks in the server. Then updates its
-    weights: the engine must store nothing until the next reset, because its device and CPU tier
-    still have blocks of the old weights under the same hashes."""
+    """After an update, old blocks keep the same hashes until a reset."""
     engine, batch = start(daemon, has_weights=True), prompts(2, LENGTHS)
     ask_until_stored(daemon, engine, batch)
     assert engine.ask("reset", connector=True)["done"]
@@ -138,8 +127,7 @@ def test_reset_empties_server_weights_update_waits(daemon, start, tmp_path):
     engine.ask_each(prompts(4, (300, 301)), 6)
     assert daemon.counter("stored_blocks_total") == before, "nothing of an unclean cache is stored"
     assert engine.ask("reset", connector=True)["done"]
-    # Waits until the engine has connected again in a new key space: blocks computed before that are
-    # not stored.
+    # Blocks computed before the engine has the new key space are not stored.
     wait_for(
         lambda: any(
             row["memory_byte_count"] and row["key_space_id"] != key_space_id
@@ -155,10 +143,9 @@ def test_reset_empties_server_weights_update_waits(daemon, start, tmp_path):
 
 
 def test_a_frozen_server_costs_a_bounded_time(own_daemon, start):
-    """Stops the server with SIGSTOP just before a call reaches it. Requests and resets must end
-    meanwhile. When the server goes on, it may write late; then hits must come back."""
+    """The server goes on later, and may write late."""
     batch = prompts(11, LENGTHS)
-    # These times are longer than the pauses of a process on a busy machine.
+    # Longer than a process pauses on a busy machine.
     door = {f"hotkv.{name}_timeout_s": 2.0 for name in ("lookup", "load", "store", "reset")}
     cold = ask_until_stored(own_daemon, start(own_daemon), batch)
     for call in ("acquire", "load"):
@@ -177,7 +164,6 @@ def test_a_frozen_server_costs_a_bounded_time(own_daemon, start):
         assert same(cold, engine.ask_each(batch, 6)), "a late write has changed a row"
         if call == "acquire":
             assert start(own_daemon).ask_each(batch, 6)["cached"] == [usable(p) for p in batch]
-    # The reset has emptied the server once it had gone on.
     again = start(own_daemon)
     ask_until_stored(own_daemon, again, prompts(13, LENGTHS))
     warm = start(own_daemon).ask_each(prompts(13, LENGTHS), 6)
@@ -245,17 +231,13 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     warm = other.ask_each(batch, 6)
     assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
     if kind == "deepseek":
-        # With latent attention, vLLM's CPU kernels give slightly different answers after a hit than
-        # without. So the reference here is also an answer after a hit.
+        # vLLM's CPU kernels answer slightly differently after a hit, so compare two.
         cold = start(daemon, kind, door=door, **settings).ask_each(batch, 6)
     assert same(cold, warm)
 
 
 @pytest.mark.long
 def test_different_tensor_parallel_sizes_share_canonical_rows(daemon, start):
-    """An engine with one tensor-parallel rank stores blocks, with the setting `canonical_layout`:
-    vLLM then writes them in a form that does not depend on the number of ranks. An engine with two
-    ranks must hit them."""
     batch, door = prompts(7, LENGTHS), {"canonical_layout": True}
     one = start(daemon, has_weights=True, door=door)
     cold = ask_until_stored(daemon, one, batch)
@@ -273,8 +255,6 @@ def test_different_tensor_parallel_sizes_share_canonical_rows(daemon, start):
 
 @pytest.mark.long
 def test_data_parallel_siblings_blocks_hit(daemon, start):
-    """Runs two data-parallel engines, which share a key space, but have a connection and a CPU tier
-    each. The second engine must hit the blocks that the first engine stored."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
     batch, before = prompts(9, LENGTHS), daemon.counter("stored_blocks_total")
     cold = both.ask("generate", prompts=batch, max_tokens=6, rank=0)
@@ -321,9 +301,6 @@ def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, order):
 
 @pytest.mark.long
 def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
-    """Stops a server before it has copied an engine's stores, and kills the engine. Another engine
-    must then give the right answers: no block with only a part of its bytes may have become ready.
-    """
     engine = start(own_daemon)
     batch = prompts(9, (900,) * 6)
     nowhere = {"hotkv.target": "unix:/nowhere/grpc.sock", "hotkv.startup_wait_s": 0.0}

@@ -1,10 +1,5 @@
-"""Tests vLLM's real tiering (a CPU tier, and hotkv's tier below it) by a state machine of two
-engines, a server and faults in any order. A loaded row must have the right bytes, every store and
-load must end, and no request may wait for ever.
-
-The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed between the
-steps in which the engines store, look up, load and reset.
-"""
+"""vLLM's real tiering over a real server, with faults in any order: rows have the right bytes,
+nothing waits for ever."""
 
 import os
 import signal
@@ -22,8 +17,7 @@ from tests.support.waiting import stop, wait_for
 from tests.vllm.processes import Daemon
 
 pytestmark = pytest.mark.examples
-"""Runs a sixth of the examples that the hypothesis profile sets, because an example takes some ten
-seconds."""
+"""An example takes ten seconds: a sixth of the profile's."""
 
 PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), ("c", 90))}
 NUM_ROWS = 40
@@ -37,8 +31,6 @@ QUICK = {
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine of two engines and a server with faults."""
-
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
@@ -49,16 +41,13 @@ class Machine(RuleBasedStateMachine):
         self.is_dead = False
         self.engines = [Rig(self.server.target, num_rows=NUM_ROWS, **QUICK) for _ in range(2)]
         self.asking = [{} for _ in self.engines]
-        """For each engine, by request id: the requests whose lookups are not answered yet, with
-        their keys."""
+        """Unanswered lookups by engine and request id."""
 
     engines_of = st.integers(0, 1)
     prompts = st.sampled_from(sorted(PROMPTS))
 
     @rule(engine=engines_of, prompt=prompts)
     def compute(self, engine, prompt):
-        """Runs a request that computes its prompt, and offers at most NUM_ROWS // 2 of its chunks
-        to be stored. If the primary tier (vLLM's CPU tier) is too full, none may be stored."""
         rig = self.engines[engine]
         context = rig.request(PROMPTS[prompt])
         rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])
@@ -71,8 +60,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, count=st.integers(1, 5))
     def steps(self, engine, count):
-        """Runs steps of an engine. In each step, a pending request's lookup is answered or
-        deferred."""
         rig = self.engines[engine]
         for _ in range(count):
             for name, (context, keys) in list(self.asking[engine].items()):
@@ -90,8 +77,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of)
     def reset(self, engine):
-        """Resets an engine's tiers, as vLLM does. This empties them. A server that stands still
-        must not stop it."""
         self.engines[engine].manager.reset_cache()
 
     @precondition(lambda self: not (self.is_stopped or self.is_dead))
@@ -131,8 +116,7 @@ class Machine(RuleBasedStateMachine):
             rig.tier._room.check_invariants()
 
     def teardown(self):
-        """Lets the server run again if it is stopped or dead. Checks that every pending request is
-        answered and every store and load ends."""
+        """All lookups and transfers must end."""
         if self.is_stopped:
             self.go_on()
         if self.is_dead:

@@ -1,5 +1,4 @@
-"""Tests `Promotions` and `PromotionRoom`, which bound a request's promotions (copies from the
-server into vLLM's CPU tier), for any sequence of lookups, evictions and failures."""
+"""`Promotions` and `PromotionRoom`, which bound promotions."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,10 +19,7 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_promotions_are_bounded_within_the_first_reach(waves):
-    """In each wave, a request asks to promote random keys (copy them from the server into vLLM's
-    CPU tier), and loads some of them. It may promote only keys that were allowed in the wave
-    before, none that it has promoted but not loaded, and in at most MAX_WAVES waves. Without these
-    bounds a request might promote for ever."""
+    """Else a request might promote for ever."""
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}
@@ -44,8 +40,7 @@ def test_promotions_are_bounded_within_the_first_reach(waves):
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """A state machine that compares `PromotionRoom`, which limits how many rows of vLLM's CPU tier
-    a request may fill by promotions (copies from the server), with plain lists of rows."""
+    """`PromotionRoom` against lists of rows."""
 
     def __init__(self):
         super().__init__()

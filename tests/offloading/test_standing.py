@@ -1,6 +1,5 @@
-"""Lets the server stand still at any moment of a lookup, load, store or reset of vLLM's real
-tiering. No request and no reset may wait beyond a bound, and no late write of the server may change
-a row that belongs to other KV."""
+"""The server stands still at any moment: nothing waits beyond a bound, no late write changes a
+row of other KV."""
 
 from contextlib import closing
 from types import SimpleNamespace
@@ -26,16 +25,13 @@ SETTINGS = {
     "hotkv.reset_timeout_s": 1.0,
 }
 BOUND_S = 12.0
-"""A request may wait for the loads of another request, and then for its own: each for a lease (1 s,
-or 2 s with tiers), the load (2 s) and its cancellation (2 s)."""
+"""Another request's loads, then its own: each a lease (1 s; 2 s with tiers), a load (2 s) and
+its cancellation (2 s)."""
 RESET_S = 2.5
 
 
 class Walk:
-    """An engine whose server stands still from the moment `stands_at` on.
-
-    asking: by request, its keys, and since when it waits for the answer to its lookup.
-    """
+    """asking: by request, its keys and since when it waits."""
 
     def __init__(self, patch: pytest.MonkeyPatch, stands_at: int | None, **settings: bool) -> None:
         self.server, self.clock = Server(), Clock(patch)
@@ -92,7 +88,7 @@ class Walk:
             self.step()
 
     def end(self) -> None:
-        """Lets the server go on. All rows must be usable again, and hits come back."""
+        """Rows are usable again, and hits come back."""
         self.settle()
         for name in PROMPTS:
             self.compute(name)
@@ -150,7 +146,6 @@ def test_whenever_the_server_stands_still_requests_go_on(
 def test_a_load_at_each_moment_in_turn(
     monkeypatch: pytest.MonkeyPatch, stands_at: int, has_table: bool, is_reset: bool
 ) -> None:
-    """Loads a prompt, stores another, and lets a second request wait for the load of the first."""
     with closing(Walk(monkeypatch, stands_at, has_table=has_table)) as one:
         for op in ("ask", "compute", "ask"):
             getattr(one, op)("c" if op == "compute" else "b")
@@ -162,7 +157,7 @@ def test_a_load_at_each_moment_in_turn(
 
 
 def test_rows_held_twice_free_with_the_last() -> None:
-    """Two loads into a row can hang: a reset gives vLLM the row back only after both."""
+    """Two loads into one row can hang."""
     freed: list[int] = []
     rows = PrimaryRows()
     primary: Any = FakePrimary(freed)

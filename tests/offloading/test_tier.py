@@ -1,5 +1,5 @@
-"""Tests hotkv's tier below vLLM's real CPU tier. A hit must have the right bytes. No request may
-wait for ever, even where vLLM's tiering alone would let it wait."""
+"""hotkv's tier below vLLM's real primary tier: no request waits for ever, even where vLLM alone
+would."""
 
 import os
 import signal
@@ -41,7 +41,6 @@ from tests.vllm import processes
 from tests.vllm.processes import Daemon
 
 IMPATIENT = {"hotkv.lookup_timeout_s": 0.25}
-"""Settings of a tier that soon gives up a call of a server that hangs."""
 
 
 def test_another_engine_hits_what_one_has_stored(rigs):
@@ -65,19 +64,14 @@ def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
 
 @pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
 def test_prompt_larger_than_primary_tier_gets_part(rigs, count):
-    """Looks up a prompt with about as many chunks (vLLM's units of offloading) as the primary tier
-    (vLLM's CPU tier) has rows, or more. vLLM alone would defer a prompt that is larger than the
-    tier for ever. hotkv must promote and hit as many chunks as one request may promote: SHARE_ALONE
-    of the rows."""
+    """vLLM alone would defer the prompt for ever."""
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
 
 
 def test_hybrid_prompt_larger_than_primary_tier_fits(rigs):
-    """Looks up a prompt whose full-attention chunks (vLLM's units of offloading) take all rows of
-    vLLM's CPU tier that promotions may use. vLLM then looks up the sliding-window chunk at the end
-    of the hit. hotkv must find a row for it too, or the whole hit would be lost."""
+    """Full attention takes all rows for promotions, and the hit needs one more."""
     full, window = keys_of("full", 100), keys_of("window", 100, group=1)
     writer = rigs(num_rows=256, num_groups=2)
     writer.store(full)
@@ -88,7 +82,6 @@ def test_hybrid_prompt_larger_than_primary_tier_fits(rigs):
         context.set_offload_key_position(key, CHUNK_TOKENS * (number + 1))
 
     def hits() -> int | None:
-        """Returns the number of hits, or None if a lookup is deferred."""
         reader.step()
         found = reader.lookup_once(context, full)
         for number in reversed(range(len(full) if found is None else found)):
@@ -133,9 +126,7 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
 
 
 def test_hit_ending_below_host_memory_loads_whole(rigs, monkeypatch):
-    """The server has ten chunks of a prompt in host memory, and ten more in a tier below. Only the
-    first ten are in the block table that engines read. The server's own answer to a lookup contains
-    all twenty, and all must be loaded."""
+    """The block table has ten blocks, the server twenty."""
     keys = keys_of("end on the disk", 20)
     rigs().store(keys)
     reader = rigs()
@@ -148,9 +139,7 @@ def test_hit_ending_below_host_memory_loads_whole(rigs, monkeypatch):
 
 
 def test_all_lookups_of_a_step_agree(rigs, monkeypatch):
-    """Looks up the chunks of a prompt from the last to the first in one step, as vLLM does for
-    layers with a sliding window. The server's answer arrives after the last chunk was looked up, so
-    this chunk is deferred. A lookup in the next step must hit all four chunks."""
+    """vLLM looks up windows from the end; the answer comes in between."""
     keys, answer = keys_of("from the end", 4), Future()
     rigs().store(keys)
     reader = rigs(**{"hotkv.use_table": False})
@@ -166,9 +155,7 @@ def test_all_lookups_of_a_step_agree(rigs, monkeypatch):
 
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_late_named_chunks_are_looked_up_together(rigs, monkeypatch, has_tiers):
-    """With `prefix_match_unit`, a chunk may end within a block. vLLM asks for such chunks only
-    during its lookup, one after another. For each, hotkv must not look up the whole prompt again,
-    because the scheduler, and so all requests, would wait for that."""
+    """vLLM names such chunks one by one within a lookup."""
     keys, tails = keys_of("whole chunks", 20), keys_of("ends within a block", 30)
     rigs().store(tails[-1:])
     reader = rigs()
@@ -197,9 +184,7 @@ def test_late_named_chunks_are_looked_up_together(rigs, monkeypatch, has_tiers):
 
 
 def test_request_waits_for_one_lookup_in_slow_steps(rigs, monkeypatch):
-    """Looks up every chunk of a prompt in each step, as vLLM does for layers with a sliding window.
-    Here each answer of the server is outdated as soon as it arrives (PROBE_AGAIN_S is 0).
-    Nevertheless the request must wait for only one answer, and then miss."""
+    """Each answer is outdated on arrival."""
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
     reader = rigs(**{"hotkv.use_table": False})
     keys = keys_of("slow steps", 4)
@@ -250,9 +235,7 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
 
 
 def test_primary_tiers_used_chunks_stay_hot(rigs, daemon):
-    """Hits chunks in the primary tier (vLLM's CPU tier), of which the server sees nothing. hotkv
-    must report these hits, so that the server records the blocks as used and does not evict them
-    early."""
+    """The server does not see these hits."""
     engine, keys = rigs(), keys_of("hot", 8)
     engine.store(keys)
     names = {get_offload_block_hash(key).hex() for key in keys}
@@ -268,8 +251,6 @@ def test_primary_tiers_used_chunks_stay_hot(rigs, daemon):
 
 
 def test_vllms_tier_on_disk_and_hotkv_serve_together(rigs, tmp_path):
-    """Runs vLLM's disk tier and hotkv's tier together. A chunk (vLLM's unit of offloading) that is
-    in either tier must be a hit."""
     engine, keys = rigs(), keys_of("both", 20)
     rigs().store(keys[:10])
     disk = FileSystemTierManager(
@@ -319,8 +300,7 @@ def test_stores_rows_are_freed_though_server_hangs(rigs, own_daemon):
     writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
     writer.store(keys)
-    # The store has timed out, so vLLM may reuse its rows. Overwrites the rows before the server
-    # reads them.
+    # Timed out, so vLLM may overwrite the rows.
     writer.rows[:] = 7
     os.kill(own_daemon.pid, signal.SIGCONT)
     assert rigs(own_daemon).hits(keys) == 0
@@ -334,7 +314,6 @@ def test_engine_goes_on_once_the_server_answers(rigs, own_daemon, monkeypatch):
     assert writer.tier.transfers.is_hung
     os.kill(own_daemon.pid, signal.SIGCONT)
     wait_for(lambda: not writer.tier.transfers.is_hung)
-    # The engine must not give up this store if the machine is busy.
     patient = replace(writer.tier.settings, store_timeout_s=60.0)
     monkeypatch.setattr(writer.tier.transfers, "_settings", patient)
     writer.store(keys)
@@ -471,7 +450,7 @@ NO_LOADS = SimpleNamespace(load_jobs={})
 
 @pytest.fixture
 def reader(rigs: Any, own_daemon: Daemon) -> Rig:
-    """Returns a `Rig` whose server has the blocks `KEYS`, which another `Rig` stored."""
+    """Its server has `KEYS`, stored by another `Rig`."""
     rigs(own_daemon).store(KEYS)
     rig: Rig = rigs(own_daemon)
     return rig
@@ -531,13 +510,10 @@ def test_a_server_that_hangs_is_not_waited_for(
 def test_router_keeps_blocks_the_primary_tier_evicts(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine publishes the KV events of the server's blocks together with its own, all under one
-    medium, and a router follows them. A block may be both in the server and in the primary tier
-    (vLLM's CPU tier). The router must forget it only when both have removed it."""
+    """All events have one medium, so a router can't tell the tiers apart."""
     index = set()
 
     def read() -> set[Any]:
-        """Reads the engine's events into the router's index, and returns the index."""
         theirs = tracker.take_events(engine.manager.take_events())
         for event in side.take_events([*theirs], None, engine.manager):
             is_stored = isinstance(event, BlockStored)

@@ -1,5 +1,4 @@
-"""Tests stores and loads of hotkv's tier whose answers arrive in the client's threads, while the
-scheduler's thread begins further ones."""
+"""Answers come in the client's threads while the scheduler's begins more."""
 
 import sys
 from collections.abc import Iterator
@@ -20,8 +19,7 @@ NUM_JOBS = 3000
 
 
 class Session:
-    """A fake session (connection to the server) that grants leases on all requested blocks and
-    loads them. It answers from several threads."""
+    """Grants and loads all, from four threads."""
 
     has_tiers = False
 
@@ -39,7 +37,7 @@ class Session:
         return self._threads.submit(lambda: SimpleNamespace(status=TransferStatus.DONE))
 
     def release(self, name: str) -> None:
-        """Does nothing, because this fake session does not record leases."""
+        """Keeps no leases."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -47,8 +45,7 @@ class Session:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    """Yields a fake session (connection to the server). During the test, Python switches threads as
-    often as possible."""
+    """Python switches threads as often as it can."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     one = Session()

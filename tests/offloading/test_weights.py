@@ -1,9 +1,7 @@
-"""Tests an engine with `HotKVOffloadingConnector` whose weights change in place. A state machine
-changes weights, resets caches and runs steps in any order. Blocks may be stored and looked up only
-in the key space of the weights that computed them.
+"""A `HotKVOffloadingConnector`'s weights change in place. Blocks are stored and found only under
+the weights that computed them.
 
-hotkv's scheduler side and the worker sides of two ranks are real; the tier and its session are test
-doubles. The state machine records which weights computed the blocks that vLLM caches.
+Scheduler side and ranks are real, tier and session doubles.
 """
 
 import hashlib
@@ -39,7 +37,7 @@ from tests.vllm.parts import admission
 
 NUM_RANKS = 2
 WEIGHTS = range(3)
-"""Weights are numbers; each engine starts with 0."""
+"""Engines begin with 0."""
 
 
 def _identity(weights):
@@ -48,9 +46,6 @@ def _identity(weights):
 
 
 class Session:
-    """A fake session (connection to the server) whose flush (deletion of the engine's blocks)
-    succeeds if `can_flush`, and fails otherwise."""
-
     connected = True
     can_flush = True
 
@@ -60,13 +55,10 @@ class Session:
         return answer
 
     def report_requests(self, *_):
-        """Does nothing: reports are not checked."""
+        """Reports are not checked."""
 
 
 class Tier:
-    """A test double of hotkv's tier, with the attributes that `DoorScheduler` (the scheduler side)
-    uses."""
-
     def __init__(self):
         self.stats, self.config, self.row_bytes = HotKVStats(), None, 4096
         self.session, self.transfers = None, None
@@ -100,12 +92,7 @@ class Tier:
 
 
 def rank_of(number, weights):
-    """Returns the connector of a rank with only those parts that report to the scheduler side. Only
-    rank 0 reports that a job of vLLM's offloading has ended.
-
-    number: the rank.
-    weights: its `RankWeights`, which identifies the rank's weights.
-    """
+    """Only the parts that report; rank 0 reports a job of vLLM's."""
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})
     one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)
@@ -119,7 +106,7 @@ def rank_of(number, weights):
 
 
 def joined(ranks):
-    """Returns the reports of all ranks about a step, as vLLM aggregates them into one."""
+    """Joined as vLLM aggregates them."""
     reports = [one.build_connector_worker_meta() for one in ranks]
     outputs = [
         ModelRunnerOutput(
@@ -144,12 +131,8 @@ def space_of(identity="files"):
 
 
 def made(patch, *, is_reset=False, is_refused=False):
-    """Returns a scheduler side whose ranks have connected, and its tier.
-
-    is_reset: if True, a reset and a step come before the handshakes, by which the ranks describe
-        their KV.
-    is_refused: if True, the session (connection to the server) can't be opened, because the system
-        refuses to start a thread.
+    """is_reset: a reset and a step come before the handshakes.
+    is_refused: no thread can start, so no session opens.
     """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
@@ -165,8 +148,7 @@ def made(patch, *, is_reset=False, is_refused=False):
 
 
 def test_other_engines_request_waits_during_weights_check(monkeypatch):
-    """Another engine computes the request's prompt. If the wait ended during the check, the request
-    would compute the prompt itself."""
+    """Else the request would compute the prompt itself."""
     side, tier = made(monkeypatch)
     tier.may_load = True
     tier.tell = Mock()
@@ -182,12 +164,8 @@ def test_other_engines_request_waits_during_weights_check(monkeypatch):
 
 
 class WeightsMachine(RuleBasedStateMachine):
-    """A state machine of an engine that runs steps while its weights are written and its caches are
-    reset.
-
-    cached: the weights that computed the blocks on the device or in the primary tier (vLLM's CPU
-        tier).
-    computed: the weights that computed the blocks that wait to be stored.
+    """cached: weights of blocks on the device or in the primary tier.
+    computed: weights of blocks that wait to be stored.
     """
 
     def __init__(self):
@@ -200,7 +178,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.cached: set[int] = set()
         self.computed: int | None = None
         self.identities = {"files": 0} | {_identity(weights): weights for weights in WEIGHTS}
-        """For each key space's identity: the weights that it stands for."""
+        """Weights by identity."""
 
     @initialize(is_reset=st.booleans(), is_refused=st.booleans())
     def start(self, is_reset=False, is_refused=False):
@@ -211,8 +189,6 @@ class WeightsMachine(RuleBasedStateMachine):
 
     @rule()
     def the_system_has_threads_again(self):
-        """Lets the system start threads again, so that a session (connection to the server) can be
-        opened. The scheduler side must open it in the next step."""
         self.tier.is_refused = False
         self.run_nothing()
         assert self.tier.session
@@ -242,8 +218,7 @@ class WeightsMachine(RuleBasedStateMachine):
         if not is_lost:
             self.side.update(report, ())
             assert self.tier.stats.data["callback_errors"] == before + sum(range(NUM_RANKS))
-            # With this report, vLLM counts the blocks that the previous step computed as stored in
-            # the primary tier.
+            # With this report vLLM counts the previous step's blocks as stored.
             if self.computed is not None and self.tier.serves:
                 assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
@@ -261,7 +236,7 @@ class WeightsMachine(RuleBasedStateMachine):
     def reset(self, is_device_empty, can_flush):
         self.tier.session.can_flush = can_flush
         self.side.reset(is_device_empty)
-        # vLLM's reset always empties the primary tier and drops stores that have not begun.
+        # Empties the primary tier and drops stores that have not begun.
         self.computed = None
         if is_device_empty:
             self.cached.clear()
@@ -270,8 +245,7 @@ class WeightsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_after_a_lost_check(self, weights):
-        """Resets the caches, after which the ranks check their weights. Their first answer gets
-        lost, so they are asked again, but the weights have been written in the meantime."""
+        """The ranks' first answer gets lost, and weights are written before the second."""
         self.reset(is_device_empty=True, can_flush=True)
         self.run(is_lost=True)
         self.write(weights, range(NUM_RANKS))
@@ -280,8 +254,6 @@ class WeightsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def share_again(self, weights=0):
-        """Empties the caches, writes other weights, and runs three steps. Whatever happened before,
-        the engine must then store and look up blocks again (`tier.serves`)."""
         self.reset(is_device_empty=True, can_flush=True)
         self.write(weights, range(NUM_RANKS))
         self.run_nothing()
@@ -310,9 +282,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.check()
 
     def check(self):
-        """Checks that the tier uses the key space of the engine's weights, and that the caches hold
-        only blocks of these weights. Checks nothing while the tier neither stores nor looks up, or
-        between a write of weights and the next step, which notices it."""
+        """Checks nothing between a write and the step that notices it."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):
             return
         now = self.watches[0].weights
@@ -352,9 +322,7 @@ def test_owed_flush_precedes_adopting_other_weights():
 
 
 def test_reset_before_handshakes_is_made_good():
-    """In a MultiConnector the scheduler side learns its engine's key space only in the first step,
-    from the ranks' handshakes. Resets the cache before that. The reset must be carried out after
-    the handshakes, before the tier serves lookups."""
+    """In a MultiConnector the key space is known only after the first step."""
     one = begun(is_reset=True)
     assert one.side._reset.under_way and not one.tier.serves
     for _ in range(3):
@@ -364,9 +332,7 @@ def test_reset_before_handshakes_is_made_good():
 
 
 def test_check_finds_blocks_before_an_unnoticed_write():
-    """A reset leaves blocks on the device. Then the weights change, and no rank notices it. But
-    after the reset the ranks check their weights: they are not those of the blocks, so the tier
-    must not serve lookups."""
+    """No rank notices the write, but they check after a reset."""
     one = begun()
     one.run()
     one.reset(is_device_empty=False, can_flush=True)
@@ -391,9 +357,7 @@ def test_repeated_check_before_computing_finds_nothing_old():
 
 
 def test_write_after_ranks_answer_voids_it():
-    """After a reset, ranks are asked for their weights. The next step is planned before their
-    answers have arrived (asynchronous scheduling), and the weights change in between. The answers
-    describe the old weights, so they must not count."""
+    """Asynchronous scheduling: the next step is planned before the answers arrive."""
     one, idle = begun(), SimpleNamespace(total_num_scheduled_tokens=0)
     one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
     one.run()
@@ -418,9 +382,7 @@ def test_write_after_ranks_answer_voids_it():
 
 
 def test_ranks_with_unreadable_weights_share_nothing():
-    """The ranks can't read their weights, so they would not notice a change. A reset deletes the
-    blocks in the server, but blocks stay on the device, perhaps from other weights. The tier must
-    not serve lookups any more."""
+    """A reset leaves blocks on the device."""
     one = begun()
     for rank in one.ranks:
         rank._watch = None
@@ -454,14 +416,9 @@ def test_weights_older_than_files_doubt_their_name(monkeypatch, name, is_in_doub
 @pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("has_media", [False, True])
 def test_requests_beyond_vllms_hashes_are_left_out(monkeypatch, media, has_adapter, has_media):
-    """Sends requests whose block hashes do not cover everything that decides their KV. vLLM hashes
-    an adapter only by its path. Media may be hashed by a counter, or may have been encoded with old
-    weights. Token id 0 may stand for an embedding. The connector must leave out these requests, and
-    no others.
+    """vLLM hashes an adapter by its path only; embeddings show as token id 0.
 
-    media: how the engine's media are hashed ("named": by content; "counted": by a counter) or
-        encoded ("old": with old weights; "new": with the current ones).
-    has_adapter, has_media: whether the request has an adapter, and media.
+    media: hashed by content ("named") or by a counter; encoded by "old" or "new" weights.
     """
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
@@ -509,10 +466,7 @@ def test_reset_of_device_in_use_excludes_live(monkeypatch):
 @pytest.mark.parametrize("in_doubt", [False, True])
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_files_changing_during_warm_up_disable_hotkv(monkeypatch, name, in_doubt):
-    """The weights files may have changed while the engine started, so it is in doubt which weights
-    it has, and the engine must not use hotkv. It may use hotkv in two cases: the user has named the
-    weights (`weights_identity`), or the ranks doubted the files themselves and identified the
-    weights by their content in memory."""
+    """It stays on if the user named the weights, or the ranks identified them in memory."""
     side, tier = made(monkeypatch)
     tier.space, side.wants_formats = None, True
     side._config = ConnectorConfig(weights_identity=name)
@@ -522,8 +476,7 @@ def test_files_changing_during_warm_up_disable_hotkv(monkeypatch, name, in_doubt
 
 
 def test_a_tier_begins_once_files_are_read(monkeypatch):
-    """The ranks may have written weights since they described themselves, so they are asked first
-    which weights they have."""
+    """The ranks may have written since the handshake, so they are asked first."""
     side, tier = made(monkeypatch)
     side._reading, tier.space, side.wants_formats = Future(), None, True
     side._space = side._reports = side._reset = None
@@ -592,8 +545,6 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     monkeypatch.setattr(side._weights, "suspect", None)
     assert side.reset(is_device_empty=True) is False
     assert side.edge.broken == {"door.reset"}
-    # The reset could not delete the blocks in the server (flush). Each step must try again, and
-    # until then the tier must not serve lookups.
     for _ in range(3):
         assert not tier.serves
         side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -610,9 +561,7 @@ def test_after_early_reset_requests_wait_for_ranks(monkeypatch):
 
 
 def test_another_connectors_first_loads_are_not_stored(monkeypatch):
-    """Another connector loads KV for request a; with sparse decode such KV may be inexact. The
-    request must not store blocks, and neither may a later request b that hits these blocks on the
-    device."""
+    """Such KV may be inexact."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
     for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
@@ -626,10 +575,8 @@ def test_another_connectors_first_loads_are_not_stored(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous", "aborted"])
 def test_server_learns_of_loads_no_rank_reports(monkeypatch, kind):
-    """The server must be told the end of each load, or it will subtract the load's hits from its
-    statistics when the connection closes. But vLLM 0.33 does not report the end of a synchronous
-    load, for which its step waits, and a load may outlive its request. The scheduler side must
-    report the end in both cases."""
+    """vLLM 0.33 reports no synchronous loads, and a load may outlive its request. Without an end
+    the server subtracts the hits."""
     side, tier = made(monkeypatch)
     monkeypatch.setattr(tier, "first_loaded", lambda *_: 0)
     loads = []
@@ -647,9 +594,7 @@ def test_server_learns_of_loads_no_rank_reports(monkeypatch, kind):
     assert [one.failed for one in loads] == {"synchronous": [False], "aborted": [True]}.get(
         kind, []
     )
-    # Reports two ends of loads for this request. If the load above is asynchronous, the first is
-    # its end. All others belong to loads of another connector, or from vLLM's CPU tier only, so the
-    # server must not be told of them.
+    # The first may be the load's end, the others are not of the server.
     for _ in range(2):
         side.update(DoorReport(), {"r"})
     side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -662,12 +607,7 @@ def test_server_learns_of_loads_no_rank_reports(monkeypatch, kind):
 def test_hit_counts_from_the_servers_first_chunk(
     monkeypatch, first, device_hit_tokens, loaded_tokens
 ):
-    """A hit ends after 48 tokens. The tokens from `first` on must count as loaded from the server,
-    except those that the device had.
-
-    first: where the first chunk begins that came from the server; None if all chunks came from
-        vLLM's CPU tier.
-    """
+    """first: begin of the server's first chunk; None: it has none."""
     side, tier = made(monkeypatch)
     monkeypatch.setattr(tier, "first_loaded", lambda *_: first)
     side.arrived(request := request_of("r"))
@@ -676,9 +616,7 @@ def test_hit_counts_from_the_servers_first_chunk(
 
 
 def test_state_of_a_reassigned_block_is_not_stored(monkeypatch):
-    """vLLM offers recurrent states to store, as (group, block, tokens). This step may have
-    overwritten blocks 1 and 3. A state in one of them may be stored only if this step itself wrote
-    it there for this request, or if the state's tokens end within a block."""
+    """The step may have overwritten blocks 1 and 3."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

@@ -1,5 +1,4 @@
-"""Fixtures for the tests of pairs of features. The folder's tests are skipped if vLLM is not
-installed."""
+"""Fixtures; without vLLM the folder has no tests."""
 
 import importlib.util
 

@@ -1,6 +1,4 @@
-"""The features whose pairs the harness (simulated vLLM engines with random traffic) tests. Each
-class is a `world.Play`: it changes the engines, requests and server of a test so that the feature
-is used."""
+"""Features whose pairs the simulated engines test."""
 
 import itertools
 import time
@@ -38,8 +36,7 @@ ALL_CALLS = ["store", "load", "acquire", "lookup"]
 
 
 class Lora(Play):
-    """LoRA: each request uses one of two adapters or none. The bytes of the second adapter differ
-    between engines, so engines must not share its blocks."""
+    """Engines disagree about the second adapter's bytes, so they must not share its blocks."""
 
     adapters = (None, lora(1, "a", "/a"), lora(2, "b", "/b"))
 
@@ -50,12 +47,9 @@ class Lora(Play):
         keys_of = adapters.keys
 
         def named(request: Any) -> Any:
-            """Returns a request's block keys as hotkv computes them. Records the request's adapter,
-            from which the harness computes the expected KV."""
             keys = keys_of(request)
             if request.lora_request is not None:
-                # Records the adapter now: if the request ends before it runs, the harness runs no
-                # other code that records it.
+                # The harness records nothing of a request that ends before it runs.
                 one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)
@@ -71,9 +65,6 @@ class Lora(Play):
 
 
 class Sparse(Play):
-    """Sparse decode: the first engine decodes sparsely; the other engines use full attention and
-    load the blocks that it stored."""
-
     def start(self, world: World) -> None:
         without_layers(world.monkeypatch)
 
@@ -108,8 +99,7 @@ class Pipeline(Ranks):
 
 
 class Hybrid(Play):
-    """Hybrid models, with layers of full attention and of sliding windows. They also have layers
-    with recurrent states, except together with sparse decode or another connector that loads."""
+    """It has no recurrent states beside sparse decode or another connector that loads."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         has_states = {"sparse", "multi_first", "multi_second"}.isdisjoint(world.plays)
@@ -121,8 +111,6 @@ class Hybrid(Play):
 
 
 class Pools(Play):
-    """Pooling models: engines answer with vectors instead of tokens."""
-
     models = (Pooling,)
 
     def met(self, world: World) -> bool:
@@ -130,8 +118,6 @@ class Pools(Play):
 
 
 class Embeds(Play):
-    """Prompts of embeddings: half of the prompts are embeddings instead of token ids."""
-
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"enable_prompt_embeds": True}
 
@@ -144,9 +130,6 @@ class Embeds(Play):
 
 
 class Images(Play):
-    """Multimodal prompts: half of the prompts of at least 80 tokens contain one of two images,
-    after 20 tokens of text."""
-
     place = PlaceholderRange(offset=20, length=40)
 
     def begin(self, world: World, one: Engine, number: int) -> None:
@@ -169,9 +152,6 @@ class Images(Play):
 
 
 class Speculation(Play):
-    """Speculative decoding: engines have a drafter, and some drafts are rejected. Scheduling is
-    asynchronous: vLLM's scheduler plans a step before the previous step has run."""
-
     models = (SpeculatingEngine,)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
@@ -190,9 +170,8 @@ class Speculation(Play):
 
 
 class OtherFirst(Play):
-    """A MultiConnector that lists another connector before hotkv. The other connector sometimes
-    loads a request's KV. If the feature `OtherLast` is in the same test, only the first engine has
-    this order."""
+    """Another connector, listed first, loads some requests. Beside `OtherLast`, only in the
+    first engine."""
 
     ours_first = False
     number_of_both = 0
@@ -207,24 +186,18 @@ class OtherFirst(Play):
         PLAN.fill = self.fill(world)
 
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
-        # Lets the other connector offer all whole blocks of the prompt except the last. This also
-        # works for prompts of embeddings and prompts with images.
+        # All whole blocks but the last; also for prompts of embeddings or images.
         length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
         if length > BLOCK_TOKENS and world.dice.random() < 0.6:
             PLAN.tokens[name] = length - BLOCK_TOKENS
 
     def after(self, world: World) -> None:
-        """Until the other connector has loaded some KV, sends prompts that no engine has computed
-        yet."""
         for seed in range(50, 70):
             for one in () if self.met(world) else world.engines:
                 world.ask(one, prompt(seed, 200))
                 world.run(one)
 
     def fill(self, world: World) -> Any:
-        """Returns the function by which the other connector writes the KV of a load. It writes into
-        the engine that has the request."""
-
         def load_into(name: str, tables: Any, tokens: int) -> None:
             PLAN.num_loads += 1
             (one,) = [one for one, other in world.asked if other == name]
@@ -237,16 +210,13 @@ class OtherFirst(Play):
 
 
 class OtherLast(OtherFirst):
-    """A MultiConnector that lists another connector after hotkv. If the feature `OtherFirst` is in
-    the same test, only the second engine has this order."""
+    """Another connector is listed last. Beside `OtherFirst`, only in the second engine."""
 
     ours_first = True
     number_of_both = 1
 
 
 class Producer(Play):
-    """The role `kv_producer`: the first engine only stores."""
-
     def role(self, number: int) -> str:
         return "kv_producer" if number == 0 else ""
 
@@ -256,8 +226,6 @@ class Producer(Play):
 
 
 class Consumer(Play):
-    """The role `kv_consumer`: the second engine only loads."""
-
     def role(self, number: int) -> str:
         return "kv_consumer" if number == 1 else ""
 
@@ -266,8 +234,6 @@ class Consumer(Play):
 
 
 class Asynchronous(Play):
-    """Asynchronous scheduling: a step is planned before the previous step has run."""
-
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"pipelined": True}
 
@@ -276,18 +242,13 @@ class Asynchronous(Play):
 
 
 class Preemption(Play):
-    """Preemption: engines have too few device blocks for their running requests."""
-
     def start(self, world: World) -> None:
-        # hotkv remembers for a while that a request missed, and does not look it up again. On a
-        # fast machine, a preempted request would resume within this time, and this feature would
-        # have no effect. So the test sets the time to 0.
+        # A fast machine would resume a preempted request while hotkv remembers its miss.
         world.monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        # A pooling engine can preempt a request only while it computes the prompt. By
-        # default vLLM starts a prompt only if the whole prompt fits on the device; these
-        # settings let it start earlier.
+        # A pooling engine is preempted only within a prompt, which vLLM starts by default only
+        # if it fits whole.
         chunks = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
         return {"blocks": 44 if "hybrid" in world else 18} | chunks
 
@@ -296,15 +257,13 @@ class Preemption(Play):
             self.crowd(world, world.turn)
 
     def after(self, world: World) -> None:
-        # If another connector loads most of each prompt, a crowd (several new prompts at once)
-        # rarely causes a preemption. So the test sends up to a hundred crowds.
+        # A crowd rarely preempts where another connector loads most of each prompt.
         for number in range(100, 200):
             if not self.met(world):
                 self.crowd(world, number)
 
     def crowd(self, world: World, number: int) -> None:
-        """Sends an engine more prompts than its device can hold, and runs some steps. Each `number`
-        gives other prompts."""
+        """`number` decides the prompts."""
         one = world.dice.choice(world.engines)
         for seed in range(3):
             fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))
@@ -317,9 +276,6 @@ class Preemption(Play):
 
 
 class LoadChoice(Play):
-    """The setting `load = "auto"`: an engine loads a hit only if it expects loading to be faster
-    than computing."""
-
     may_not_hit = True
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
@@ -330,8 +286,6 @@ class LoadChoice(Play):
 
 
 class Tracing(Play):
-    """Tracing: the trace collector receives spans for every request."""
-
     def start(self, world: World) -> None:
         self.collector = OtlpReceiver()
         self.collector.__enter__()
@@ -350,9 +304,7 @@ class Tracing(Play):
 
 
 class Hints(Play):
-    """Hints: requests ask hotkv to keep their blocks longer (a priority, a time to live or a pin),
-    to demote them to a tier, or to release them. Clients give hints in `kv_transfer_params`, and
-    routers in `kv_hints`, which is the only way for a pooling request."""
+    """Clients hint in `kv_transfer_params`, routers in `kv_hints`, which pooling requests need."""
 
     wishes = (
         {"hotkv.priority": 3},
@@ -375,8 +327,6 @@ class Hints(Play):
 
 
 class Sessions(Play):
-    """Session ids: each request names one of two chats as its session."""
-
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
         asked["session_id"] = world.dice.choice(["chat", "agent"])
 
@@ -385,17 +335,13 @@ class Sessions(Play):
 
 
 class Reset(Play):
-    """Resets: an engine resets its prefix cache and deletes its blocks in the server (flushes
-    them). Other clients flush these blocks too."""
-
     def between(self, world: World) -> None:
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
         world.run(one)
         cache = ours(one)._scheduler.cache
-        # Within a MultiConnector, hotkv connects to the server only in the first step, so `cache`
-        # may be None.
+        # hotkv has none within a MultiConnector before the first step.
         if cache is None or world.dice.random() < 0.5:
             is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
             assert is_empty or not world.server.is_well
@@ -403,8 +349,6 @@ class Reset(Play):
             cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Resets an engine, and checks that the server then has no blocks in the engine's key
-        space."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)
         world.end(one)
@@ -413,8 +357,6 @@ class Reset(Play):
 
 
 class Weights(Play):
-    """Weight updates: the weights of an engine change in place, and later change back."""
-
     def start(self, world: World) -> None:
         may_load(world.monkeypatch)
         self.seeds = itertools.cycle((7, 0, 8))
@@ -431,8 +373,6 @@ class Weights(Play):
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
-        # Aborts all requests first, because the harness checks KV against one
-        # set of weights at a time.
         world.abort_all(one)
         one.scheduler.reset_prefix_cache()
         load(one, next(self.seeds))
@@ -443,13 +383,10 @@ class Weights(Play):
 
 
 class Sleep(Play):
-    """Pause and sleep: an engine sleeps or pauses, and then continues."""
-
     def between(self, world: World) -> None:
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
-        # Aborts all requests first, because a real engine is idle too before it resets.
         world.abort_all(one)
         core = Core(one)
         if world.dice.random() < 0.5:
@@ -461,9 +398,6 @@ class Sleep(Play):
 
 
 class Tenants(Play):
-    """Tenants: the second engine belongs to another tenant, so it has another key space and does
-    not find the first engine's blocks."""
-
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"extra": {"tenant": "ab"[number % 2]}}
 
@@ -482,8 +416,6 @@ class Tenants(Play):
 
 
 class Restart(Play):
-    """Server restarts: the server is killed and started again, with its blocks or without."""
-
     def between(self, world: World) -> None:
         if not self.happens(world):
             return
@@ -494,8 +426,6 @@ class Restart(Play):
 
 
 class Away(Play):
-    """Server outages: the server is down for several turns of the traffic."""
-
     def between(self, world: World) -> None:
         if world.server.up and self.happens(world):
             world.server.die(empty=False)
@@ -504,9 +434,6 @@ class Away(Play):
 
 
 class Slow(Play):
-    """A slow server: some calls reach it late, and some of its answers come late or after the
-    timeout."""
-
     def settings(self, world: World, number: int) -> dict[str, Any]:
         waits = {"lookup_timeout_s": 0.01, "load_timeout_s": 0.02, "store_timeout_s": 0.05}
         return {"extra": {name: world.server.pace * wait_s for name, wait_s in waits.items()}}
@@ -515,8 +442,7 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # If no call was delayed until the middle of the run, delays at least one now, so that the
-        # feature takes effect.
+        # If nothing was delayed in the first half, delays one call.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
@@ -527,17 +453,12 @@ class Slow(Play):
 
 
 class Tier(Play):
-    """A tier: after the random traffic the server loses its host memory, so that it must promote
-    blocks from the tier."""
-
     came = went = ""
-    """Names of two counters of the server: of blocks promoted from the tier (`came`), and copied to
-    it (`went`)."""
+    """Counters of promoted (`came`) and demoted (`went`) blocks."""
     has_come = False
 
     def after(self, world: World) -> None:
-        # With the feature `producer` the first engine never loads, so the second engine sends the
-        # requests.
+        # A `producer` loads nothing.
         number = 1 if "producer" in world else 0
         one = world.engines[number]
         names = [world.ask(one, prompt(family, 280), max_tokens=2) for family in range(3)]
@@ -551,17 +472,14 @@ class Tier(Play):
             for name in names:
                 world.repeat(one, world.arguments[name])
             world.end(one)
-            # The server's counters began at 0 when `lose` restarted it. With the feature
-            # `load_choice`, nothing need have been promoted: engines may have chosen to compute all
-            # hits.
+            # With `load_choice`, engines may have computed all hits.
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:
                 wait_for_copies(daemon, type(self))
 
     def lose(self, world: World, one: Engine, number: int) -> None:
-        """Kills the server, deletes its blocks in host memory (and on its disk, unless the disk is
-        the tested tier), and restarts it."""
+        """Loses the disk's blocks too, unless the disk is the tested tier."""
         daemon = world.server.of(number)
         daemon.lose_arena()
         if not isinstance(self, Disk):
@@ -574,29 +492,22 @@ class Tier(Play):
 
 
 def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
-    """Waits until the server has copied some block to the tier, because a killed server loses
-    copies in flight. Stops waiting after WAIT_S / 12 seconds, because there may be nothing to copy.
-    """
+    """A kill loses copies in flight. Gives up after WAIT_S / 12: there may be nothing to copy."""
     until_s = time.monotonic() + WAIT_S / 12
     while not daemon.counter(tier.went) and time.monotonic() < until_s:
         time.sleep(0.02)
 
 
 class Disk(Tier):
-    """A disk tier below host memory."""
-
     came, went = "tier_promoted_blocks_total", "tier_demoted_blocks_total"
 
 
 class Shared(Tier):
-    """A shared tier: two nodes with an engine on each, and a Valkey that both nodes use."""
-
     came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
 
 
 class Warm(Tier):
-    """Warm start: a node exports the hashes of its blocks to a file, restarts without its blocks,
-    and fetches them from Valkey before its engine's requests."""
+    """Empty after a restart, the node fetches the blocks whose hashes it had exported."""
 
     came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
 
@@ -643,4 +554,3 @@ PLAYS: dict[str, type[Play]] = {
     "shared": Shared,
     "warm": Warm,
 }
-"""The `Play` class of each feature, by the feature's name."""

@@ -1,6 +1,4 @@
-"""The servers that a test of `world.World` (engines, a server and random traffic) can use, and
-their common interface. A server is a test double that can delay calls, or consists of real servers
-that may have a disk and share a Valkey."""
+"""Servers of a `World`: a double that can delay single calls, or real ones with tiers."""
 
 import os
 import signal
@@ -20,12 +18,10 @@ from tests.vllm.processes import Daemon
 
 
 class Server(Protocol):
-    """The interface of a server in a `World`.
-
-    pace: factor for timeouts; 1.0 for the test double.
-    told: the request reports that engines have sent to the server.
-    hold: the kinds of calls (such as "load") whose answers are delayed.
-    late: the kinds of calls that reach the server late.
+    """pace: factor for timeouts; 1.0 for the double.
+    told: request reports received.
+    hold: kinds of calls, such as "load", whose answers are delayed.
+    late: kinds of calls that arrive late.
     """
 
     told: list[RequestReport]
@@ -48,9 +44,6 @@ class Server(Protocol):
 
 
 class Double(FakeServer):
-    """A test double of the server. `settle` lets it carry out calls and deliver answers that it has
-    delayed."""
-
     pace = 1.0
 
     def __init__(self) -> None:
@@ -62,41 +55,33 @@ class Double(FakeServer):
 
     @property
     def is_well(self) -> bool:
-        """Returns True if the server is up and would answer a flush (deletion of an engine's
-        blocks)."""
+        """True if it would answer a flush."""
         return self.up
 
     def until_connected(self, one: Engine) -> None:
-        """Returns at once: the engine's sessions (connections) with the test double are connected
-        whenever it is up."""
+        """Its sessions are always connected."""
 
     def settings(self, number: int) -> dict[str, Any]:
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:
-        """Returns the number of blocks in the key space with this fingerprint. (The engine's number
-        does not matter here: the test double serves all engines.)"""
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """Checks that no lease or reservation is left, and that all stored blocks have the right
-        values."""
         assert not self.leases, f"leases: {self.leases}"
         assert not self.writes.leases and not self.writes._owners
         check_stored(self, engines, weights)
 
 
 class Nodes:
-    """Real servers, one for each engine, or one for all. A real server can't delay a single kind of
-    call. So whenever a test wants any call delayed, all servers are stopped with SIGSTOP."""
+    """Servers for each engine, or one for all. To delay any call, SIGSTOP stops all."""
 
     pace = 50.0
     ack_cancels = True
     patience_s = WAIT_S
 
     def __init__(self, daemons: Sequence[Daemon], identity: str) -> None:
-        """identity: the `weights_identity` of all engines. Each test has another one, and so key
-        spaces of its own."""
+        """identity: `weights_identity` of all engines."""
         self.daemons, self._identity = daemons, identity
         self.told: list[RequestReport] = []
         self._open = link.open_session
@@ -104,7 +89,6 @@ class Nodes:
         self._held: dict[str, set[str]] = {}
 
     def settings(self, number: int) -> dict[str, Any]:
-        # Long timeouts, since these tests do not check durations and may run on slow machines.
         waits = ("lookup_timeout_s", "load_timeout_s", "store_timeout_s", "reset_timeout_s")
         return {
             "target": self.of(number).target,
@@ -117,7 +101,6 @@ class Nodes:
         return noting(self._open(*arguments, **named), self.told)
 
     def of(self, number: int) -> Daemon:
-        """Returns the server of the engine with this number."""
         return self.daemons[number % len(self.daemons)]
 
     @property
@@ -137,7 +120,6 @@ class Nodes:
             os.kill(daemon.pid, signal.SIGSTOP if self._stopped else signal.SIGCONT)
 
     def settle(self, kind: str = "") -> int:
-        """Waits a millisecond, because real servers deliver their answers themselves."""
         time.sleep(1e-3)
         return 0
 
@@ -152,7 +134,6 @@ class Nodes:
             daemon.start()
 
     def until_connected(self, one: Engine) -> None:
-        """Waits until every session (connection to the server) of the engine is connected."""
         sessions = [our_connector(one.connector)._scheduler.cache.session]
         sessions += [our_connector(worker)._worker.rank.session for worker in one.each_worker()]
         for session in sessions:
@@ -166,8 +147,7 @@ class Nodes:
         )
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """Checks that no session (connection of an engine) has a lease or a transfer. Does not
-        compare blocks, because the engines compare each block that they load."""
+        """Engines compare the blocks that they load."""
 
         def is_idle() -> bool:
             sessions = [one for daemon in self.daemons for one in daemon.admin("sessions")]
@@ -177,8 +157,7 @@ class Nodes:
 
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
-    """Changes a session (connection of an engine to the server) so that its request reports are
-    also appended to `monitoring`. Returns the session."""
+    """Also appends its request reports to `told`."""
     report = session.report_requests
 
     def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:
@@ -190,7 +169,6 @@ def noting(session: Any, told: list[RequestReport]) -> Any:
 
 
 def lose_disk(daemon: Daemon) -> None:
-    """Deletes the files of a stopped server's disk tier, if it has one."""
     flag = "--tiers.disk.path"
     if flag in daemon.flags:
         for file in Path(daemon.flags[daemon.flags.index(flag) + 1]).iterdir():

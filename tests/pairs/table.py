@@ -1,15 +1,12 @@
-"""The table of all pairs of features: how each pair is tested, or why it is impossible.
-`tools/pairs_table.py` writes it into docs/deployments.md.
+"""How each pair of features is tested, or why it is impossible; `tools/pairs_table.py` writes it
+into docs/deployments.md.
 
-Each pair has exactly one of these answers:
+Exactly one answer a pair:
 
-- The harness (simulated engines with random traffic) runs both features together
-  (`features.PLAYS`), with a test double of the server or, with a tier, real servers.
-- Another test, with real parts, covers the pair.
-- hotkv refuses the pair with a message, which a test checks.
-- The features cannot be used together, for a reason that a reader can check.
-
-A new feature needs a `Play`, or an answer here for each of its pairs.
+- The simulated engines run both (`features.PLAYS`), with real servers for a tier.
+- Another test, with real parts, covers it.
+- hotkv refuses it; a test checks the message.
+- The features can't meet, for a reason that a reader can check.
 """
 
 import functools
@@ -53,17 +50,14 @@ FEATURES = {
     "warm": "warm start",
     "offloading": "behind vLLM's own offloading",
 }
-"""Features by name, in the order of docs/deployments.md."""
+"""In the order of docs/deployments.md."""
 TIERS = ("disk", "shared", "warm")
-"""Tiers below host memory, which only real servers have (not the test double)."""
 REAL_ONLY = ("residency", "offloading")
-"""Features that the harness (simulated engines) can't run: residency needs the layers of a real
-model, and the harness runs hotkv's own connector, not vLLM's offloading."""
+"""Residency needs a real model's layers, and the harness runs only hotkv's own connector."""
 
 
 WORLD_SIZE = 4
-"""Largest number of features in a set, without tiers. With more, the effects of some features would
-prevent those of others."""
+"""With more, some hide the effect of others. Tiers don't count."""
 
 
 class Kind(Enum):
@@ -76,12 +70,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer for a pair of features.
-
-    test: the pytest name of the test that covers the pair; empty if the features cannot be used
-        together.
-    words: the message of the refusal, the reason why the features cannot be used together, or a
-        description of the test.
+    """test: empty if the features can't meet.
+    words: the refusal, the reason, or a description of the test.
     """
 
     kind: Kind
@@ -128,7 +118,7 @@ REFUSALS: dict[tuple[str, str], str] = {
     "vLLM's offloading makes no spans of requests; leave it out, or use kv_connector "
     "HotKVConnector",
 }
-"""Pairs with which an engine does not start, with the message that the user gets."""
+"""What the user reads when the engine does not start."""
 REFUSED_ELSEWHERE = {
     ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
     "test_engine_unfit_for_residency_learns_why",
@@ -136,7 +126,6 @@ REFUSED_ELSEWHERE = {
     ("sparse", "offloading"): f"{_DOOR_REFUSES}[sparse]",
     ("tracing", "offloading"): f"{_DOOR_REFUSES}[tracing]",
 }
-"""Refused pairs whose message is checked by a test in another folder."""
 
 APART: dict[tuple[str, str], str] = {
     ("sparse", "pooling"): "only decode steps attend sparsely, and a pooling request ends with "
@@ -150,7 +139,6 @@ APART: dict[tuple[str, str], str] = {
     "does not compare with computing; `max_load_tokens` of a request bounds a "
     "load",
 }
-"""Pairs that cannot be used together, with the reason."""
 
 REAL: dict[tuple[str, str], Answer] = {
     ("residency", other): Answer(Kind.REAL, test)
@@ -218,22 +206,18 @@ REAL: dict[tuple[str, str], Answer] = {
         "warm": f"{_DOOR}test_warmed_node_hits_from_its_host_memory",
     }.items()
 }
-"""Pairs that a separate test covers with real parts."""
 
 
 def pairs() -> list[Pair]:
-    """Returns all pairs of features, in the order of FEATURES."""
     return [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)]
 
 
 def names_of(pair: Pair) -> str:
-    """Returns a pair's name in test ids: its features in the order of FEATURES, joined by "+"."""
     return "+".join(name for name in FEATURES if name in pair)
 
 
 def answer(pair: Pair) -> Answer:
-    """Returns how the pair is tested, or why it is impossible. Raises KeyError if the table has no
-    answer for the pair, and ValueError if it has several."""
+    """Raises KeyError without an answer, ValueError with several."""
     name = f"[{names_of(pair)}]"
     second = names_of(pair).rpartition("+")[2]
     found = []
@@ -258,15 +242,13 @@ def answer(pair: Pair) -> Answer:
 
 
 def of_kind(kind: Kind) -> list[Pair]:
-    """Returns the pairs whose answer is of this kind."""
     return [pair for pair in pairs() if answer(pair).kind is kind]
 
 
 @functools.cache
 def worlds() -> tuple[frozenset[str], ...]:
-    """Returns sets of features to test together. For every pair that the harness tests, at least
-    one set contains both features. The list is built greedily: a set begins with the first pair
-    that no earlier set contains, then gets the feature that adds the most new pairs, and so on."""
+    """Sets that together contain every pair of the harness. Greedy: the first missing pair, then
+    the feature that adds most."""
     order, made = of_kind(Kind.HARNESS), []
     left = set(order)
 
@@ -287,8 +269,7 @@ def worlds() -> tuple[frozenset[str], ...]:
 
 
 def beside_tiers() -> list[frozenset[str]]:
-    """Returns sets of features, each to be tested together with the tiers. Each feature that the
-    harness (simulated engines) tests is in one set."""
+    """Sets to run with all tiers."""
     left, made = [name for name in FEATURES if _is_played(frozenset([name]))], []
     while left:
         names = frozenset([left[0]])
@@ -301,16 +282,13 @@ def beside_tiers() -> list[frozenset[str]]:
 
 
 def _is_played(names: frozenset[str]) -> bool:
-    """Returns True if the harness can run these features together, with a test double of the
-    server. `producer` and `consumer` allow no third feature: no engine both stores and loads then,
-    so a third feature might have no effect."""
+    """Beside both `producer` and `consumer` no engine stores and loads, so a third feature might
+    do nothing."""
     is_split = {"producer", "consumer"} < names
     return not names.intersection((*TIERS, *REAL_ONLY)) and meets(names) and not is_split
 
 
 def meets(names: frozenset[str]) -> bool:
-    """Returns True if all pairs of these features can be used together: none is refused or listed
-    in APART."""
     apart = (REFUSALS, APART)
     return not any(
         _entry(some, frozenset(two)) for some in apart for two in itertools.combinations(names, 2)

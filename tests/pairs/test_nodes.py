@@ -1,5 +1,4 @@
-"""Tests each pair of a feature and a tier with real servers, which have a disk and share a Valkey.
-The simulated engines compare every KV value that they load."""
+"""Each pair of a feature and a tier, with real servers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,19 +18,13 @@ TURNS = 4
 
 
 class Places:
-    """Real servers, which tests share: a server or two for each combination of tiers. Each is
-    started when it is first requested."""
+    """Servers by tiers, started at first use."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
         self._made: dict[tuple[bool, bool], list[Daemon]] = {}
 
     def __call__(self, *, disk: bool, shares: bool) -> list[Daemon]:
-        """Returns the servers: one, or two that share a Valkey.
-
-        disk: each server has a disk tier.
-        shares: True for two servers that share a Valkey.
-        """
         if (disk, shares) not in self._made:
             self._made[disk, shares] = self._make(disk, shares)
         return self._made[disk, shares]
@@ -42,7 +35,6 @@ class Places:
         flags: list[str] = []
         if shares:
             valkey = self._stack.enter_context(running(folder / "valkey"))
-            # A lookup may wait 20 s for the tier, so that it also hits on a slow machine.
             flags += ["--tiers.valkey.address", f"unix:{valkey.path}"]
             flags += ["--tiers.lookup-wait-ms", "20000"]
         made = []
@@ -82,8 +74,6 @@ def run(
 def test_features_beside_every_tier(
     names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs a set of features together with all three tiers. This covers the pairs of each feature
-    with each tier, and the pairs of tiers."""
     features = [*names.split("+"), *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 

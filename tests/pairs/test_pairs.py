@@ -1,5 +1,5 @@
-"""Tests every pair of features that the harness (simulated engines with random traffic) can run, in
-sets of a few features. `make torture` runs each pair by itself, and random triples."""
+"""Every pair that simulated engines can run, in sets; `make torture` adds single pairs and
+random triples."""
 
 import os
 import random
@@ -14,12 +14,10 @@ from tests.pairs.world import TURNS, World
 
 NUM_TRIPLES = int(os.environ.get("NUM_TRIPLES", "120"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
-"""The first seed of the random triples of features. Another seed gives other triples."""
 
 
 def everyday() -> set[str]:
-    """Returns the names of the sets that the everyday tests run: enough of `worlds()` that every
-    feature is in one of them."""
+    """Together these sets have every feature."""
     chosen, met = set(), set[str]()
     for names in worlds():
         if not names <= met:
@@ -32,8 +30,6 @@ EVERYDAY = everyday()
 
 
 def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
-    """Runs a `World` (simulated engines with random traffic) with these features, over a test
-    double of the server: first the traffic, then all checks. Returns the `World`."""
     with pytest.MonkeyPatch.context() as patch:
         plays = {name: PLAYS[name]() for name in names}
         world = World(plays, Double(), seed, folder, patch)
@@ -65,7 +61,6 @@ def test_a_pair_in_longer_traffic(names: str, tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_random_triples(tmp_path: Path) -> None:
-    """Runs random sets of three features. A failure's message names the features and the seed."""
     seed, num_walked = FIRST_SEED, 0
     while num_walked < NUM_TRIPLES:
         dice = random.Random(seed)

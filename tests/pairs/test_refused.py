@@ -1,5 +1,4 @@
-"""Tests the pairs of features that hotkv refuses: the engine does not start, and a message says
-why."""
+"""Pairs that hotkv refuses with a message."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ def name_of(pair: tuple[str, str]) -> str:
 def test_a_pair_that_is_refused(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes simulated engines with both features and expects the message of the refusal. No real
-    engine is needed, because hotkv refuses the pair before vLLM creates the model's layers."""
     plays = {name: PLAYS[name]() for name in pair if name != "residency"}
     if "residency" in pair:
         play = plays[pair[1]]
@@ -51,9 +48,7 @@ def test_a_pair_that_is_refused(
 def test_a_pair_that_is_refused_beside_another_connector(
     pair: tuple[str, str], tmp_path: Path, engines: Engines
 ) -> None:
-    """Starts a real engine with both features and expects the message of the refusal in its log. A
-    real engine is needed, because hotkv refuses the pair only after vLLM has created the model's
-    layers."""
+    """The refusal comes only after vLLM has made the layers."""
     ours = transfer_config(target=f"unix:{tmp_path}/none.sock", startup_wait_s=0.0, **RESIDENT)
     within = beside("LoadingConnector", ours_first=pair[1] == "multi_first")
     one = engines.start(

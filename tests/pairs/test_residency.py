@@ -1,6 +1,4 @@
-"""Tests residency (requests whose KV stays in host memory, with only hot blocks on the device)
-together with other features, in real engines with a real server. The tokens must equal those of an
-engine with full attention on the device."""
+"""Residency with other features in real engines: tokens equal those of full attention."""
 
 import contextlib
 import functools
@@ -32,8 +30,7 @@ from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 1720
-"""Tokens of a prompt: more than half of the tokens that fit on the device. Its answer begins
-another block, for which the engine has to request room in the server."""
+"""More than half of the device; the answer begins another block, which needs room."""
 TOKENS = 12
 MOVE_STEPS = 5
 
@@ -46,12 +43,6 @@ def begin(
     role: str = "kv_both",
     **more: Any,
 ) -> EngineProcess:
-    """Starts an engine of the model.
-
-    connector: settings of hotkv's connector.
-    role: vLLM's `kv_role`.
-    more: arguments of vLLM.
-    """
     settings: dict[str, Any] = {
         "load_format": "auto",
         "dtype": "float32",
@@ -62,15 +53,13 @@ def begin(
         "driver": "every_driver.py",
         "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
     }
-    # An engine does not give up a lookup only because the machine is busy.
     ours = {"sparse_recall_steps": 0, "lookup_timeout_s": 60.0} | connector
     transfer = transfer_config(**ours) | {"kv_role": role}
     return engines.start(model, None, kv_transfer_config=transfer, **settings | more)
 
 
 class Models:
-    """The test models, and reference answers from engines that attend to all KV on the device and
-    have no hotkv server (`dense`)."""
+    """With reference answers of engines without residency."""
 
     def __init__(self, folder: Path, engines: Engines) -> None:
         self.model = write_weights(write_tokenizer(write_model(folder / "model")), seed=1)
@@ -80,19 +69,16 @@ class Models:
         self.dense = References(functools.partial(begin, engines, connector=absent))
 
     def ask(self, operation: str = "generate", *, engine: Any = None, **asked: Any) -> Any:
-        """Returns the answer of a reference engine with these settings."""
         return self.dense.ask(operation, engine={"model": self.model} | (engine or {}), **asked)
 
 
 class Stage:
-    """A server with a disk and a Valkey, and engines that keep requests' KV in host memory.
-    `engine` starts an engine when it is first requested."""
+    """Resident engines at a server with disk and Valkey, started at first use."""
 
     def __init__(
         self, folder: Path, stack: contextlib.ExitStack, models: Models, moves: bool = False
     ) -> None:
-        """moves: if True, requests begin with all blocks on the device, and soon move their old
-        blocks to host memory."""
+        """moves: requests begin on the device and soon move."""
         self.folder, self._moves, self.models = folder, moves, models
         self.collector = stack.enter_context(OtlpReceiver())
         valkey = stack.enter_context(running(folder / "valkey"))
@@ -107,8 +93,6 @@ class Stage:
         self._made: dict[str, EngineProcess] = {}
 
     def engine(self, name: str, **settings: Any) -> EngineProcess:
-        """Returns the engine with this name, and starts it with these settings if it does not run
-        yet."""
         if name not in self._made:
             self._made[name] = self.start(**settings)
         return self._made[name]
@@ -131,9 +115,7 @@ class Stage:
             **more,
         )
         if "tensor_parallel_size" not in more:
-            # Makes layers rewrite their block tables in every step, even if they attend to all
-            # blocks, so that this code is tested. Engines with several ranks can't do this: they
-            # use dense attention until a block is left out.
+            # Tables are rewritten in every step, which several ranks can't.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)
@@ -141,14 +123,10 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns an engine that keeps KV in host memory, with a tenant, tracing and `load =
-        "auto"`."""
         traced = {"tracing": self.collector.url, "tracing_sample_ratio": 1.0}
         return self.engine("one", connector={"tenant": "t", "load": "auto", **traced})
 
     def check(self, engine: EngineProcess, seed: int, length: int = LENGTH) -> dict[str, Any]:
-        """Sends a prompt to the engine and to a reference engine. Checks that both give the same
-        tokens. Returns the engine's answer."""
         batch = prompts(seed, length)
         found: dict[str, Any] = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
         assert same(found, self.models.ask(prompts=batch, max_tokens=TOKENS))
@@ -179,8 +157,7 @@ def moving(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Iterator
 
 
 def hints_and_sessions(stage: Stage) -> None:
-    """Sends a chat's requests, the first with a hint that pins its blocks, the second with a hint
-    that releases them. The tokens must be right both times."""
+    """The first hint pins, the second releases."""
     (text,) = prompts(31, LENGTH)
     expected = stage.models.ask(prompts=[text], max_tokens=TOKENS)
     for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
@@ -202,8 +179,6 @@ def hints_and_sessions(stage: Stage) -> None:
 
 
 def load_choice(stage: Stage) -> None:
-    """Sends a prompt twice with `load = "auto"`. The second request loads the KV, or computes it if
-    that is faster."""
     stage.check(stage.one, 32)
     stage.one.ask("reset")
     stage.check(stage.one, 32)
@@ -212,15 +187,12 @@ def load_choice(stage: Stage) -> None:
 
 
 def reset(stage: Stage) -> None:
-    """Resets the cache after a prompt. No block from before the reset may be hit."""
     stage.check(stage.one, 33)
     assert stage.one.ask("reset", connector=True)["done"]
     assert stage.check(stage.one, 33)["cached"] == [0]
 
 
 def weights(stage: Stage) -> None:
-    """Loads other weights in place, and then the first weights again. Each time the answers must be
-    those of the current weights."""
     batch = prompts(34, LENGTH)
     other = stage.models.other
     expected = stage.models.ask(engine={"model": other}, prompts=batch, max_tokens=TOKENS)
@@ -237,15 +209,12 @@ def weights(stage: Stage) -> None:
 
 
 def sleep(stage: Stage) -> None:
-    """Pauses the engine between two equal requests. Both must give the right tokens."""
     stage.check(stage.one, 35)
     stage.one.ask("pause")
     stage.check(stage.one, 35)
 
 
 def tenants(stage: Stage) -> None:
-    """Sends a prompt. Its blocks must be in the key space of the engine's tenant, and an engine of
-    another tenant must not hit them."""
     stage.check(stage.one, 36)
     settled(stage.one)
     spaces = stage.daemon.admin("key_spaces")
@@ -265,8 +234,6 @@ def tracing(stage: Stage) -> None:
 
 
 def slow(stage: Stage) -> None:
-    """Stops the server with SIGSTOP for half a second during a request. The tokens must be
-    right."""
     batch = prompts(38, LENGTH)
     pid = stage.daemon.pid
     stage.one.begin("generate", prompts=batch, max_tokens=TOKENS)
@@ -282,13 +249,10 @@ def disk(stage: Stage) -> None:
 
 
 def shared(stage: Stage) -> None:
-    """Deletes the node's blocks in host memory and on disk, so the Valkey tier must serve them."""
     from_a_tier(stage, Shared, lose_disk)
 
 
 def warm(stage: Stage) -> None:
-    """Exports the hashes of the node's blocks to a file, and deletes its blocks in host memory and
-    on disk. The node must then fetch the blocks of this file from Valkey."""
     engine = stage.engine("tiers")
     stage.check(engine, 39)
     daemon, file = stage.daemon, stage.folder / "blocks"
@@ -313,8 +277,7 @@ def warm(stage: Stage) -> None:
 
 
 def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) -> None:
-    """Stores a prompt's blocks, and deletes them in host memory and by `lose`. The tier must then
-    serve them. Repeats this if the tier had no copies yet when the blocks were deleted."""
+    """Repeats if the tier had no copy yet when host memory was lost."""
     engine, daemon = stage.engine("tiers"), stage.daemon
     stage.check(engine, 40)
     until_s = time.monotonic() + 2 * WAIT_S
@@ -343,8 +306,6 @@ def ranks(stage: Stage) -> None:
 
 
 def producer(stage: Stage) -> None:
-    """Sends a prompt twice to an engine with the role `kv_producer`. It must give right tokens,
-    must not load, and must store blocks that another engine then hits."""
     engine = stage.start(role="kv_producer")
     stage.check(engine, 42)
     engine.ask("reset")
@@ -381,8 +342,7 @@ def images(stage: Stage) -> None:
 
 
 def check_hit(engine: EngineProcess, asked: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Sends requests (`asked`) twice. Both times the answer must have the `expected` tokens. The
-    first time the prompts must be computed, the second time most of them must be a hit."""
+    """The first answer must be computed, the second mostly a hit."""
     found = engine.ask("sample", requests=asked)
     assert same(found, expected) and found["cached"] == [0]
     settled(engine)
@@ -410,12 +370,10 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
     "shared": shared,
     "warm": warm,
 }
-"""The function that tests residency with a feature, by the feature's name."""
 
 EVERYDAY = {"reset", "disk"}
 NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}
-"""Features that start engines of their own, of which the test does not check that requests moved to
-host memory."""
+"""Their engines are not in `Stage._made`."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Tests models whose attention is not causal, so that a block's KV depends on the whole prompt.
-vLLM forbids the reuse of such KV, and hotkv must refuse it with a message. If it did not, the
-harness (a simulated engine that checks KV values) would notice."""
+"""Attention that is not causal: a block's KV depends on the whole prompt, so hotkv must refuse
+to share it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,8 +28,6 @@ def non_causal(make: Make) -> Any:
 
 
 def ask(one: Any) -> None:
-    """Sends two prompts with a common beginning, and the first prompt again. The harness checks all
-    KV values that the engine reads."""
     for name, tokens in (("a", PROMPT), ("b", [*PROMPT[:160], 5, 6, 7]), ("c", PROMPT)):
         one.generate(name, tokens, 4)
         one.generate(f"{name} ends", prompt(9, 3), 2)
@@ -51,8 +48,6 @@ def test_non_causal_attention_is_refused_in_words(
 def test_the_harness_sees_kv_of_another_prompt(
     make: Make, server: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns off the check by which hotkv refuses reuse that vLLM forbids. The harness must then
-    find wrong KV values."""
     monkeypatch.setattr(reuse, "check_reuse", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong KV"):
         ask(non_causal(make))

@@ -1,11 +1,8 @@
-"""Runs features of hotkv and of vLLM together. A `World` has some simulated engines
-(`tests.vllm.harness`), a server and random traffic, and each feature (`Play`) changes them.
+"""A `World` runs features together: simulated engines, a server, random traffic.
 
-The engines check every KV value that attention reads. At the end every request that was not aborted
-must have the right answer. No leases, reservations, quarantined blocks (in which a failed load
-might still write) or lost device blocks may be left. Each block in the server and in vLLM's own
-caches must hold the model's values. Each feature must have taken effect (`Play.met`). A `World`'s
-random choices follow from its name, which consists of its features and its seed.
+At the end every answer is right, no lease, reservation, quarantined or lost block is left,
+caches hold the model's values, and each feature has acted (`Play.met`). Features and seed decide
+all random choices.
 """
 
 import random
@@ -24,75 +21,59 @@ from tests.vllm.ranked import RankedEngine
 
 TURNS = 4
 MOST_MORE = 60
-"""The most further requests that are sent at the end, until every feature has taken effect."""
+"""They are added until every feature has acted."""
 FAMILIES = 3
-"""Prompts of the same family are prefixes of each other."""
+"""Prompts of one family are prefixes of each other."""
 
 
 class Play:
-    """A feature, as changes to the engines, requests and server of a `World` (a test of several
-    features). The methods of this class change nothing. Each object belongs to a single `World`."""
+    """A feature, as changes to one `World`. These do nothing."""
 
     models: tuple[type[Engine], ...] = ()
-    """Classes of simulated engines that are mixed into the class of every engine in the `World`."""
     may_not_hit = False
-    """True if the feature may prevent all loads in a `World`."""
+    """The feature may prevent all loads."""
     count = 0
-    """How often the feature has acted."""
 
     def settings(self, world: "World", number: int) -> dict[str, Any]:
-        """Returns the settings that the feature adds to an engine. The key `extra` has the
-        connector's settings."""
+        """The key `extra` has the connector's settings."""
         return {}
 
     def role(self, number: int) -> str:
-        """Returns the engine's `kv_role`, or an empty text for `kv_both`."""
+        """`kv_role`; empty for `kv_both`."""
         return ""
 
     def beside(self, world: "World", number: int, ours: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's `kv_transfer_config`, given the one for hotkv alone."""
+        """`kv_transfer_config`, given that of hotkv alone."""
         return ours
 
     def models_of(self, number: int) -> tuple[type[Engine], ...]:
         return self.models
 
     def start(self, world: "World") -> None:
-        """Called before engines are created."""
+        """Before engines are created."""
 
-    def begin(self, world: "World", one: Engine, number: int) -> None:
-        """Called after each engine is created."""
+    def begin(self, world: "World", one: Engine, number: int) -> None: ...
 
     def request(self, world: "World", one: Engine, name: str, asked: dict[str, Any]) -> None:
-        """Changes a request's arguments (of `Engine.add`) before the request is added."""
+        """Changes the arguments of `Engine.add`."""
 
-    def between(self, world: "World") -> None:
-        """Called after each turn of the random traffic."""
+    def between(self, world: "World") -> None: ...
 
     def happens(self, world: "World") -> bool:
-        """Returns True if the feature should act in this turn of the traffic: at random, and in the
-        middle turn if it has not acted yet."""
+        """At random, and in the middle turn if it has not acted yet."""
         is_now = world.dice.random() < 0.4 or (
             world.turn == world.num_turns // 2 and not self.count
         )
         self.count += is_now
         return is_now
 
-    def after(self, world: "World") -> None:
-        """Called when the random traffic has ended. The server is then up."""
+    def after(self, world: "World") -> None: ...
 
     def met(self, world: "World") -> bool:
-        """Returns True if the feature has taken effect in this test, for example if something was
-        loaded."""
         return self.count > 0
 
 
 class World:
-    """Two engines with a server, random traffic and checks, for a set of features.
-
-    plays: new `Play` objects by the features' names.
-    server: a `servers.Server`.
-    """
-
     def __init__(
         self,
         plays: dict[str, Play],
@@ -104,8 +85,7 @@ class World:
         self.name = f"{'+'.join(sorted(plays))} {seed}"
         self.dice = random.Random(self.name)
         self.folder, self.monkeypatch = folder, monkeypatch
-        # Answers are short here, and hotkv stores the blocks of an answer only once there are
-        # ANSWER_BLOCKS of them. With a smaller number, some are stored before the answer ends.
+        # Smaller too, so that some blocks are stored before a short answer ends.
         num_blocks = random.Random(f"answers {self.name}").choice((1, 2, stores.ANSWER_BLOCKS))
         monkeypatch.setattr(stores, "ANSWER_BLOCKS", num_blocks)
         self.plays = plays
@@ -116,8 +96,7 @@ class World:
         self.turn = self.num_turns = 0
         self.engines: list[Engine] = []
         self.weights = {0}
-        """A number for each of the weights that engines have had, by which the weights change
-        their KV values."""
+        """Numbers by which weights change KV values."""
         self.weights_of: Callable[[Engine], int] = lambda one: 0
         for play in plays.values():
             play.start(self)
@@ -128,7 +107,6 @@ class World:
         return feature in self.plays
 
     def make(self, number: int) -> Engine:
-        """Creates an engine with the settings of all features."""
         kinds = dict.fromkeys(
             kind for play in self.plays.values() for kind in play.models_of(number)
         )
@@ -163,11 +141,8 @@ class World:
     # ------------------------------------------------------------------------------------- traffic
 
     def ask(self, one: Engine, prompt_tokens: Sequence[int] | None = None, **more: Any) -> str:
-        """Adds a request to an engine. Before, each feature may change the request. Returns the
-        request's name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
-            # Most prompts share a beginning with an earlier prompt; some are new.
             family, length = self.dice.randrange(FAMILIES), self.dice.randrange(20, 300)
             prompt_tokens = prompt(family, length)
         asked: dict[str, Any] = {
@@ -179,7 +154,6 @@ class World:
         return self.repeat(one, asked)
 
     def repeat(self, one: Engine, asked: dict[str, Any]) -> str:
-        """Adds a request with exactly these arguments to an engine. Returns the request's name."""
         name = f"r{len(self.asked)}"
         one.add(name, **asked)
         self.asked.append((one, name))
@@ -187,8 +161,6 @@ class World:
         return name
 
     def run(self, one: Engine) -> None:
-        """Runs steps until the engine has no requests. Lets the server deliver answers after each
-        step."""
         until_s = time.monotonic() + WAIT_S
         while one.scheduler.has_requests() or one.queue:
             assert time.monotonic() < until_s, f"not finished: {one.scheduler.requests}"
@@ -200,20 +172,16 @@ class World:
         self.aborted.add(name)
 
     def abort_all(self, one: Engine) -> None:
-        """Aborts all requests of an engine and runs it until it is idle."""
         for name in list(one.scheduler.requests):
             self.abort(one, name)
         self.run(one)
 
     def drop_local(self, one: Engine) -> None:
-        """Runs an engine until it is idle, and resets vLLM's own prefix cache."""
         self.run(one)
         assert one.scheduler.reset_prefix_cache()
 
     def play(self, num_turns: int = TURNS) -> None:
-        """Runs `num_turns` turns of random traffic, in which all features act. Then lets each
-        engine load what other engines stored, and sends more prompts until each feature has taken
-        effect."""
+        """After the traffic, engines load what others stored."""
         self.num_turns = num_turns
         for self.turn in range(num_turns):
             one = self.dice.choice(self.engines)
@@ -236,8 +204,7 @@ class World:
             play.after(self)
         for one in self.engines:
             self.run(one)
-        # Each engine sends prompts whose blocks other engines may have stored, and then repeats
-        # them. The harness checks every loaded value.
+        # Loads what others may have stored.
         for one in self.engines:
             self.server.until_connected(one)
             self.drop_local(one)
@@ -247,8 +214,6 @@ class World:
             for name in names:
                 self.repeat(one, self.arguments[name])
             self.end(one)
-        # Some features take effect only in some requests. Sends more
-        # requests until all features have.
         for _ in range(MOST_MORE):
             if not self.missing():
                 break
@@ -258,8 +223,7 @@ class World:
             self.end(one)
 
     def end(self, one: Engine) -> None:
-        """Runs an engine until it is idle. Then runs two short requests, so that the engine's
-        scheduler gets the results of its last stores."""
+        """Short requests carry the last stores' results to the scheduler."""
         self.run(one)
         for seed in (90, 91):
             one.add(f"end {seed}", prompt(seed, 3), max_tokens=2)
@@ -268,12 +232,11 @@ class World:
     # --------------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
-        """Checks the answers and the final state, as the module describes."""
         for one, name in self.asked:
             if name not in self.aborted:
                 check_answer(one, name)
         for one in self.engines:
-            # On a busy machine, a server may end its stores late.
+            # A busy server ends stores late.
             wait_for(lambda one=one: self._knows_all(one), "the end of all stores")
             check_nothing_left(one)
         self.server.check(self.engines, sorted(self.weights))
@@ -282,8 +245,6 @@ class World:
         assert not self.missing(), f"has not shown itself: {self.missing()}"
 
     def _knows_all(self, one: Engine) -> bool:
-        """Returns True if the engine's scheduler has the results of all stores. Otherwise runs some
-        steps, and returns False."""
         cache = our_connector(one.connector)._scheduler.sharing.cache
         if cache is None or not cache.planner.in_flight.stores:
             return True
@@ -291,11 +252,9 @@ class World:
         return False
 
     def missing(self) -> list[str]:
-        """Returns the features that have not taken effect yet. Adds "loads" if no engine has loaded
-        anything, unless the features may prevent all loads."""
+        """Also "loads", if nothing was loaded without excuse."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
-        # With `producer` and `consumer`, only the second engine loads, and only blocks of the
-        # first. It finds none if the two have different key spaces (other tenant or weights).
+        # A consumer finds nothing under another tenant or other weights.
         strangers = {"producer", "consumer"} <= self.plays.keys() and (
             {"tenants", "weights"} & self.plays.keys()
         )
@@ -303,7 +262,6 @@ class World:
         return missing + ["loads"] * (may_load and not self.count("loads"))
 
     def count(self, counter: str) -> float:
-        """Returns the sum of a counter over all engines."""
         return sum(one.counters.get(counter, 0) for one in self.engines)
 
     def close(self) -> None:
@@ -312,12 +270,11 @@ class World:
 
 
 def ours(one: Engine) -> HotKVConnector:
-    """Returns hotkv's connector of an engine's scheduler side, also within a MultiConnector."""
+    """Also within a MultiConnector."""
     return our_connector(one.connector)
 
 
 def check_answer(one: Engine, name: str) -> None:
-    """Checks that a request ended normally, with the answer that the model gives."""
     assert one.finished.get(name) in ("length", "stop"), f"{name}: {one.finished.get(name)}"
     request = one.requests[name]
     if request.pooling_params is not None:

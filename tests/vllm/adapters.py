@@ -1,4 +1,4 @@
-"""Helpers that write a LoRA adapter for the tiny llama to disk and build its LoRARequest."""
+"""Writes LoRA adapters for the tiny llama."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,7 @@ LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """Writes a random LoRA adapter for the attention of the tiny llama, in PEFT's file layout.
-    Replaces the files of an older adapter in `folder`, as `save_pretrained` does. Returns `folder`.
-    """
+    """In PEFT's layout. Replaces an older adapter, as `save_pretrained` does."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     hidden, kv = COMMON["hidden_size"], COMMON["num_key_value_heads"] * COMMON["head_dim"]
@@ -47,7 +45,6 @@ _numbers: dict[Path, int] = {}
 
 
 def adapter(path: Path) -> dict[str, Any]:
-    """Returns the fields of the LoRARequest for the adapter in the folder `path`."""
     return {
         "lora_name": path.name,
         "lora_int_id": _numbers.setdefault(path, len(_numbers) + 1),

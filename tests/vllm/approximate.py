@@ -1,10 +1,5 @@
-"""The test harness (`harness.Engine`) with a fake model that decodes sparsely. Sparse decode gives
-inexact KV. The model simulates this: if a request's row decodes sparsely or reads inexact KV, the
-model writes values that differ from the exact values by `INEXACT`.
-
-The model has no layers for sparse decode; the engine only announces that it decodes sparsely
-(`SPARSE`, `without_layers`). If the model reads any other wrong value, the test fails at once.
-"""
+"""The harness with sparse decode: rows that are sparse, or read inexact KV, write values off by
+`INEXACT`."""
 
 from typing import Any
 
@@ -28,15 +23,14 @@ INEXACT = 0x2A5A
 
 
 def without_layers(monkeypatch: Any) -> None:
-    """Lets an engine start with the setting for sparse decode although its model has no layers for
-    it. The workers report one layer nevertheless, so that the scheduler counts rows as sparse."""
+    """Workers report a sparse layer that the model lacks, so that the scheduler counts rows as
+    sparse."""
     cannot_install(monkeypatch)
     monkeypatch.setattr(rank.SparseRank, "layers", ((0, -1),))
 
 
 def cannot_install(monkeypatch: Any) -> None:
-    """Makes workers find no layer that could decode sparsely. Then contexts may be shorter than a
-    selection needs."""
+    """Workers find no sparse layers, and contexts may be shorter than a selection needs."""
 
     monkeypatch.setattr(SparseConfig, "check", lambda *_: None)
 
@@ -47,13 +41,6 @@ def cannot_install(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """A simulated engine with inexact KV. A row (a request in a step's batch) gets inexact values
-    in two cases: the step's metadata lists it as sparse, or it reads inexact values. Then the
-    engine adds `INEXACT` to the values that the row writes.
-
-    num_sparse_rows: the number of sparse rows so far.
-    """
-
     sparse_rows: frozenset[str] = frozenset()
     num_sparse_rows = 0
 
@@ -90,4 +77,4 @@ class Approximate(Engine):
         return found
 
     def _check(self, name: str, computed: int) -> None:
-        """Does nothing, because `_write` checks the values that a row reads."""
+        """`_write` checks what a row reads."""

@@ -1,5 +1,4 @@
-"""Fakes of vLLM's source files as a later version of vLLM might have them. With them, tests check
-that hotkv notices changes of vLLM."""
+"""vLLM's sources as a later version might have them."""
 
 import functools
 from collections.abc import Sequence
@@ -7,10 +6,7 @@ from typing import Any
 
 
 class Replaced:
-    """vLLM's source files with some texts replaced.
-
-    changes: rows that begin with a file, an old text and a new text; the rest of a row is ignored.
-    """
+    """changes: file, old text, new text; more columns are ignored."""
 
     name = "a later vLLM"
 
@@ -28,10 +24,7 @@ class Replaced:
 
 
 class Changed:
-    """vLLM's source files, some of them with other content.
-
-    texts: maps a file to its new content; None removes the file.
-    """
+    """texts: new content by file; None removes the file."""
 
     def __init__(self, source: Any, texts: dict[str, str | None]) -> None:
         self._source, self._texts = source, texts
@@ -41,7 +34,5 @@ class Changed:
 
 
 class Once:
-    """A wrapper of source files that reads each file only once and caches its text."""
-
     def __init__(self, source: Any) -> None:
         self.read = functools.cache(source.read)

@@ -1,5 +1,5 @@
-"""Writes the weights of a tiny model to a file, from which tensor-parallel ranks load their shards.
-The weights are as large as those of `random_weights`, so that wrong KV changes the output."""
+"""Weights files of tiny models, as large as `random_weights`, from which ranks load their
+shards."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 
 def write_weights(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
-    """Writes model.safetensors for the config.json in `folder`. `changes` are written to the
-    config.json first. transformers must know the architecture. Returns `folder`."""
+    """transformers must know the architecture.
+
+    changes: of config.json, written first.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     described = json.loads((folder / "config.json").read_text()) | changes
@@ -19,7 +21,7 @@ def write_weights(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     generator = torch.Generator().manual_seed(seed)
-    # Norm weights must be about 1. Gemma adds 1 itself, so its stored weights must be about 0.
+    # Gemma adds 1 to its norm weights.
     middle = 0.0 if described["model_type"].startswith("gemma") else 1.0
     tensors = {}
     for name, weight in model.named_parameters():

@@ -1,5 +1,4 @@
-"""Walks all config objects below vLLM's `VllmConfig`, and proposes another value for each field. It
-reads the fields from the installed vLLM, so it includes fields that a later version adds."""
+"""Other values for each field of vLLM's config."""
 
 import dataclasses
 import enum
@@ -9,7 +8,6 @@ from typing import Any
 
 
 def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the path and the object for `config` and for every config object below it."""
     yield path, config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
@@ -19,8 +17,7 @@ def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def other_values(kind: type, name: str, value: Any) -> list[Any]:
-    """Returns values that differ from `value` and that the field `name` of the config class `kind`
-    accepts by its declared type; an empty list if none can be made."""
+    """By the declared type; may be empty."""
     found = []
     for hint in _choices(typing.get_type_hints(kind).get(name, Any)):
         if hint is bool:
@@ -40,6 +37,6 @@ def _choices(hint: Any) -> Iterator[Any]:
     is_union = typing.get_origin(hint) is typing.Union or type(hint).__name__ == "UnionType"
     for part in typing.get_args(hint) if is_union else (hint,):
         if part is not type(None):
-            # In `Annotated[T, ...]`, the first argument is the type itself.
+            # The type itself.
             is_annotated = typing.get_origin(part) is typing.Annotated
             yield from _choices(typing.get_args(part)[0]) if is_annotated else (part,)

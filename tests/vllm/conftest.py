@@ -1,5 +1,4 @@
-"""Fixtures for tests of the vLLM connector. If vLLM is not installed, pytest collects no tests in
-this folder."""
+"""Fixtures; without vLLM the folder has no tests."""
 
 import functools
 import importlib.util
@@ -15,8 +14,7 @@ if importlib.util.find_spec("vllm") is None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts the process that forks vLLM engines (`nursery`) if a collected test needs it, so that
-    the process imports vLLM while the first tests run."""
+    """The nursery imports vLLM during the first tests."""
     names = {"engines", "start"}
     needed = any(names & set(getattr(item, "fixturenames", ())) for item in session.items)
     if needed and not session.config.option.collectonly:
@@ -34,7 +32,7 @@ def _models_are_inspected_here() -> None:
 
 @pytest.fixture
 def daemon() -> Iterator[Any]:
-    """Yields a hotkv-server (`processes.Daemon`) for one test. The test has to start it."""
+    """Not started yet."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -43,8 +41,7 @@ def daemon() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Any]:
-    """Yields a running hotkv-server for all tests of a file. Each test uses another
-    `weights_identity` and so another key space, so that the tests share no blocks."""
+    """Tests take key spaces of their own in it."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -53,8 +50,7 @@ def shared_daemon() -> Iterator[Any]:
 
 @pytest.fixture
 def start(shared_daemon: Any, tmp_path: Path) -> Iterator[Any]:
-    """Yields a function that starts engines at the file's `shared_daemon` (`feature_runs.Starter`).
-    Their key spaces belong to this test only. Stops the engines after the test."""
+    """Starts engines in this test's key spaces."""
     from tests.vllm.feature_runs import Starter
 
     starter = Starter(shared_daemon, tmp_path)
@@ -64,8 +60,6 @@ def start(shared_daemon: Any, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Any]:
-    """Yields a factory for vLLM engine processes (`processes.Engines`). Stops the engines after the
-    test."""
     from tests.vllm.processes import Engines
 
     made = Engines(tmp_path)
@@ -75,7 +69,6 @@ def engines(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def server() -> Any:
-    """Returns a fake hotkv server, which all simulated engines of the test share."""
     from hotkv_client.testing import FakeServer
 
     return FakeServer()
@@ -85,9 +78,8 @@ def server() -> Any:
 def make(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    """Yields a function that makes an engine of a given harness class, such as `harness.Engine`, at
-    the fake `server`. Shuts the engines down after the test. Requests wait for the ranks' answers
-    to a check of the weights even if the machine is busy."""
+    """Makes engines of a harness class. A busy machine does not end the wait for a check of the
+    weights."""
     from hotkv_vllm.identity import rekeying
 
     monkeypatch.setattr(rekeying, "PATIENCE_S", 60.0)
@@ -104,8 +96,6 @@ def make(
 
 @pytest.fixture
 def engine(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes engines (`harness.Engine`) at the fake `server`. The engines
-    are shut down after the test."""
     from tests.vllm.harness import Engine
 
     return functools.partial(make, Engine)
@@ -113,8 +103,7 @@ def engine(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that makes simulated engines whose weights can be loaded again (the model
-    has `load_weights`). The loaded weights change every KV value."""
+    """Makes engines whose weights can be loaded again and change every KV value."""
     import torch
 
     from tests.vllm.changing_weights import may_load, show_weights
@@ -132,9 +121,7 @@ def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.fixture
 def device(server: Any) -> Any:
-    """Returns a fake device. The fake `server` begins a transfer only when this device has reached
-    the transfer's mark (a point in the device's queue of work), often a CUDA event. Fails the test
-    if the engine records an event again while a transfer waits for it."""
+    """An event must not be recorded again while a transfer waits for it."""
     from hotkv_proto.order import OrderKind
     from tests.vllm.device import ScriptedDevice
 
@@ -153,8 +140,6 @@ def device(server: Any) -> Any:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that makes the connector's worker side, with a session (connection to the
-    server) but without an engine (`worker_parts.Rig`)."""
     from tests.vllm.worker_parts import Rig
 
     return lambda **settings: Rig(monkeypatch, **settings)
@@ -162,7 +147,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list that receives the text of each warning that hotkv logs during the test."""
+    """The texts of all warnings."""
     from hotkv_vllm import link
 
     said: list[str] = []
@@ -171,7 +156,6 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if record.levelno >= logging.WARNING:
             said.append(record.getMessage())
 
-    # Patches the logger instead of adding a handler, which vLLM would remove when the first engine
-    # of the process configures logging.
+    # vLLM removes handlers when an engine configures logging.
     monkeypatch.setattr(link.logger, "callHandlers", noted)
     return said

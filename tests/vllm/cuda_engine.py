@@ -1,11 +1,7 @@
-"""A test harness that runs the steps of a CUDA engine with residency (KV of old blocks stays in
-host memory) on the CPU. vLLM's metadata builder and attention class are real, and so is hotkv's
-code that extends them. `tests.device.cuda_on_cpu` runs the kernels of `hotkv_sparse.cuda`; a Python
-loop replaces FlashAttention. The connector's real code decides which rows attend sparsely, and
-counts each request's exact tokens.
+"""A resident CUDA engine's steps on the CPU. vLLM's metadata builder and attention class and
+hotkv's code in them are real; `tests.device.cuda_on_cpu` runs the kernels.
 
-Keys, values and queries are random numbers that the test knows, so it can compute the expected
-attention. A freed page is filled with NaN until it is written again.
+Keys, values and queries are random and known, freed pages NaN.
 """
 
 import mmap
@@ -87,8 +83,7 @@ def attention(
     scheduler_metadata: Any,
     **_: Any,
 ) -> None:
-    """Computes causal attention in place of FlashAttention. `k` and `v` are pages [pages, tokens,
-    KV heads, head size]."""
+    """In place of FlashAttention. k, v: [pages, tokens, KV heads, head size]."""
     assert causal and scheduler_metadata is None
     for row, (begin, end) in enumerate(
         zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
@@ -106,10 +101,10 @@ def attention(
 def exact(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, before: int
 ) -> np.ndarray:
-    """Returns the exact causal attention of `queries` [n, query heads, head size].
+    """Causal attention of `queries` [n, query heads, head size].
 
     keys, values: [tokens, KV heads, head size].
-    before: the number of context tokens that precede the first query.
+    before: context tokens before the first query.
     """
     group = queries.shape[1] // keys.shape[1]
     scores = np.einsum("nqd,tqd->nqt", queries, np.repeat(keys, group, axis=1)) * scale
@@ -121,8 +116,7 @@ def exact(
 
 
 def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[str, torch.Tensor]:
-    """Returns each layer's KV pages, filled with NaN, in the layout that the connector requests on
-    CUDA. vLLM's own code lays them out."""
+    """Pages are laid out as the connector asks on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(current_platform, "is_cuda", lambda: True)
         wanted = HotKVConnector.get_required_kvcache_layout(vllm_config)
@@ -144,17 +138,14 @@ def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[s
 
 @dataclass(eq=False)
 class Request:
-    """A request of the CUDA harness.
-
-    kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values.
-    slots: the arena slots of the request's blocks.
-    table: the device page of each block; 0 if the block is only in the arena.
-    hot: device pages for copies of blocks in the arena.
-    context: number of tokens computed so far.
-    kept: number of blocks that are stored in the arena.
-    told: number of blocks whose place in the arena the worker knows.
-    freed: the device no longer has the blocks between the sinks (first blocks) and this index.
-    approximate: the position of the first token for which attention left out a block.
+    """kv: [layers, 2 (keys, values), tokens, KV heads, head size].
+    slots: in the arena.
+    table: device pages; 0 if only in the arena.
+    hot: device pages for blocks of the arena.
+    context: tokens computed.
+    told: blocks whose place the worker knows.
+    freed: blocks from the sinks up to this index have left the device.
+    approximate: first token whose attention left out a block.
     """
 
     name: str
@@ -185,17 +176,9 @@ class Request:
 
 
 class Engine:
-    """A simulated CUDA engine with residency (KV of old blocks stays in host memory), whose kernels
-    run on the CPU.
-
-    is_v2: if True, the metadata of attention is built before the connector receives the step's
-        message, as in vLLM's runner V2.
-    replays_decode: steps with one new token per row may be replayed from CUDA graphs. Such steps
-        must not copy blocks from the arena to the staging area (device memory in which a step
-        assembles a context).
-    pages: number of device blocks.
-    sketch_tokens: number of tokens for whose sketches (compact summaries of keys)
-        the device has memory.
+    """is_v2: metadata comes before the connector's message.
+    replays_decode: steps of one token per row may come from CUDA graphs, and must not stage blocks.
+    sketch_tokens: tokens that sketches have memory for.
     """
 
     def __init__(
@@ -292,8 +275,7 @@ class Engine:
         return self.taken[-1]
 
     def hit(self, one: Request, tokens: int) -> None:
-        """Gives a request a prefix hit of `tokens` tokens. All blocks of the hit are in the arena;
-        the device has only the sinks (first blocks) and the most recent blocks."""
+        """The hit lies in the arena, sinks and recent blocks also on the device."""
         count = tokens // BLOCK_TOKENS
         for block in range(count):
             self.store(one, block)
@@ -337,10 +319,8 @@ class Engine:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, plan: dict[str, int], *, padding: int = 0, checks: bool = True) -> None:
-        """Runs a step. `plan` has the number of new tokens by request, in the order of the rows.
-
-        padding: number of empty rows at the end of the batch.
-        checks: whether to check the attention output.
+        """plan: new tokens by request, in the order of rows.
+        padding: empty rows at the end.
         """
         rows = [(self.requests[name], count) for name, count in plan.items()]
         told = [self.tell(one, count) for one, count in rows]
@@ -370,8 +350,6 @@ class Engine:
             self.after(one)
 
     def decide(self, rows: list[tuple[Request, int]]) -> SparseRows:
-        """Does the scheduler's part of a step: counts how many leading tokens of each request have
-        exact KV, and returns the rows that attend sparsely."""
         is_here = {one.name: self.is_here(one) for one, _ in rows}
         tables = {
             one.name: ([p if is_here[one.name](i) else 0 for i, p in enumerate(one.table)],)
@@ -404,8 +382,6 @@ class Engine:
         return sparse
 
     def preempt(self, name: str) -> None:
-        """Preempts a request: frees its blocks on the device. Its prompt and answer so far have to
-        be computed again."""
         one = self.requests[name]
         self.give_back(self.pages_of(one))
         self.preempted.append(name)
@@ -499,9 +475,8 @@ class Engine:
     def check(
         self, layer: int, row: int, one: Request, count: int, query: Any, output: Any
     ) -> None:
-        """Checks a row's attention output. A sparse row must attend only to blocks of its own
-        context, including the sinks (first blocks) and the recent window; any other row must attend
-        to its whole context."""
+        """A sparse row attends to a selection with sinks and recent window, others to
+        everything."""
         context = one.context + count
         keys, values = one.kv[layer]
         tokens = np.arange(context)
@@ -525,9 +500,7 @@ class Engine:
         np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
-        """Checks that the blocks' scores correlate with the logarithm of their exact attention mass
-        (sum of exp(q · k)), and that the mass of the sinks (first blocks) and the recent window is
-        exact."""
+        """The log mass is sum of exp(q · k); that of sinks and recent window is exact."""
         work = self.worker._work
         first, last, *_, context = work.plan[row, :6].tolist()
         if last - first < 8:
@@ -547,8 +520,7 @@ class Engine:
         assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
 
     def check_own_attention(self, layer: int, row: int, query: Any, keys: np.ndarray) -> None:
-        """Checks the attention that hotkv's own kernel computes over the hot set (the blocks in
-        device slots, to which a row attends). The test passes the keys as values too."""
+        """Checks hotkv's own kernel over the hot set; keys serve as values."""
         selector = self.worker.layers[NAMES[layer]].selector
         asked = torch.zeros((self.worker._work.num_rows, QUERIES, SIZE))
         asked[row] = query
@@ -558,8 +530,7 @@ class Engine:
         np.testing.assert_allclose(found[row].numpy(), expected[0], rtol=2e-4, atol=2e-5)
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
-        """Returns the indices of the context's blocks that the row's block table lists. Recognizes
-        them by the bytes of their pages."""
+        """Blocks are recognized by their bytes."""
         length, table = int(self.worker.lengths[row]), self.worker.table[row]
         pages = table[: -(-length // BLOCK_TOKENS)].tolist()
         cache, found = self.caches[NAMES[layer]], []
@@ -569,15 +540,11 @@ class Engine:
         hot = self.worker.layers[NAMES[layer]].selector.hot
         attended = int(hot.counts[row, ATTENDED])
         if attended:
-            # The hot set (the blocks in device slots to which the row attends) must have the same
-            # blocks as the row's block table.
             state = self.worker.sequences.of(one.name).state
             assert hot.block_of[state, hot.slots[row, :attended].long()].tolist() == found
         return found
 
     def after(self, one: Request) -> None:
-        """Ends a step for a request: stores its complete blocks in the arena, and frees device
-        blocks that are older than the recent window and stored."""
         complete = one.context // BLOCK_TOKENS
         for block in range(one.kept, complete):
             self.store(one, block)

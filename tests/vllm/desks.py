@@ -1,5 +1,4 @@
-"""`Desk`, a test harness for `Admission`. `Admission` is the part of the connector's scheduler side
-that follows requests from arrival to end. The hotkv server is a fake."""
+"""`Desk`: an `Admission` over a fake server, without an engine."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,12 +24,11 @@ from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.specs import full_spec
 
 LONG = 4 * TOKENS + 5
-"""A prompt of four full blocks and some tokens."""
+"""Four full blocks and some tokens."""
 
 
 class Memory:
-    """A fake of `SparseSequences` (which describes sparsely decoded contexts to the server) that
-    records its calls."""
+    """Records the calls of `SparseSequences`."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
@@ -43,12 +41,6 @@ class Memory:
 
 
 class Desk:
-    """An `Admission` built on `parts.Parts` (lookups and stores of the scheduler side), with a fake
-    server and without an engine.
-
-    now_s: the time, which the test sets.
-    """
-
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
@@ -122,7 +114,6 @@ class Desk:
         raise AssertionError("asked again and again")
 
     def load(self, name: str = "a") -> Any:
-        """Returns the state of a request whose load of four blocks has begun."""
         self.parts.put(name, range(4))
         one = request(name, LONG)
         self.arrive(one)
@@ -132,15 +123,13 @@ class Desk:
         return one
 
     def tails(self) -> list[list[int]]:
-        """Plans a step without requests, which stores the last blocks of requests that have ended.
-        Returns the block ids of each chain of consecutive blocks that it stores."""
+        """Block ids of each run."""
         jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
         return [run.block_ids.tolist() for job in jobs for run in job.runs]
 
 
 def blocks(*groups: Sequence[int]) -> Any:
-    """Returns a double of `KVCacheBlocks`, as vLLM passes it to the connector, with these block ids
-    by group."""
+    """A `KVCacheBlocks`, by group."""
     return SimpleNamespace(
         get_block_ids=lambda: tuple(list(ids) for ids in groups),
         blocks=tuple([SimpleNamespace(block_id=block) for block in ids] for ids in groups),
@@ -159,8 +148,7 @@ def ended(one: Desk, asks: Any, table: Sequence[int] = (1, 2, 3, 4, 5)) -> list[
 
 
 def granted(parts: Parts, name: str = "a", blocks: int = 4, computed: int = 0) -> Any:
-    """Returns the state of a new request that hits `blocks` blocks. The server has granted a lease
-    on them; the load has not begun."""
+    """The load has not begun."""
     parts.put(name, range(blocks))
     state = parts.state(request(name, LONG))
     assert parts.hit(state, computed) == blocks * TOKENS - computed

@@ -1,6 +1,4 @@
-"""A fake CUDA device that makes progress only when the test says so. A single queue holds its
-kernels, its events, and its writes to words (32-bit counters in memory, which the server reads to
-learn how far the device is)."""
+"""A fake CUDA device that moves on only when told."""
 
 import ctypes
 import mmap
@@ -17,8 +15,7 @@ from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 
 class ScriptedEvent:
-    """A fake CUDA event. It has passed once the device has executed its queue up to the point at
-    which the event was recorded."""
+    """Passes when the device has reached the point of its record."""
 
     def __init__(self, device: "ScriptedDevice", number: int) -> None:
         self.device, self.number, self.point = device, number, 0
@@ -31,8 +28,7 @@ class ScriptedEvent:
 
 
 class ScriptedWords:
-    """32-bit counters in a shared file, which stands for device memory. The device writes them in
-    the order of its queue; the server reads them to learn how far the device is."""
+    """Words in a shared file, written in the order of the queue."""
 
     def __init__(self, device: "ScriptedDevice", count: int) -> None:
         self._device = device
@@ -50,13 +46,8 @@ class ScriptedWords:
 
 
 class ScriptedDevice:
-    """A fake `CudaDevice`, whose queued work runs when the test calls `run`.
-
-    has_events, has_words: whether it supports CUDA events between processes, and words (counters
-        that it writes and the server reads).
-    given: the number of pieces of work that were queued so far.
-    done: the number of pieces of work that have run.
-    on_record: called with an event before the event is recorded.
+    """given, done: pieces of work.
+    on_record: called before an event is recorded.
     """
 
     uuid = bytes(range(16))
@@ -75,7 +66,6 @@ class ScriptedDevice:
         self.given += 1
 
     def run(self, count: int = 1 << 30) -> None:
-        """Runs the next `count` pieces of work in the queue; by default all of them."""
         self.run_to(self.done + count)
 
     def run_to(self, point: int) -> None:
@@ -103,8 +93,6 @@ class ScriptedDevice:
         return self.words
 
     def has_passed(self, after: After) -> bool:
-        """Returns True if the device has reached the mark (a point in the device's queue) for which
-        a transfer waits. The fake server calls it."""
         if after.kind is OrderKind.EVENTS:
             return self.events[after.mark.index].query()
         assert self.words is not None

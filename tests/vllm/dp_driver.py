@@ -1,7 +1,5 @@
-"""Runs two data-parallel vLLM engines behind one front end in a child process. It reads JSON
-commands from stdin like `engine_driver`; the argument `rank` of `generate` selects the engine that
-answers. Engines and their ranks are forked instead of spawned, and nothing is compiled, to save
-time."""
+"""Two data-parallel engines in a child process, with commands as of `engine_driver`; `rank`
+chooses the engine. All is forked and nothing compiled, to save time."""
 
 import asyncio
 import json

@@ -1,8 +1,7 @@
-"""Runs pause, sleep and reset of vLLM's own `EngineCore` on an engine of the test harness.
+"""Pause, sleep and reset of vLLM's own `EngineCore`, simulated.
 
-`Executor` calls the connector's callbacks (methods that vLLM calls) as the GPU workers of vLLM 0.33
-do (sources: `Worker.sleep`, `wake_up` and `discard` in `v1/worker/gpu_worker.py`,
-`EngineCore.wake_up` in `v1/engine/core.py`). CPU workers and vLLM 0.32 call no callbacks for sleep.
+`Executor` calls the connector as GPU workers of vLLM 0.33 (`v1/worker/gpu_worker.py`) do. CPU
+workers and 0.32 call nothing.
 """
 
 from typing import Any
@@ -15,8 +14,7 @@ from tests.vllm.other_connectors import our_connector
 
 
 class Executor:
-    """A fake of vLLM's executor for an engine of the harness. Sleep and wake-up overwrite the KV
-    memory with garbage, because vLLM unmaps the memory at sleep and maps new memory at wake-up."""
+    """Sleep and wake-up leave garbage: vLLM maps other memory."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -28,7 +26,7 @@ class Executor:
             self._engine.device.run_to(self._engine.device.given)
 
     def get_kv_connector_handshake_metadata(self) -> list[dict[tuple[int, int], Any]]:
-        """Called by vLLM 0.33 after a wake-up."""
+        """vLLM 0.33 calls it after a wake-up."""
         return [{rank: handshake} for rank, handshake in self._engine.handshakes().items()]
 
     def reset_mm_cache(self) -> None: ...
@@ -58,8 +56,6 @@ class Executor:
 
 
 class Core:
-    """Methods of vLLM's `EngineCore`, applied to an engine of the harness."""
-
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.core = EngineCore.__new__(EngineCore)
@@ -78,12 +74,11 @@ class Core:
 
     def wake_up(self) -> None:
         self.core.wake_up()
-        # After a wake-up, vLLM 0.33 passes the ranks' handshakes to the connector again.
+        # So does vLLM 0.33.
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
 
     def _drained(self, mode: str) -> None:
-        """Runs steps until the engine is idle, as vLLM's engine process does before a reset. In
-        mode "abort", aborts all requests first."""
+        """Runs until idle, as vLLM's engine process does before a reset."""
         if mode == "abort":
             self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         while self.engine.queue:

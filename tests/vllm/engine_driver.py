@@ -1,15 +1,13 @@
-"""Runs a vLLM engine in a child process. It reads commands as JSON lines from stdin, writes an
-answer to each to stdout, and logs to stderr.
+"""A vLLM engine in a child process: JSON commands on stdin, answers on stdout, the log on stderr.
 
-The first line has the arguments of `LLM`, and may have:
+The first line has the arguments of `LLM` and may have:
 
-environment: environment variables to set.
-config_overrides: values by path in vLLM's config, set after vLLM has completed the config.
-quantum: the number of tokens for which a resident request (its KV stays in host memory) reserves
-    room in the server ahead.
-despite_vllm: uses hotkv even for models whose KV vLLM does not allow to reuse.
+environment: variables to set.
+config_overrides: by path, set after vLLM has completed its config.
+quantum: tokens for which a resident request reserves room ahead.
+despite_vllm: use hotkv even where vLLM forbids reuse.
 
-A command has `op`, the name of one of OPERATIONS, and its arguments.
+A command has `op` and its arguments.
 """
 
 import enum
@@ -41,7 +39,7 @@ def main() -> None:
     import torch
     from vllm import LLM
 
-    # Turns off compilation, because compiling vLLM's sampler takes longer than most tests.
+    # Compiling vLLM's sampler takes longer than most tests.
     torch.compiler.set_stance("force_eager")
     if arguments["load_format"] == "random":
         import random_weights  # noqa: F401 - registers the load format
@@ -63,9 +61,9 @@ def main() -> None:
 
 
 def override(values: dict[str, Any]) -> None:
-    """Makes vLLM overwrite fields of its config after it has checked its arguments.
+    """Sets them after vLLM has checked its arguments.
 
-    values: the new values by path in the config; a member of an enumeration is given by its name.
+    values: by path; enum members by name.
     """
     if not values:
         return
@@ -86,14 +84,10 @@ def override(values: dict[str, Any]) -> None:
 
 
 def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt in vLLM's form. `request` has either `tokens` or `embeds`; the other keys
-    are optional:
+    """`request` has `tokens` or `embeds`, the rest is optional.
 
-    tokens: token ids.
-    embeds: seed and length of random prompt embeddings.
-    salt: vLLM's cache salt.
-    images: a seed for each image.
-    uuids: the images' uuids.
+    embeds: seed and length.
+    images: a seed for each.
     """
     if "embeds" in request:
         import torch
@@ -115,7 +109,6 @@ def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def image(seed: int) -> Any:
-    """Returns an image of noise that depends on the seed."""
     import numpy as np
     from PIL import Image
 
@@ -130,9 +123,7 @@ def logprobs(tokens: Any, chosen: Any) -> list[float]:
 
 
 def answer_of(outputs: list[Any]) -> dict[str, Any]:
-    """Returns the parts of vLLM's outputs that tests read. The lists `cached` (number of cached
-    tokens) and `transfer` (`kv_transfer_params`) have one entry per request; the other lists have
-    one per sample (a request with n > 1 has several)."""
+    """`cached` and `transfer` have an entry per request, others one per sample."""
     samples = [sample for output in outputs for sample in output.outputs]
     return {
         "tokens": [list(one.token_ids) for one in samples],
@@ -151,12 +142,8 @@ def sample(
     structured: dict[str, Any] | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs requests and returns their answers, as `answer_of` describes.
-
-    requests: as for `prompt_of`.
-    params: arguments of SamplingParams.
+    """params: arguments of SamplingParams.
     structured: arguments of StructuredOutputsParams.
-    adapter: arguments of a LoRARequest.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -188,12 +175,7 @@ def generate(
     salt: str | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs prompts of token ids through `sample`.
-
-    transfer: the `kv_transfer_params` of all requests.
-    salt: vLLM's cache salt.
-    adapter: arguments of a LoRARequest.
-    """
+    """transfer: `kv_transfer_params`."""
     salted = {} if salt is None else {"salt": salt}
     extra = None if transfer is None else {"kv_transfer_params": transfer}
     requests = [{"tokens": tokens} | salted for tokens in prompts]
@@ -208,8 +190,7 @@ def hinted(
     session: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Runs a request with KV hints, a session id (of a chat) and trace headers, which
-    `LLM.generate` does not accept. Returns its output tokens."""
+    """`LLM.generate` does not take these."""
     import msgspec
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintsEnvelope
@@ -235,8 +216,7 @@ def embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def token_embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs the pooling task "token_embed". Returns the number of token vectors and of cached tokens
-    for each prompt."""
+    """Numbers of token vectors and cached tokens."""
     prompts = [prompt_of(llm, one) for one in requests]
     outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
     lengths = [len(one.outputs.data) for one in outputs]
@@ -263,7 +243,6 @@ def add_adapter(llm: Any, adapter: dict[str, Any]) -> dict[str, Any]:
 
 
 def reload(llm: Any, path: str) -> dict[str, Any]:
-    """Loads the weights in `path` into the running model, through vLLM's RPC `reload_weights`."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
     return {}
 
@@ -276,8 +255,7 @@ def pause(llm: Any) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     core.pause_scheduler(mode="abort")
     core.resume_scheduler()
-    # The pause has emptied the core's cache of images. Empties the front end's cache too, because
-    # the two must have the same images.
+    # Both caches of images must have the same.
     llm.llm_engine.reset_mm_cache()
     return {}
 
@@ -295,7 +273,7 @@ def drafted(llm: Any) -> dict[str, Any]:
 
 
 def _ours(connector: Any) -> Any:
-    """Returns hotkv's connector: `connector` itself, or a part of it if it is a MultiConnector."""
+    """Also in a MultiConnector."""
     several = getattr(connector, "sub_connectors", [connector])
     return next(one for one in several if type(one).__name__ == "HotKVConnector")
 
@@ -317,7 +295,6 @@ def version(llm: Any) -> dict[str, Any]:
 
 
 def block_size(llm: Any) -> dict[str, Any]:
-    """Returns the tokens of a block of vLLM's first KV cache group."""
     return {"tokens": llm.llm_engine.vllm_config.cache_config.block_size}
 
 
@@ -335,8 +312,7 @@ def stats(llm: Any) -> dict[str, Any]:
 
 
 def _door(llm: Any) -> Any:
-    """Returns the engine's HotKVOffloadingConnector, perhaps in a MultiConnector; None without
-    one."""
+    """Also in a MultiConnector; None without one."""
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     several = getattr(connector, "sub_connectors", [connector])
     doors = [one for one in several if type(one).__name__ == "HotKVOffloadingConnector"]
@@ -344,7 +320,6 @@ def _door(llm: Any) -> Any:
 
 
 def offloaded(llm: Any) -> dict[str, Any]:
-    """Returns whether hotkv's tier below vLLM's offloading has no store or load in progress."""
     door = _door(llm)
     is_pending = door.scheduler.manager.has_pending_work()
     return {"all": door._door._tier.transfers.is_idle and not is_pending}
@@ -359,8 +334,7 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
-    """Arranges that the connector stops the hotkv server (process `pid`) with SIGSTOP just before
-    it sends its next `call` of `Session`, for example "load"."""
+    """Stops the server just before the next `call` of `Session`."""
     door = _door(llm)
     session = _worker_side(llm).rank.session if door is None else door._door._tier.session
     original = getattr(session, call)

@@ -1,4 +1,4 @@
-"""Runs `engine_driver` with the additional commands of `sparse_driver`."""
+"""`engine_driver` with the commands of `sparse_driver`."""
 
 import engine_driver
 import sparse_driver

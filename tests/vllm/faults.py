@@ -1,10 +1,5 @@
-"""Injects exceptions into any function of hotkv, to test that no exception reaches vLLM. Also lists
-the functions that the connector's callbacks call (a callback is a connector method that vLLM
-calls).
-
-A fault replaces the function's code object, so it reaches every caller, even one that keeps a
-reference to the function.
-"""
+"""Makes any function of hotkv raise. Replacing the code object reaches every caller, even one
+that keeps a reference."""
 
 import contextlib
 import importlib
@@ -29,18 +24,13 @@ EDGE = {
     "StepReport.count",
     "HotKVStats.add",
 }
-"""Functions that must not be broken: those of `CallbackEdge`, which catches the exceptions of
-callbacks, and those that count exceptions. `functions` leaves them out."""
+"""They catch and count exceptions."""
 
 
-class InjectedFault(RuntimeError):
-    """The exception that a broken function raises."""
+class InjectedFault(RuntimeError): ...
 
 
 class _Fault:
-    """A function that raises `InjectedFault` instead of running. `strikes` counts how often it
-    raised."""
-
     def __init__(self, function: FunctionType, only_once: bool) -> None:
         self.function, self.only_once, self.original = function, only_once, function.__code__
         self.strikes = 0
@@ -68,8 +58,6 @@ def _broken(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Fault]:
-    """Makes `function` raise `InjectedFault` within the context; with `only_once`, only at its next
-    call."""
     fault = _Fault(function, only_once)
     _now.append(fault)
     function.__code__ = _broken.__code__
@@ -81,8 +69,7 @@ def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Faul
 
 
 def functions() -> dict[CodeType, FunctionType]:
-    """Returns, by code object, the functions and methods of `hotkv_vllm` and the public methods of
-    `FakeSession`."""
+    """Also the public methods of `FakeSession`."""
     found: dict[CodeType, FunctionType] = {}
     for _, name, _ in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm."):
         if "plugin" in name:
@@ -112,13 +99,11 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
 
 
 OWN = sorted(name for name in callbacks.FALLBACKS if "." not in name)
-"""The callbacks (methods that vLLM calls) of HotKVConnector. The names of the other connector's
-callbacks have a prefix ("part.")."""
+"""The other door's callbacks have a prefix ("part.")."""
 
 
 def called_by_callbacks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
-    """Calls `run` under a profiler. Returns, for each callback (connector method that vLLM calls),
-    the hotkv functions that it has called, including itself."""
+    """Functions by callback, which are included themselves."""
     known, stack = functions(), list[str]()
     guarded = {function.__code__: name for name, function in callbacks.CALLBACKS.items()}
     calls: dict[str, set[FunctionType]] = {name: set() for name in OWN}

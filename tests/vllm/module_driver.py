@@ -1,10 +1,7 @@
-"""Runs a module as `python -m` would, in a child process forked from one that has already imported
-vLLM.
+"""Runs a module as `python -m`, in a child of the nursery.
 
-The first line of stdin is JSON with `module`, `arguments` and `environment` (variables to set). The
-module's output goes to the log. At the end, a line on stdout has the module's exit status
-(`status`). vLLM forks its engine processes instead of spawning them, and compiles nothing, to save
-time.
+Stdin has `module`, `arguments` and `environment` as JSON, stdout gets `status`. vLLM forks and
+compiles nothing.
 """
 
 import json
@@ -22,8 +19,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     order = json.loads(sys.stdin.readline())
-    # If the parent dies, vLLM's HTTP server gets SIGTERM, and ends its engine process. If the
-    # server were killed, its engine process would live on.
+    # On SIGTERM vLLM's HTTP server ends its engine.
     end_with_the_parent(signal.SIGTERM)
     os.environ |= order["environment"]
     fork_engines()

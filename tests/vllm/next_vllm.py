@@ -1,4 +1,4 @@
-"""The newest supported vLLM, which is not installed: `tools/next_vllm.py` builds it in a folder."""
+"""The newest supported vLLM, which `tools/next_vllm.py` builds in a folder."""
 
 import os
 from pathlib import Path

@@ -1,10 +1,7 @@
-"""Starts engine processes within a second: the nursery, a process that has imported vLLM, forks a
-child for each engine.
+"""A process that has imported vLLM and forks a child for each engine, within a second.
 
-`nursery()` starts one such process for the whole test run; all xdist workers share it. The engines
-end when the nursery ends, and the nursery ends with the last xdist worker. The nursery freezes its
-imported objects for the garbage collector, because each start of vLLM collects garbage several
-times and would walk 700,000 objects each time.
+One serves all xdist workers and ends with the last. Imports are frozen: vLLM collects garbage
+several times at a start, and would walk 700,000 objects.
 """
 
 import contextlib
@@ -39,23 +36,18 @@ IMPORTS = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
 )
-"""Modules that every engine imports before it loads its model."""
+"""What every engine imports before its model."""
 KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
-"""Modules of compiled kernels, which are loaded before the fork. Loading them from numba's cache
-takes half of an engine's start."""
+"""Half of an engine's start, even from numba's cache."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-"""Variables of every engine."""
 
 
 class Nursery:
-    """A test process's connection to the process that forks engines.
-
-    vllm: the folder of another vLLM than the installed one.
-    """
+    """vllm: folder of another vLLM."""
 
     def __init__(self, vllm: Path | None = None) -> None:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
@@ -71,8 +63,7 @@ class Nursery:
                 self._socket.connect(address)
 
     def _start(self, address: str) -> None:
-        """Starts the process that forks engines. Connections wait in its listener's queue until it
-        has imported vLLM."""
+        """Connections wait in the listener's queue."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen()
@@ -85,8 +76,7 @@ class Nursery:
             self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
     def fork(self, driver: str, log: IO[bytes]) -> Any:
-        """Forks a child that runs the function `main` of the script `driver`, with its stderr in
-        `log`. Returns the child as a `ForkedServer` with pipes for stdin and stdout."""
+        """Runs the script's `main`, with pipes for stdin and stdout."""
         from tests.support.daemons import ForkedServer
 
         to_child, stdin = os.pipe()
@@ -102,7 +92,7 @@ class Nursery:
         return child
 
     def status_of(self, pid: int) -> int:
-        """Returns 0 as the exit status of a child, because the nursery ignores exit statuses."""
+        """Always 0: exit statuses are ignored."""
         return 0
 
     def fork_module(
@@ -112,8 +102,7 @@ class Nursery:
         log: IO[bytes],
         environment: dict[str, str] | None = None,
     ) -> Any:
-        """Forks a child that runs a module as `python -m` would, with its output in `log`. When the
-        module ends, the child writes its exit status as JSON to stdout."""
+        """As `python -m`; then writes the exit status as JSON."""
         child = self.fork("module_driver.py", log)
         order = {"module": module, "arguments": list(arguments), "environment": environment or {}}
         child.stdin.write(json.dumps(order).encode() + b"\n")
@@ -123,21 +112,11 @@ class Nursery:
 
 @functools.cache
 def nursery(vllm: Path | None = None) -> Nursery:
-    """Returns the test process's connection to the nursery, the process that forks engines. The
-    nursery runs until the tests end.
-
-    vllm: as for `Nursery`.
-    """
     return Nursery(vllm)
 
 
 def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None:
-    """Runs the function `main` of the script `driver` in the forked child, as if the child had been
-    started as a script.
-
-    fds: descriptors for stdin, stdout and stderr.
-    links: sockets of the parent, which the child closes.
-    """
+    """links: of the parent, to be closed."""
     end_with_the_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for link in links:
@@ -151,9 +130,8 @@ def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None
 
 
 def fork_engines() -> None:
-    """Makes vLLM fork the processes of engines and ranks. On CPU, vLLM would spawn them, and each
-    would import vLLM again, for twenty seconds. Turns off compilation too: vLLM compiles a part of
-    its sampler at the first step even in eager mode."""
+    """vLLM's CPU engines would spawn, importing vLLM for twenty seconds each, and compile a part
+    of the sampler."""
     import torch
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
@@ -165,16 +143,14 @@ def fork_engines() -> None:
 
 
 def inspect_models_here() -> None:
-    """Makes vLLM inspect model classes in this process. By default, vLLM starts a new Python
-    process for this, which imports vLLM again."""
+    """By default vLLM inspects in a new Python, which imports vLLM again."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def _register_kernels() -> None:
-    """Replaces Triton's kernels by vLLM's CPU kernels once, before any child is forked. Otherwise
-    vLLM would do it in each engine, and search every module for each kernel."""
+    """Each engine would search every module for each kernel."""
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():
@@ -184,8 +160,7 @@ def _register_kernels() -> None:
 
 
 def _configure_logging() -> None:
-    """Applies vLLM's default logging before engines start. Otherwise each engine would reset the
-    levels of hundreds of loggers, which takes half of its start."""
+    """Each engine would reset hundreds of loggers, half of its start."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -193,8 +168,7 @@ def _configure_logging() -> None:
 
 
 def _keep_compiled_drafts() -> None:
-    """Caches vLLM's compiled ngram drafter on disk: every engine with such drafts would compile it
-    again, for five seconds."""
+    """Each engine would compile it for five seconds."""
     from vllm.v1.spec_decode import ngram_proposer
 
     ngram_proposer.batch_propose_numba.enable_caching()
@@ -202,7 +176,6 @@ def _keep_compiled_drafts() -> None:
 
 
 def main() -> None:
-    """Imports vLLM, then forks a child for each request until the last test process disconnects."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(HERE))
     importlib.import_module("hotkv_vllm.connector")
@@ -218,7 +191,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
-    # Makes the kernel discard exit statuses, because the nursery never waits for its children.
+    # The kernel discards exit statuses.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
     workers: list[socket.socket] = []
@@ -234,13 +207,11 @@ def main() -> None:
                 workers.remove(worker)
                 worker.close()
         if not workers:
-            # Exits without Python's cleanup, which takes seconds and makes triton report leaks.
+            # Python's cleanup takes seconds and makes triton report leaks.
             os._exit(0)
 
 
 def _fork(worker: socket.socket, driver: str, fds: list[int], links: list[socket.socket]) -> None:
-    """Forks a child that runs `driver`, and sends its process id over the socket `worker` to the
-    test process that asked for it."""
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -1,11 +1,8 @@
-"""Checks the content of both caches after a test. Every block in the hotkv server and in vLLM's own
-prefix caches must hold the values that the model computes for the tokens of its hash, whatever
-happened before.
+"""Every block in the server and in vLLM's prefix caches must hold what the model computes for its
+hash's tokens.
 
-`audit` reads all blocks of the `FakeServer` and of each engine's prefix cache. The engines' hashers
-record which tokens each hash covers (`Engine.named`), so `audit` needs no record of stores, loads,
-aborts and evictions. A test with LoRA adds hashes to `Engine.named`, because hotkv stores the
-blocks of adapters under other hashes.
+`Engine.named` knows what a hash covers, so nothing else is recorded. LoRA tests add hotkv's
+hashes.
 """
 
 import itertools
@@ -28,27 +25,20 @@ from tests.vllm.other_connectors import our_connector
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The number of blocks that were compared: in the server, and in the engines' own prefix
-    caches."""
-
     num_stored: int
     num_cached: int
 
 
 def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
-    """Compares all blocks of the server and of the engines' own prefix caches with the model's
-    values. Raises AssertionError for the first wrong block. The engines must be idle."""
     return Audit(check_stored(server, engines), sum(check_cached(one) for one in engines))
 
 
 def check_stored(
     server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
 ) -> int:
-    """Compares all blocks of the server with the model's values. Skips sketches (compact
-    summaries of blocks' keys). Returns the number of compared blocks.
+    """Returns the number of blocks, without sketches.
 
-    weights: numbers that stand for weights an engine may have had; each changes the values. All
-        blocks of a key space must belong to the same weights.
+    weights: numbers; a key space's blocks must all be of one.
     """
     named = {block_hash: what for one in engines for block_hash, what in one.named.items()}
     weights_of: dict[bytes, int] = {}
@@ -89,8 +79,6 @@ def check_stored(
 
 
 def check_cached(one: Engine, weights: int = 0) -> int:
-    """Compares all blocks in an engine's own prefix cache with the model's values. Returns the
-    number of compared blocks."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
     cached = one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
@@ -108,9 +96,7 @@ def check_cached(one: Engine, weights: int = 0) -> int:
 
 
 def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
-    """Returns the expected values of the block with this hash, int16 [tokens], without the changes
-    that each layer adds. A hash may cover fewer tokens than a block has; then only the values of
-    these tokens are returned."""
+    """int16 [tokens], before the layer's change; fewer if the hash covers fewer."""
     assert block_hash in named, "a block can be found under a hash that no request has"
     what = named[block_hash]
     first = (what.num_tokens - 1) // block_tokens * block_tokens
@@ -118,12 +104,9 @@ def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int
 
 
 def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[int] = (0,)) -> None:
-    """Compares a block's values in one layer with the expected values.
-
-    rows: the block's values, int16 [KV heads, tokens, values of a token].
-    expected: the expected value of each token, int16 [tokens], before the layer's own change.
-    what: the block's name, for the error message.
-    tints: the numbers by which values may differ from the expected values.
+    """rows: int16 [KV heads, tokens, values of a token].
+    expected: int16 [tokens].
+    tints: what values may be off by.
     """
     differ = rows ^ (expected ^ _layer(layer))[None, :, None]
     wrong = np.flatnonzero(~np.isin(differ, tints).all(axis=(0, 2)))
@@ -131,7 +114,6 @@ def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[in
 
 
 def answer_of(prompt: Sequence[int], count: int) -> list[int]:
-    """Returns the `count` tokens with which the model answers a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(_value(tokens)))
@@ -139,12 +121,7 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
-    """Checks that an idle engine holds no request state, no transfer and no block: all device
-    blocks are free, and none is quarantined (withheld because a failed load might still write).
-
-    may_count_errors: True if the test has made callbacks (connector methods that vLLM calls) raise
-        on purpose.
-    """
+    """may_count_errors: the test made callbacks raise."""
     assert may_count_errors or "callback_errors" not in one.counters, one.counters
     side = our_connector(one.connector)._scheduler
     if side.sharing.cache is not None:
@@ -155,8 +132,7 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
         assert not requests.loads.quarantine.loading
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
         assert not side.cache.finder.failed_loads and not requests.written._matched_tokens
-        # If the test made the function `ended` raise in a callback, these records may still contain
-        # the request that has ended, because `ended` removes it.
+        # If `ended` raised, they may still have the request.
         assert may_count_errors or not requests._adapters._live
         assert may_count_errors or not requests._exactness._exact_tokens
         assert may_count_errors or not requests._exactness._own_tokens
@@ -170,6 +146,4 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
 
 
 def reports_to(server: FakeServer) -> list[RequestReport]:
-    """Returns the reports about requests that the fake server has received. (An engine reports each
-    request when it is first scheduled.)"""
     return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]

@@ -1,4 +1,4 @@
-"""Connects engines of the test harness to a real hotkv server."""
+"""Simulated engines at a real server."""
 
 import time
 from pathlib import Path
@@ -11,12 +11,6 @@ from tests.vllm.processes import Daemon
 
 
 class RealServer:
-    """Stands in the place of the harness's fake server: its method `open` opens sessions
-    (connections) with a real server.
-
-    patience_s: how long an engine may take steps until it is idle (`Engine.run`).
-    """
-
     patience_s = WAIT_S
 
     def __init__(self, target: str) -> None:
@@ -25,8 +19,7 @@ class RealServer:
 
 
 def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -> Engine:
-    """Makes a simulated engine at a real server. Engines with the same `folder` share a key space,
-    and so blocks."""
+    """Engines of one `folder` share a key space."""
     server: Any = RealServer(daemon.target)
     extra = {
         "target": daemon.target,
@@ -38,8 +31,7 @@ def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -
 
 
 def finish(engine: Engine, timeout_s: float = WAIT_S) -> None:
-    """Runs steps of the engine, and the work of its fake device, until the engine is idle and its
-    transfers have ended."""
+    """Runs engine and device until all has ended."""
     until_s = time.monotonic() + timeout_s
     worker = engine.worker._worker
     number = 0

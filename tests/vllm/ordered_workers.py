@@ -1,5 +1,4 @@
-"""Helpers for simulated engines with a fake device. Their transfers wait for marks: points that the
-device's queue of work must have reached."""
+"""Simulated engines with a fake device."""
 
 import random
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ def worker_of(engine: Any) -> Any:
 
 
 def finish(engine: Any, server: Any, device: ScriptedDevice) -> None:
-    """Runs the engine's steps, the fake device and the fake server until the engine is idle. Then
-    runs one more request to its end."""
+    """Runs until idle, then one more request."""
     server.hold = set()
     for _ in range(2000):
         if not engine.scheduler.has_requests() and not engine.queue:
@@ -46,12 +44,9 @@ def lag(
     chance: random.Random,
     kinds: Sequence[OrderKind] = (),
 ) -> None:
-    """Runs random requests while the device and the server progress at random speed. The server
-    restarts now and then. If the engine has few blocks, it reallocates blocks while they are being
-    stored.
+    """Device and server move on at random, and the server restarts.
 
-    kinds: after a restart the server chooses one of these kinds of marks (points in the device's
-        queue). If empty, it keeps its kind.
+    kinds: of marks, one of which it takes after a restart; empty: it keeps its kind.
     """
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
     server.hold = {"load", "store"}

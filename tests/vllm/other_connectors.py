@@ -1,5 +1,4 @@
-"""Connectors that tests combine with hotkv's connector in vLLM's MultiConnector, and helpers for
-such combinations."""
+"""Connectors beside hotkv's in vLLM's MultiConnector."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +20,7 @@ Within = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def beside(name: str, *, ours_first: bool) -> Within:
-    """Returns a function that turns hotkv's `kv_transfer_config` into that of a MultiConnector with
-    hotkv's connector and the connector `name` of this module.
-
-    ours_first: whether hotkv's connector is listed first.
-    """
+    """Makes a MultiConnector of hotkv's and this module's connector `name`."""
     other = {
         "kv_connector": name,
         "kv_connector_module_path": "tests.vllm.other_connectors",
@@ -44,35 +39,32 @@ def beside(name: str, *, ours_first: bool) -> Within:
 
 
 def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
-    """Returns the two connectors of a MultiConnector, hotkv's first."""
+    """hotkv's first."""
     one, other = connector.sub_connectors
     return (one, other) if isinstance(one, HotKVConnector) else (other, one)
 
 
 def our_connector(connector: Any) -> HotKVConnector:
-    """Returns hotkv's connector: `connector` itself, or a part of it if it is a MultiConnector."""
+    """Also in a MultiConnector."""
     return children(connector)[0] if isinstance(connector, MultiConnector) else connector
 
 
 def ours(metadata: Any) -> HotKVMetadata:
-    """Returns hotkv's part of the metadata that the connector sends with a step."""
+    """hotkv's part of a step's metadata."""
     parts = getattr(metadata, "metadata", (metadata,))
     return next(part for part in parts if isinstance(part, HotKVMetadata))
 
 
 @dataclass
 class CheckedHandshake(KVConnectorHandshakeMetadata):
-    """The handshake metadata that `CheckingConnector` sends and accepts."""
-
     rank: int
 
 
-class Metadata(KVConnectorMetadata):
-    """Metadata without content."""
+class Metadata(KVConnectorMetadata): ...
 
 
 class _Connector(KVConnectorBase_V1, SupportsHMA):
-    """A connector that never offers hits and never loads or stores."""
+    """Never offers hits, loads or stores."""
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
@@ -90,8 +82,7 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
 
 
 class CheckingConnector(_Connector):
-    """A connector that sends its own handshake metadata and raises ValueError for any other, as
-    NIXL's connector does. It requires the KV layout that NIXL requires."""
+    """As NIXL's: accepts only its own handshakes and requires a layout."""
 
     seen: dict[tuple[int, int], Any] | None = None
 
@@ -110,14 +101,10 @@ class CheckingConnector(_Connector):
 
 @dataclass
 class Plan:
-    """What `LoadingConnector` does: the hits that it offers, and how its loads end.
-
-    tokens: the hit of each request, in tokens.
-    is_async: loads do not delay the step in which they begin.
-    holds: loads do not end.
-    fails: loads fail.
-    fill: the function that writes a load's KV. Its arguments are request id, block ids by group,
-        and number of tokens.
+    """tokens: hits by request.
+    is_async: loads don't delay their step.
+    holds: loads don't end.
+    fill: request id, block ids by group, number of tokens.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -134,8 +121,7 @@ PLAN = Plan()
 
 
 class LoadingConnector(_Connector):
-    """A connector that offers the hits in `PLAN` (a `Plan`), and loads them with `PLAN.fill`. Its
-    scheduler side and its worker side share `PLAN`, because both run in the test's process."""
+    """Scheduler and worker side share `PLAN`."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         tokens = PLAN.tokens.get(request.request_id, 0) - num_computed_tokens
@@ -173,8 +159,7 @@ class LoadingConnector(_Connector):
 
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
-    """Returns a function for `Plan.fill` (called when another connector loads). It writes the KV
-    values that the model of the simulated engine `one` would compute into the blocks of `one`."""
+    """A `Plan.fill` that writes what `one`'s model would compute."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

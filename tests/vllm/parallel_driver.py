@@ -1,8 +1,7 @@
-"""Runs `engine_driver` for engines of several ranks. Has an additional command `ranks`, which
-returns the ranks' process ids in order.
+"""`engine_driver` for several ranks.
 
-Each rank of a pipeline runs a warm-up, which vLLM skips for eager engines on CPU. Without it, later
-stages lack the buffers for their input.
+A pipeline's ranks warm up, which vLLM skips for eager CPU engines: later stages would lack
+buffers.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Builds parts of the connector's scheduler side for unit tests, with a fake server and without an
-engine. Requests have only names and block hashes, and the test sets the time."""
+"""Parts of the connector's scheduler side over a fake server. Requests are names and block
+hashes."""
 
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
@@ -22,11 +22,11 @@ from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.stats import HotKVStats
 
 TOKENS = 16
-"""Tokens of a block in every group, unless a test sets it."""
+"""In every group, unless a test sets it."""
 BLOCK_BYTES = 1 << 18
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, TOKENS, (BLOCK_BYTES,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, TOKENS, (BLOCK_BYTES,), 2 * TOKENS + 1)
-"""A sliding-window group in which a hit needs the two blocks before its end."""
+"""A hit needs the two blocks before its end."""
 STATES = GroupSpec(GroupKind.MAMBA, TOKENS, (BLOCK_BYTES,))
 
 
@@ -35,10 +35,8 @@ def block_hash(name: str, number: int) -> bytes:
 
 
 def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 0) -> Any:
-    """Returns a double of a request in vLLM's scheduler, with the hashes of its full blocks.
-
-    decoded: number of answer tokens so far.
-    computed: number of tokens that have KV.
+    """decoded: answer tokens.
+    computed: tokens with KV.
     """
     num_tokens = prompt_tokens + decoded
     return SimpleNamespace(
@@ -64,23 +62,12 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """The two main parts of the connector's scheduler side: `HitFinder`, which looks up hits, and
-    `StorePlanner`, which plans stores. Both use one session (connection) with a fake server.
-
-    specs: the KV cache groups.
-    represented: the groups whose blocks have sketches (compact summaries of keys).
-    num_ranks: number of ranks that report each store.
-    by_handoff: the groups of recurrent states of which vLLM itself offers states for storing.
-    drafts: the drafter's groups.
-    left_out: the blocks of a hit that a load omits, because they stay in the server (residency).
-    adapters: computes the keys of requests with LoRA adapters.
-    counts_media: vLLM identifies media by a counter instead of their content.
-    residencies: the resident requests, whose KV stays in host memory; None without residency.
-    unfinished: number of a request's last tokens that are not stored yet, because the next step may
-        change their KV.
+    """represented: groups with sketches.
+    by_handoff: groups of states that vLLM offers.
+    left_out: blocks of a hit that stay in the server.
+    counts_media: vLLM hashes media by a counter.
+    unfinished: last tokens that the next step may change.
     stores: False for an engine that only loads.
-    settings: settings of the connector.
-    clock: time in seconds, which the test sets.
     """
 
     def __init__(
@@ -153,8 +140,7 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """Makes these blocks of a request ready in the server. `group` is the index of a KV cache
-        group, or a number that stands for a kind of sketch (compact summary of keys)."""
+        """group: of the model, or number of a kind of sketch."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}
@@ -171,8 +157,7 @@ class Parts:
         return self.finder.match(state, computed_tokens, self.clock)
 
     def hit(self, state: RequestState, computed_tokens: int = 0) -> int:
-        """Asks the `HitFinder` repeatedly for a request's hit, as vLLM does, until it answers.
-        Returns the hit in tokens."""
+        """Asks again, as vLLM does."""
         for _ in range(5):
             tokens, is_async = self.match(state, computed_tokens)
             if tokens is not None:
@@ -192,12 +177,11 @@ def plan(
     handoffs: Any = None,
     written: Collection[int] = (),
 ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-    """Plans the stores of a step. Returns the stores, and the ids of earlier stores that the step
-    must wait for.
+    """Stores, and earlier ones that the step must wait for.
 
-    scheduled: states of requests, each with the number of tokens that the step computes for it.
-    tables: block ids by group, the same for all requests.
-    written: ids of blocks that the step may overwrite.
+    scheduled: states, each with the tokens that the step computes.
+    tables: for all requests.
+    written: blocks that the step may overwrite.
     """
     ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
     computed = [(state, state.request.num_computed_tokens + n) for state, n in scheduled]
@@ -207,16 +191,12 @@ def plan(
 
 
 def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
-    """Returns, for each chain of consecutive blocks that the jobs store, its KV cache group and its
-    block ids."""
+    """Group and block ids of each run."""
     return [(run.group_index, run.block_ids.tolist()) for job in jobs for run in job.runs]
 
 
 def report(*results: tuple[int, Sequence[BlockResult]], rank: int = 0) -> StepReport:
-    """Returns a rank's report to the scheduler side.
-
-    results: for each store, its id and the result for each block.
-    """
+    """results: by store id, a result for each block."""
     return StepReport({store_id: {rank: bytes(blocks)} for store_id, blocks in results})
 
 
@@ -225,8 +205,7 @@ def ids(blocks: Sequence[int]) -> Any:
 
 
 def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
-    """Returns a scheduler output that admits one request, which has `computed` computed tokens and
-    computes `num_tokens`. Its block table is [1, 2]."""
+    """A scheduler output with one request, whose block table is [1, 2]."""
     new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
     return SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Runs real hotkv servers and vLLM engines as child processes of a test."""
+"""Real servers and vLLM engines as child processes."""
 
 import contextlib
 import json
@@ -22,12 +22,7 @@ from tests.vllm.tiny import engine_args, transfer_config
 
 
 class Daemon:
-    """A hotkv-server process that has its runtime files in `folder`. A restart uses the same folder
-    and arena.
-
-    arena: size of the arena.
-    flags: more command-line flags for the next start.
-    """
+    """A restart keeps the arena."""
 
     def __init__(self, folder: Path, arena: str = "64MiB") -> None:
         self.flags: list[str] = []
@@ -64,12 +59,12 @@ class Daemon:
             self.process.wait(60)
 
     def lose_arena(self) -> None:
-        """Kills the server and removes its arena, as a reboot does."""
+        """As a reboot does."""
         self.kill()
         shutil.rmtree(self._arena_folder)
 
     def stop(self) -> None:
-        """Stops the server with SIGTERM, as a service manager would, and removes its arena."""
+        """By SIGTERM, as a service manager."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
@@ -89,8 +84,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def own_daemon() -> Iterator[Daemon]:
-    """Yields a hotkv-server that is not started yet. Stops it at the end and removes its folder.
-    The folder's path is short, because the path of a Unix socket has at most 107 bytes."""
+    """Not started. A short folder: a Unix socket's path has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     one = Daemon(folder / "run")
     try:
@@ -101,13 +95,8 @@ def own_daemon() -> Iterator[Daemon]:
 
 
 class EngineProcess:
-    """A vLLM engine in a child process, which uses hotkv's connector.
-
-    target: the server's address; None: no connector.
-    connector: settings of the connector.
-    driver: the script of this folder that the process runs.
-    vllm: the folder of another vLLM than the installed one.
-    arguments: arguments of vLLM.
+    """target: None: no connector.
+    vllm: folder of another vLLM.
     """
 
     def __init__(
@@ -123,8 +112,6 @@ class EngineProcess:
     ) -> None:
         settings = engine_args(model, **arguments)
         if target is not None:
-            # Long timeouts, since tests may run on slow machines and do not check
-            # the duration of a lookup.
             ours = {"lookup_timeout_s": 30.0, **(connector or {})}
             settings["kv_transfer_config"] = transfer_config(target=target, **ours)
         self.log_path = log
@@ -144,8 +131,7 @@ class EngineProcess:
         return self.answer()
 
     def ask_each(self, prompts: list[list[int]], max_tokens: int) -> dict[str, list[Any]]:
-        """Generates the prompts one after another and returns all answers. (In a batch, bfloat16
-        values would be rounded differently, which can change a token.)"""
+        """In a batch bfloat16 is rounded differently, which can change a token."""
         answers = [self.ask("generate", prompts=[p], max_tokens=max_tokens) for p in prompts]
         names = ("tokens", "logprobs", "cached")
         return {name: [answer[name][0] for answer in answers] for name in names}
@@ -174,8 +160,7 @@ class EngineProcess:
         self._log.close()
 
     def begin_stop(self) -> None:
-        """Sends the engine the command to stop, and returns without waiting. Ignores a broken pipe:
-        an engine that refused to start closes its pipes just before it ends."""
+        """An engine that refuses to start closes its pipe just before it ends."""
         if not self._is_stopping and self.process.poll() is None:
             self._is_stopping = True
             with contextlib.suppress(BrokenPipeError):
@@ -194,8 +179,7 @@ class EngineProcess:
 
 
 class Engines:
-    """The engine processes of a test or of a test file. `start` does not wait for the engine, so
-    several engines can start in parallel. `stop` stops all engines."""
+    """`start` doesn't wait."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -205,8 +189,6 @@ class Engines:
         return iter(self._made)
 
     def start(self, model: Path, target: str | None, **settings: Any) -> EngineProcess:
-        """Starts an engine process with the settings of `EngineProcess`. Its log is a file in the
-        folder."""
         log = self._folder / f"engine{len(self._made)}.log"
         self._made.append(EngineProcess(model, log, target, **settings))
         return self._made[-1]

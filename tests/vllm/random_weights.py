@@ -1,6 +1,5 @@
-"""Registers a load format "random" with vLLM: random weights, the same at each start, so large that
-every token of the context influences the log probabilities. With vLLM's own format "dummy", wrong
-KV would not change the answer, so tests would not notice it."""
+"""Load format "random": large weights, the same at each start. With vLLM's "dummy", wrong KV
+would change no answer."""
 
 import torch
 from vllm.model_executor.model_loader import register_model_loader
@@ -11,11 +10,10 @@ LOAD_FORMAT = "random"
 
 @register_model_loader(LOAD_FORMAT)
 class RandomModelLoader(BaseModelLoader):
-    """A model loader that fills weights with seeded random numbers, the same in every engine.
-    Matrices preserve the magnitude of their input, and norm weights stay near 1."""
+    """Matrices keep their input's magnitude."""
 
     def download_model(self, model_config: object) -> None:
-        """Does nothing: random weights need no files."""
+        """No files are needed."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -1,12 +1,8 @@
-"""The test harness (`harness.Engine`) with several ranks. Each rank has its own worker connector
-and KV memory; vLLM's `KVOutputAggregator` joins the ranks' outputs.
+"""The harness with several ranks, each with a worker connector and KV memory; vLLM's
+`KVOutputAggregator` joins them.
 
-In each step the ranks run one after the other in the test's process. Each rank changes KV values by
-another number, so that a shard in the place of another rank's shard is noticed. At the start of a
-real engine, ranks compare descriptions of themselves (`RankNote`); here all ranks have equal ones.
-`test_ranks` tests descriptions that differ.
-
-A step of a rank may fail (`RankedEngine.failing`), as with vLLM 0.33's `enable_fault_tolerance`.
+Ranks run in turn, and each changes values by its salt, so that another's shard is noticed. Notes
+that differ: `test_ranks`.
 """
 
 import copy
@@ -33,23 +29,19 @@ from hotkv_vllm.identity.ranks import RankNote
 from tests.vllm.harness import Engine
 
 _PROCESS = [0]
-"""The number of the rank whose code runs now. (In vLLM each rank is a process.)"""
+"""Rank whose code runs; in vLLM a process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank's worker connector, its KV tensors, and the number (salt) by which it changes each KV
-    value."""
-
     worker: Any
     tensors: dict[str, torch.Tensor]
     salt: int
 
 
 class SalvagingAggregator(KVOutputAggregator):
-    """Joins the outputs of a failed step with those of the next step. Source: `KVOutputAggregator`
-    of vLLM 0.33.0, `ft_defer_kv_connector_outputs` and the loop over `chain(salvaged, kv_outputs)`
-    in `aggregate`."""
+    """Joins a failed step's outputs with the next step's. Source: vLLM 0.33.0,
+    `KVOutputAggregator.ft_defer_kv_connector_outputs` and `aggregate`."""
 
     def __init__(self, expected_finished_count: int) -> None:
         super().__init__(expected_finished_count)
@@ -70,21 +62,15 @@ class SalvagingAggregator(KVOutputAggregator):
 
 
 class StepFailed(RuntimeError):
-    """A rank has failed after it had made its KV output."""
+    """A rank fails after it has made its KV output."""
 
 
 class RankedEngine(Engine):
-    """A simulated engine of several ranks. Between steps, `worker` and `tensors` are those of the
-    first rank.
-
-    arguments, settings: those of `Engine`.
-    num_ranks: the number of tensor-parallel ranks in each pipeline stage.
-    num_stages: the number of pipeline stages.
-    stages: True: the engine has `num_ranks` pipeline stages of one rank each, and `num_stages` is
-        ignored.
-    is_failing: True makes a rank fail in the next step. vLLM then aborts all requests and salvages
-        the KV outputs. Source: vLLM 0.33.0, `MultiprocExecutor.collective_rpc` and
-        `EngineCoreSentinel.on_fault`.
+    """num_ranks: per pipeline stage.
+    stages: `num_ranks` stages of one rank; `num_stages` is ignored.
+    is_failing: the next step fails, as with `enable_fault_tolerance`; vLLM aborts all and
+        salvages KV outputs (0.33.0, `MultiprocExecutor.collective_rpc`,
+        `EngineCoreSentinel.on_fault`).
     """
 
     is_failing = False
@@ -162,8 +148,7 @@ class RankedEngine(Engine):
         )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
-            # All ranks start a step from the same state of requests. The first rank runs last, so
-            # that its new state is the one that remains.
+            # All start from one state; the first rank's remains.
             self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])
@@ -185,12 +170,10 @@ class RankedEngine(Engine):
 
 
 class ContextRankedEngine(RankedEngine):
-    """A simulated engine of two ranks with decode context parallelism. In a group whose spec has
-    `dcp_sharded`, each rank holds every second token."""
+    """In a `dcp_sharded` group each of two ranks holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
-        # vLLM requires more tensor-parallel ranks than KV heads here. So the test makes the config
-        # report one head.
+        # vLLM requires more ranks than KV heads.
         monkeypatch.setattr(ModelConfig, "get_total_num_kv_heads", lambda _: 1)
         super().__init__(server, folder, monkeypatch, decode_context_parallel_size=2, **settings)
 

@@ -1,13 +1,8 @@
-"""Simulates the scheduler side of an engine with resident requests: requests whose KV stays in host
-memory, with only hot blocks on the device. For each, the server keeps a residency: room in the
-arena, and pins that protect the request's blocks. vLLM's block pool, hotkv's block manager and the
-connector's `ResidentRequests` (attribute `books`) are real. The server and vLLM's scheduler are
-fakes.
+"""The scheduler side of an engine with resident requests. vLLM's block pool, hotkv's block manager
+and `ResidentRequests` (`books`) are real.
 
-A block's content is a made-up byte string. Two exact blocks have the same content if their prefixes
-are equal; each inexact block (computed from sparse decode) has a content of its own. The simulated
-`Workers` know only the messages of the steps. They read and check each block in host memory as soon
-as the block has left the device.
+Block contents are made up: exact ones are equal where prefixes are. `Workers` know only the
+steps' messages, and check what has left the device.
 """
 
 import itertools
@@ -33,12 +28,11 @@ from tests.vllm.parts import TOKENS, Parts, block_hash, request
 CHUNK = 2 * TOKENS
 LONGEST = 47 * TOKENS
 POOL = 60
-"""Number of blocks, with vLLM's null block: more than the longest context has."""
+"""With vLLM's null block."""
 STEP_S = 0.1
 TIMEOUT_S = 5.0
 WELL_S = 2.0
-"""Seconds. Once the server has worked without faults for this time, no request may end because of
-earlier faults."""
+"""No request may fail of a fault this many seconds ago."""
 MAX_RUNNING = 4
 
 
@@ -56,8 +50,6 @@ CONFIG = {
 
 
 def spec_of(residency: str) -> ResidentSpec:
-    """Returns the KV cache spec of the engine's layers with the setting `residency` ("host" or
-    "auto")."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=CHUNK), max_in_flight_tokens=CHUNK
@@ -66,8 +58,7 @@ def spec_of(residency: str) -> ResidentSpec:
 
 
 class Adapters:
-    """A fake of the connector's table of LoRA adapters. If `are_known`, a request with an adapter
-    has block hashes, so that engines can share its blocks; otherwise it has none."""
+    """`are_known`: requests with an adapter have block hashes."""
 
     def __init__(self) -> None:
         self.are_known = False
@@ -84,13 +75,9 @@ class Waiting(list[Any]):
 
 
 class Store(NamedTuple):
-    """A store in progress.
-
-    incarnation: identifies the request's current life, so that outdated stores are recognized. It
-        changes when the request is preempted, when its residency (room for it in the server) is
-        opened again, and when blocks on the device become inexact (`distrust`).
-    first: the index of the store's first block in the request.
-    names, contents: the hashes and contents of its blocks.
+    """incarnation: of the request; recognizes old stores after a preemption, a reopened residency
+        or `distrust`.
+    first: index of its first block in the request.
     """
 
     request_id: str
@@ -103,8 +90,7 @@ class Store(NamedTuple):
 
 
 class Workers:
-    """What the workers know of each request: the offsets of its blocks in the server's arena, and
-    the pin that protects these blocks from eviction."""
+    """Offsets of each request's blocks in the arena, and its pin."""
 
     def __init__(self) -> None:
         self.offsets: dict[str, list[int]] = {}
@@ -115,9 +101,8 @@ class Workers:
         self.pins.pop(name, None)
 
     def hear(self, step: ResidentStep) -> None:
-        """Processes the message of a step, which lists the blocks that each request has newly in
-        the arena. If the server lost blocks of a request that is still on the device entirely, the
-        list begins again with the request's first block."""
+        """A list begins with block 0 again if the server lost blocks of a request that is whole
+        on the device."""
         for name in step.preempted:
             self.end(name)
         for row in step.rows:
@@ -133,15 +118,10 @@ class Workers:
 
 
 class ResidentEngine:
-    """A simulated engine with resident requests, whose KV stays in host memory.
-
-    residency: the setting "host" or "auto"; with "auto" a request begins with all its blocks on the
-        device.
-    most_blocks: the most blocks for which the server reserves room; None: no limit.
-    pool: number of device blocks.
-    well_since_s: from this time on, the server has answered and stored without delay.
-    excused: requests that may end with an error whatever the server does.
-    contents: the bytes that were stored under each block hash.
+    """most_blocks: that the server has room for; None: no limit.
+    well_since_s: the server has had no fault since.
+    excused: requests that may fail anyway.
+    contents: stored bytes by block hash.
     """
 
     def __init__(
@@ -222,28 +202,24 @@ class ResidentEngine:
         self.preempted: list[str] = []
 
     def _slot(self, shards: Any) -> int:
-        """Returns the arena offset of a block's bytes. The offset stays the same while the server
-        has the bytes."""
+        """The slot is the same while the server has the bytes."""
         return self._slots.setdefault(shards[0], self._new_slot(shards))
 
     def _pin(self, name: Any, group: int, first: int, hashes: Any, blocks: Any) -> Any:
-        """Pins blocks for a residency (room that the server reserves for a request). Sets
-        `asks_too_much` if the blocks exceed this room."""
+        """`asks_too_much`: more blocks than the residency has room for."""
         residency = self.server.residencies.open.get(name)
         self.asks_too_much |= residency is not None and first + len(hashes) > residency.asked[group]
         return self._extend(name, group, first, hashes, blocks)
 
     def _open_residency(self, residency_id: str, num_blocks: Any) -> Any:
-        """Asks the server to open a residency (reserve room for a request), or to enlarge an open
-        one. If it is open, checks that the call asks for more room than before."""
+        """An open residency must ask for more room than before."""
         residents = self.books._residents.values()
         one = next(one for one in residents if one.residency_id == residency_id)
         assert not self.books._reservations.is_open(one) or num_blocks[0] > one.room
         return self._open(residency_id, num_blocks)
 
     def _close_residency(self, residency_id: str) -> None:
-        """Closes a residency (room reserved for a request). First lets the fake server process all
-        earlier calls that open residencies, because a real connection keeps the order of calls."""
+        """A real connection keeps the order of calls."""
         self.server.settle("open_residency")
         self._close(residency_id)
 
@@ -261,12 +237,9 @@ class ResidentEngine:
         is_announced: bool = True,
         has_adapter: bool = False,
     ) -> str:
-        """Adds a request and returns its name.
-
-        prompt, answer: their lengths in tokens.
-        family: requests of the same family have a common prefix.
-        exact_blocks: the number of exact blocks; later blocks are inexact.
-        is_announced: if True, notifies `ResidentRequests` of the request.
+        """family: requests of one share a prefix.
+        exact_blocks: later ones are inexact.
+        is_announced: to `ResidentRequests`.
         """
         name = f"r{next(self.numbers)}"
         one = request(name, min(prompt, LONGEST - 1))
@@ -294,8 +267,7 @@ class ResidentEngine:
         one.block_hashes = [block_hash(one.family, number) for number in range(count)]
 
     def content(self, one: Any, block: int) -> bytes:
-        """Returns the content of a block of the request. An inexact block gets another content with
-        each preemption."""
+        """Inexact blocks change with each preemption."""
         if block < min(one.exact_blocks, one.distrusted_from):
             of_base = block_hash(one.family, block)
             return of_base if one.lora_request is None else b"keyed" + of_base[:27]
@@ -320,8 +292,7 @@ class ResidentEngine:
         if is_well and self.server.residencies.most_blocks is None:
             assert self.excused.issuperset(held), "it asks for room ahead"
         self.device.leave_out(held)
-        # Requests whose bytes in host memory are lost must have been preempted by now. Otherwise
-        # vLLM would preempt others instead: those of the lowest priority.
+        # Else vLLM would preempt others, of the lowest priority.
         assert self.manager.lost.isdisjoint(one.request_id for one in self.running)
         demand = self.device.demand(self.books.has_room)
         before = set(self.manager.moved)
@@ -379,8 +350,7 @@ class ResidentEngine:
         return self.books.residency_of(one.request_id)
 
     def _read(self, step: ResidentStep) -> None:
-        """Reads, as the workers do, every block of the step's requests that is only in the arena.
-        Checks its content, and that it is pinned."""
+        """Each block that is only in the arena must be right and pinned."""
         memory = self.server.residencies.arena.memory
         for row in step.rows:
             one, known = self.requests[row.request_id], self.workers.offsets[row.request_id]
@@ -392,13 +362,10 @@ class ResidentEngine:
                     assert pinned.offsets.get((0, block)) == known[block], "the pin lacks it"
 
     def pinned(self, one: Any) -> FakeResidency | None:
-        """Returns the request's residency (room and pins) in the server if it is open, otherwise
-        None."""
         return self.server.residencies.open.get(("engine", self._residency(one)))
 
     def _plan(self) -> dict[str, tuple[Any, int]]:
-        """Plans a step as vLLM's scheduler does. Returns, by name, each planned request and the
-        number of its new tokens."""
+        """As vLLM plans: requests and their new tokens."""
         budget, planned, has_preempted = CHUNK, dict[str, tuple[Any, int]](), False
         for one in list(self.running):
             if one.next_decode_eligible_step > self.scheduler.current_step:
@@ -420,8 +387,6 @@ class ResidentEngine:
         return planned
 
     def reset_running(self) -> None:
-        """Preempts all running requests, as vLLM's `reset_prefix_cache` does with
-        `reset_running_requests`."""
         while self.running:
             self._preempt_request(self.running.pop(), 0.0, drop_stale_output=True)
 
@@ -437,8 +402,7 @@ class ResidentEngine:
         self._preempt_request(last, 0.0, drop_stale_output=True)
 
     def _preempt_request(self, last: Any, _: float, *, drop_stale_output: bool) -> None:
-        """Preempts a request that the caller has removed from `running`, as vLLM's scheduler
-        does."""
+        """The caller has removed it from `running`."""
         assert drop_stale_output
         self.preempted.append(last.request_id)
         self.scheduler.reset_preempted_req_ids.add(last.request_id)
@@ -469,8 +433,7 @@ class ResidentEngine:
             budget -= new
 
     def _hit(self, one: Any) -> int | None:
-        """Returns the number of tokens that a request hits in the server; None if the request has
-        to wait."""
+        """Hit tokens; None if the request has to wait."""
         names = self.parts.groups.hashes(one, 0)
         most = min((one.num_tokens - 1) // TOKENS, one.exact_blocks, len(names))
         count = 0
@@ -484,11 +447,9 @@ class ResidentEngine:
         return (self.parts.space, 0, name) in self.server.blocks
 
     def _allocate(self, one: Any, new: int, external: int = 0, is_first: bool = False) -> bool:
-        """Allocates blocks as `KVCacheManager.allocate_slots` does for a request that has no hit in
-        vLLM's own prefix cache. Returns False if the pool has too few free blocks.
+        """As `KVCacheManager.allocate_slots` without a local hit. False if too few blocks are free.
 
-        new, external: tokens that the step computes, and that are loaded.
-        is_first: the request begins with this call.
+        external: tokens loaded.
         """
         manager, done, name = self.manager, one.num_computed_tokens, one.request_id
         total, free = done + external, self.pool.get_num_free_blocks
@@ -514,8 +475,7 @@ class ResidentEngine:
     # ------------------------------------------------------------------------------- host memory
 
     def begin_store(self, name: str) -> None:
-        """Starts a store of the request's computed blocks. Skips blocks for which an earlier call
-        has started a store."""
+        """Skips blocks that an earlier call stores."""
         state, one = self.states[name], self.requests[name]
         first, until = state.store.stored_blocks[0], one.num_computed_tokens // TOKENS
         if not self.books.is_resident(name) or first >= until or name in self.manager.lost:
@@ -541,10 +501,8 @@ class ResidentEngine:
         self.stores.append(Store(name, residency_id, number, incarnation, first, names, contents))
 
     def end_stores(self, are_taken: bool = True, are_reported: bool = True) -> None:
-        """Ends all stores in progress.
-
-        are_taken: the server keeps the blocks, if it runs.
-        are_reported: the scheduler side receives the reports of the stores.
+        """are_taken: the server keeps the blocks.
+        are_reported: to the scheduler side.
         """
         stores, self.stores = self.stores, []
         for store in stores:
@@ -559,8 +517,6 @@ class ResidentEngine:
                 self.books.stored(ended)
 
     def _pin_stored(self, store: Store) -> None:
-        """Pins the stored blocks for the residency (room reserved for the request) that the store
-        names, as the server does."""
         residency = self.server.residencies.open.get(("engine", store.residency_id))
         if residency is None:
             return
@@ -571,11 +527,7 @@ class ResidentEngine:
                 residency.offsets[0, place] = self._slot(shards)
 
     def run(self, steps: int, *, stores: bool = True) -> None:
-        """Runs steps.
-
-        stores: if True, all computed blocks are stored after each step, and the server keeps them
-            at once.
-        """
+        """stores: each step's blocks are stored at once."""
         for _ in range(steps):
             self.step()
             if stores:
@@ -586,8 +538,7 @@ class ResidentEngine:
                 self.well_since_s = self.now_s
 
     def distrust(self) -> None:
-        """Makes all blocks on the device inexact from now on, except those that the server has
-        already stored."""
+        """Blocks on the device become inexact, unless the server has them."""
         for name in self.requests:
             if self.books.is_resident(name) and self.device.has_blocks(name):
                 kept = self.books.kept_tokens(name) // TOKENS
@@ -596,7 +547,7 @@ class ResidentEngine:
         self.books.distrust()
 
     def lose(self, names: list[str]) -> None:
-        """Makes the workers report that they can't read these requests' bytes in host memory."""
+        """As workers that can't read these requests' bytes."""
         for name in names:
             self.device.lose(name)
         self.books.lost(names)
@@ -608,7 +559,6 @@ class ResidentEngine:
             self.contents.clear()
 
     def refuse(self, name: str) -> None:
-        """Makes the server refuse to reserve room for this request from now on."""
         self.excused.add(name)
         plain = self.server.residencies.add
 

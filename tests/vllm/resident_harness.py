@@ -1,9 +1,6 @@
-"""The test harness (`harness.Engine`) with residency: old blocks of long contexts are only in the
-fake server's arena. vLLM's scheduler and hotkv's scheduler side are real; a simulated worker reads
-the blocks in the arena.
+"""The harness with residency: a simulated worker reads old blocks in the fake server's arena.
 
-With `pipelined`, a step runs only after vLLM has planned the next step. So a step is in progress
-whenever the scheduler plans, and whenever a test aborts a request.
+With `pipelined` a step is always under way.
 """
 
 import pickle
@@ -29,7 +26,6 @@ from tests.vllm.specs import full_spec
 from tests.vllm.tiny import BLOCK_TOKENS
 
 CHUNK = 64
-"""Most tokens of a step."""
 SPARSE = {
     "sparse_topk": 8 * BLOCK_TOKENS,
     "min_context_tokens": 4 * BLOCK_TOKENS,
@@ -42,14 +38,11 @@ RUBBISH = 0x3C3C
 
 @dataclass(slots=True, eq=False)
 class Away:
-    """The simulated worker's state of a request whose old blocks are only in the arena, like
-    `ResidentSequence`.
+    """A worker's state, like `ResidentSequence`.
 
-    num_freed: the device no longer has the blocks between the sinks (first blocks) and this index.
-    offsets: the place of each block in the arena, bytes.
-    hot: device blocks for copies of blocks in the arena.
-    pin: identifies the residency (room in the server) that protects the blocks from eviction.
-    is_lost: True once a block that is only in the arena could not be read.
+    num_freed: blocks from the sinks up to this index have left the device.
+    offsets: bytes.
+    is_lost: a block could not be read.
     """
 
     first_block: int = 0
@@ -61,11 +54,8 @@ class Away:
 
 
 class Residents(Engine):
-    """A simulated engine with residency: old blocks of long contexts are only in the server's
-    arena.
-
-    now_s: the time, which each step advances by STEP_S.
-    num_read: number of blocks that steps have read from the arena.
+    """now_s: each step adds STEP_S.
+    num_read: blocks that steps read from the arena.
     """
 
     def __init__(
@@ -118,9 +108,7 @@ class Residents(Engine):
             self._order_calls(session)
 
     def _order_calls(self, session: Any) -> None:
-        """Makes the server process a call that closes a residency (room reserved for a request)
-        only after earlier calls that open residencies, because a real connection keeps the order of
-        calls."""
+        """A real connection keeps the order of calls."""
         close = session.close_residency
 
         def close_residency(residency_id: str) -> None:
@@ -136,8 +124,7 @@ class Residents(Engine):
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """Plans a step, and runs the oldest planned step, as `EngineCore.step_with_batch_queue`
-        does."""
+        """As `EngineCore.step_with_batch_queue`."""
         self.now_s += STEP_S
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
@@ -149,7 +136,6 @@ class Residents(Engine):
         self.end_step()
 
     def end_step(self) -> None:
-        """Runs the oldest planned step, and passes its output to the scheduler."""
         scheduled, frozen = self.pending.popleft()
         self.queue.append((scheduled, *self._run(pickle.loads(frozen))))
         self._collect()
@@ -173,8 +159,7 @@ class Residents(Engine):
             self.lost.add(one.first_block)
 
     def _hear(self, step: ResidentStep | None, ended: tuple[str, ...]) -> None:
-        """Processes the scheduler's message about a step, as the class `ResidentSequences` does in
-        a real worker."""
+        """As `ResidentSequences` does."""
         step = step or ResidentStep()
         for name in (*step.preempted, *ended):
             self.away.pop(name, None)
@@ -197,9 +182,7 @@ class Residents(Engine):
         self._hear(meta.resident, meta.sparse_rows.ended if meta.sparse_rows else ())
         for name in scheduled.num_scheduled_tokens:
             if name in self.away and self.away[name].hot:
-                # The worker may overwrite hot slots (device blocks that hold copies of blocks in
-                # the arena) at any time. Fills them with garbage, so that a read of them is
-                # noticed.
+                # The worker may overwrite hot slots at any time.
                 for layer in self.tensors:
                     self._cells(layer)[list(self.away[name].hot)] = RUBBISH
         return super()._forward(scheduled)
@@ -226,8 +209,7 @@ class Residents(Engine):
             self._read(name, one, block)
 
     def _read(self, name: str, one: Away, block: int) -> None:
-        """Reads a block in the arena. Checks its bytes, and that the server still pins it. If the
-        arena is gone, the request is lost."""
+        """The block must be right and pinned. Without an arena the request is lost."""
         self.num_read += 1
         residencies = self.server.residencies
         if one.pin is None or not residencies.arena.holds(one.pin):
@@ -248,7 +230,6 @@ class Residents(Engine):
             assert (page == expected).all(), f"{name}: wrong KV in block {block} of the arena"
 
     def check_server(self) -> int:
-        """Compares all blocks of the server that other requests can find with the model's values.
-        Returns their number."""
+        """Returns the number of blocks that others can find."""
         shown = {key: shards for key, shards in self.server.blocks.items() if key[2] in self.named}
         return check_stored(SimpleNamespace(sessions=self.server.sessions, blocks=shown), [self])

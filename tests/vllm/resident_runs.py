@@ -1,5 +1,4 @@
-"""Settings, prompts and fixtures for real engines with resident requests: the KV of their long
-contexts stays in host memory, because it exceeds the device's block pool."""
+"""Real engines whose contexts exceed the device."""
 
 import functools
 import random
@@ -24,18 +23,16 @@ SPARSE: dict[str, Any] = {
     "recent_tokens": 64,
 }
 REFERENCE = {"sparse": SPARSE}
-"""Settings of an engine of `references` that decodes sparsely, with all blocks on its device."""
+"""Sparse, with all blocks on the device."""
 RESIDENT = SPARSE | {"residency": "host"}
 AUTO = SPARSE | {"residency": "auto"}
 CHUNK = 128
 POOL_BLOCKS = 64
-"""Number of device blocks, which hold 2,048 tokens."""
+"""2,048 tokens."""
 CONTEXT = 8192
 
 
 def until_stored(daemon: Daemon, num_blocks: int) -> None:
-    """Waits until the server has stored at least `num_blocks` blocks."""
-
     def are_stored() -> bool:
         return bool(daemon.admin("info")["counters"]["stored_blocks_total"] >= num_blocks)
 
@@ -54,21 +51,17 @@ SETTINGS: dict[str, Any] = {
     "hf_overrides": {"num_hidden_layers": 4, "max_position_embeddings": 2 * CONTEXT},
     "quantum": 0,
 }
-"""Settings of engines. With "quantum" 0, a resident engine reserves room in the server block by
-block."""
+""""quantum" 0: room is reserved block by block."""
 
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Returns a function that starts engines with `sparse_runs.begin` and SETTINGS."""
     return functools.partial(begin, engines, tmp_path, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
-    """Yields the expected answers for the tests of a file. They come from engines that hold all
-    blocks on the device. These attend to the whole context, or decode sparsely if a test passes
-    sparse settings in the argument `engine` of `References.ask`."""
+    """Engines with all blocks on the device."""
     folder = tmp_path_factory.mktemp("references")
     engines = Engines(folder)
     yield References(functools.partial(begin, engines, folder, **SETTINGS))
@@ -79,10 +72,7 @@ SCHEDULING = pytest.mark.parametrize(
     "is_async",
     [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.campaign)],
 )
-"""Both ways of scheduling."""
 EXACT = RESIDENT | {"sparse_topk": 2048}
-"""With these settings the hot set (blocks in device slots) covers contexts of up to 2,048 tokens,
-so tokens are always those of dense attention."""
+"""The hot set covers 2,048 tokens: dense attention."""
 EXACT_POOL = 100
-"""Number of device blocks: a request holds at most 89, of which 72 are hot slots (for copies of
-blocks in host memory)."""
+"""A request holds 89, of which 72 are hot slots."""

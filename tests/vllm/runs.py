@@ -1,5 +1,4 @@
-"""Helpers for tests that generate with real engines: prompts, and the expected answers, hits and
-counters."""
+"""Generates with real engines."""
 
 import random
 from pathlib import Path
@@ -11,12 +10,10 @@ from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
 LENGTHS = (1, 31, 33, 47, 64, 65, 95, 100, 127, 129, 200, 255, 257, 300, 333, 500, 641, 777, 901)
 RANDOM = {"load_format": "random", "dtype": "float32"}
-"""Engine settings: weights so large that other keys and values give other tokens. float32, because
-after a load batches are composed differently, and with other dtypes this changes the rounding."""
+"""Wrong KV gives other tokens. Batches differ after a load, and only float32 does not round them
+differently."""
 NOISE = 1e-4
-"""Tolerance of a log probability in float32. Wrong keys and values change it by more than twenty
-times as much (`test_models.py::test_wrong_kv_would_be_seen`).
-"""
+"""Wrong KV changes it by twenty times as much (`test_models.py::test_wrong_kv_would_be_seen`)."""
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -25,8 +22,7 @@ def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 def usable(prompt: list[int]) -> int:
-    """Returns the number of a prompt's tokens that a hit can cover: whole blocks, without the last
-    token."""
+    """Whole blocks without the last token."""
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -35,8 +31,7 @@ def hits(batch: list[list[int]]) -> list[int]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Returns the largest difference between the log probabilities of two answers' tokens. Of each
-    prompt, compares the tokens up to the first token that differs."""
+    """Largest difference of log probabilities, up to each prompt's first token that differs."""
     worst = 0.0
     for mine, theirs, my_tokens, their_tokens in zip(
         one["logprobs"], other["logprobs"], one["tokens"], other["tokens"], strict=True
@@ -49,14 +44,11 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Returns True if two answers have the same tokens, and log probabilities that differ at most
-    by NOISE."""
     return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
 
 
 def settled(engine: EngineProcess) -> dict[str, float]:
-    """Runs short requests until the scheduler has received the reports of all earlier stores.
-    Returns the connector's counters."""
+    """Counters, once all earlier stores are reported."""
     stats: dict[str, Any] = {}
 
     def is_reported() -> bool:

@@ -1,25 +1,14 @@
-"""Runs `engine_driver` with additional commands for tests of sparse decode. If the engine has
-several connectors, the commands use the first.
+"""`engine_driver` with commands for sparse decode.
 
-sparse: returns whether sparse decode is on, its layers, the number of tracked sequences, and the
-    number of preemptions.
-select_always: makes layers select blocks even if the budget covers the context.
-rewrite_always: the same, and makes layers rewrite block tables that leave out no block.
-break_from_now: makes the selection of blocks raise in all later steps.
-pool: returns the number of sketches (compact summaries of blocks' keys) built per layer, and
-    how many of them differ from those that the blocks' pages now give.
-lose (steps): reports bytes in host memory as lost after these numbers of steps.
-move (every): in every step whose number is a multiple of `every`, moves the old blocks of running
-    requests to host memory, even if the device has room.
-pace (seconds): delays each later step by this time.
-compare_rows: from now on, compares the requests for which attention selects blocks with the
-    requests that the scheduler counts as inexact.
-rows: returns the number of rows and steps that `compare_rows` has recorded, and the steps with a
-    difference.
-called (modules, prompts, max_tokens): runs requests. Returns the functions of these modules that
-    they call, and the number of steps that computed tokens.
-break_once (name, after_steps, prompts, max_tokens, salt): runs the same requests; the function
-    `name` raises at its first call after so many steps that computed tokens.
+select_always: select even if the budget covers the context.
+rewrite_always: rewrite also tables that leave out no block.
+break_from_now: selections raise.
+pool: sketches built per layer, and how many differ from their pages. lose (steps): report bytes in
+    host memory as lost after so many steps. move (every): in such steps, move running requests' old
+    blocks to host memory.
+compare_rows: compare rows that select with those that count as inexact.
+called: functions of these modules that requests call, and the number of steps.
+break_once: `name` raises once after so many steps.
 """
 
 import contextlib
@@ -94,8 +83,7 @@ def pool(_: Any) -> dict[str, Any]:
         built[layer.index] = len(rows)
         for name, source in worker.sketches.sources(layer.index).items():
             fresh = build(name, layer.keys_of(rows), source.mu, axes=source.axes)
-            # The result of a matrix product depends on its shape by rounding, so a
-            # few codes may differ by one.
+            # Matrix products round by their shape.
             wrong += int(((fresh != source.pool[rows]).mean(axis=(1, 2)) > 0.01).sum())
     return {"built": list(built.values()), "wrong": wrong}
 
@@ -115,10 +103,7 @@ def pace(_: Any, seconds: float) -> dict[str, Any]:
 
 
 def lose(_: Any, steps: list[int]) -> dict[str, Any]:
-    """Makes the worker report as lost the requests whose bytes in host memory a step has read.
-
-    steps: an entry for each report: how many further steps come before it.
-    """
+    """steps: before each report."""
     residents = _worker().residents
     original, left = residents.take_lost, list(steps)
 
@@ -141,13 +126,11 @@ def lose(_: Any, steps: list[int]) -> dict[str, Any]:
 
 
 MOVES_EVERY = [0]
-"""Period of `move`, in steps; 0 before its first call."""
+"""Period of `move` in steps; 0: not called yet."""
 
 
 def move(_: Any, every: int) -> dict[str, Any]:
-    """From now on, in every step whose number is a multiple of `every`, frees the old blocks of
-    running requests on the device, if host memory has these blocks too. A later call changes the
-    period."""
+    """Moves only blocks that host memory has. A later call changes the period."""
     from hotkv_vllm.residency.resident_requests import ResidentRequests
 
     has_begun, MOVES_EVERY[:] = MOVES_EVERY[0], [every]
@@ -173,8 +156,6 @@ def move(_: Any, every: int) -> dict[str, Any]:
 
 
 def compare_rows(llm: Any) -> dict[str, Any]:
-    """Records, for each later step, the requests that the scheduler counts as inexact and the
-    requests for which attention selects blocks."""
     worker, exactness = _worker(), _scheduler_side(llm).requests._exactness
     taken, counted = exactness.step, []
     select, begin = worker._select, worker.begin_step
@@ -261,8 +242,7 @@ def break_once(
 
 @contextlib.contextmanager
 def _before_steps(llm: Any, call: Callable[[], None]) -> Iterator[None]:
-    """Calls `call` before each step that computes tokens. (While requests wait for the server, an
-    engine takes any number of empty steps.)"""
+    """Waiting for the server takes empty steps."""
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     original, schedule, is_due = engine.step, scheduler.schedule, [True]

@@ -1,4 +1,4 @@
-"""The KV cache of one layer for tests of sparse decode, filled by vLLM's own kernel."""
+"""KV pages filled by vLLM's own kernel."""
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ QUERIES = HEADS * GROUP
 
 
 class Cache:
-    """The KV pages of one layer. vLLM's own kernel fills them with random keys and values of
-    `num_blocks` blocks."""
-
     def __init__(self, num_blocks: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> None:
         from vllm import _custom_ops as ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

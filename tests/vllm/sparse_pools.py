@@ -1,5 +1,4 @@
-"""Helpers that compare sketches (compact summaries of blocks' keys) with the pages they were
-built from. Also a fake model with sparse layers for the test harness."""
+"""Compares sketches with their pages; and a model with sparse layers for the harness."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,15 +24,13 @@ FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot3u",)}
 
 
 def page_bytes(pages: Any, layer: int, block: int) -> bytes:
-    """Returns the bytes of a block's sketches (compact summaries of keys) in one layer,
-    computed from the block's page."""
+    """Sketches of a block, computed from its page."""
     keys = pages[layer][[block]]
     return b"".join(build(name, keys).tobytes() for name in FORMATS[layer])
 
 
 class Keys:
-    """A fake of `KeyPages`, which reads a layer's keys. It has only the method `keys_of`, which the
-    worker's store of sketches calls."""
+    """The `KeyPages` that the worker's store of sketches calls."""
 
     page_bytes = 0
 
@@ -44,14 +41,11 @@ class Keys:
 def sparse_layer(
     name: str, index: int, group: int, shape: LayerShape, keys_of: Callable[[Any], Any]
 ) -> SparseLayer:
-    """Returns a `SparseLayer` that reads its keys through `keys_of`."""
     return SparseLayer(name, index, group, shape, 0.1, Keys(keys_of))  # type: ignore[arg-type]
 
 
 class Toy:
-    """Layers for sparse decode in the arithmetic model of the test harness. Tests replace
-    `rank.install` by its method `install`. The key of a token is the first half of the values that
-    the model writes for the token."""
+    """Sparse layers in the harness. A key is the first half of what the model writes."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -83,8 +77,7 @@ class Toy:
 
 
 def toy_keys(cells: Any) -> Any:
-    """Converts the values in the harness's KV memory, int16 [blocks, heads, tokens, 2 * SIZE], to
-    keys, float32 [blocks, tokens, heads, SIZE]. Returns the keys."""
+    """int16 [blocks, heads, tokens, 2 * SIZE] to float32 [blocks, tokens, heads, SIZE]."""
     return np.ascontiguousarray(cells[..., :SIZE].transpose(0, 2, 1, 3), np.float32)
 
 
@@ -113,8 +106,6 @@ def sparse_engine(
 
 
 def pairs(server: Any, one: Any) -> int:
-    """Compares every sketch (compact summary of keys) in the server with one computed from
-    the bytes of its block. Returns the number of sketches."""
     session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0
@@ -140,8 +131,6 @@ def pairs(server: Any, one: Any) -> int:
 
 
 def rows_are_right(one: Any) -> None:
-    """Checks that every sketch (compact summary of keys) that the worker marks as built
-    matches the block's page."""
     manager = one.worker._worker.sparse.worker.sketches
     for layer in one.worker._worker.sparse.worker.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)

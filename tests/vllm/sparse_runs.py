@@ -1,5 +1,4 @@
-"""Settings, helpers and fixtures for tests of real engines with sparse decode, in which each step
-attends to a selection of blocks."""
+"""Real engines with sparse decode."""
 
 import functools
 import json
@@ -14,8 +13,7 @@ from tests.vllm.tiny import write_model
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
-# The budget covers all blocks, but with the driver's `select_always` all code of the selection
-# runs. The answers must be exact: a lost block would change them.
+# With `select_always` all of the selection runs; a lost block would change the answers.
 SELECTING = COVERING | {"min_context_tokens": 320}
 SMALL = {
     "sparse_topk": 512,
@@ -36,13 +34,7 @@ def begin(
     connector_settings: dict[str, Any] | None = None,
     **settings: Any,
 ) -> EngineProcess:
-    """Starts an engine with hotkv's connector and with random weights, which are the same in every
-    engine.
-
-    sparse: settings of sparse decode; None: off.
-    kind: the kind of tiny model.
-    target: the server's address; None: no server runs.
-    """
+    """target: None: no server."""
     layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
     settings = {
         "load_format": "random",
@@ -64,19 +56,13 @@ def begin(
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Returns a function that starts engines with `begin`. In every fourth step they measure the
-    recall of their selection: how much of the attention falls on the selected blocks."""
+    """Measures recall in every fourth step."""
     measured = {"flush_timeout_s": 5.0, "sparse_recall_steps": 4}
     return functools.partial(begin, engines, tmp_path, connector_settings=measured)
 
 
 class References:
-    """A cache of expected answers. They come from engines that have no hotkv server and hold every
-    block on the device. An engine starts when an answer with its settings is first requested. The
-    same question later gets the recorded answer.
-
-    begin: starts an engine with the settings in its arguments.
-    """
+    """Answers of engines with all blocks on the device, each computed once."""
 
     def __init__(self, begin: Callable[..., EngineProcess]) -> None:
         self._begin = begin
@@ -86,10 +72,6 @@ class References:
     def ask(
         self, operation: str = "generate", *, engine: dict[str, Any] | None = None, **asked: Any
     ) -> dict[str, Any]:
-        """Returns an engine's answer to this operation with the arguments `asked`.
-
-        engine: settings of the engine; None: the default settings.
-        """
         which = json.dumps(engine, default=str)
         if which not in self._made:
             self._made[which] = self._begin(**engine or {})
@@ -101,8 +83,7 @@ class References:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
-    """Yields the expected answers for the tests of a file, from engines that attend to the whole
-    context."""
+    """Engines with full attention."""
     folder = tmp_path_factory.mktemp("dense")
     engines = Engines(folder)
     yield References(functools.partial(begin, engines, folder, None))
@@ -110,19 +91,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:
-    """Returns the connector's counters. Runs a short request first, because counters reach the
-    scheduler in a later step."""
+    """Counters come with a later step."""
     engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
     counted: dict[str, float] = engine.ask("stats")["totals"]
     return counted
 
 
 def check_counters(counted: dict[str, float], most_corrections: int) -> None:
-    """Checks relations between the connector's counters that hold for any run of sparse decode.
-
-    most_corrections: the setting `max_correction_blocks`: the most blocks per layer that a step may
-        add to the hot set (the blocks in device slots).
-    """
+    """most_corrections: `max_correction_blocks`."""
     assert (
         counted["sparse_selects"] > 0
         and "sparse_faults" not in counted

@@ -1,5 +1,4 @@
-"""A test harness that runs the worker side of sparse decode (`SparseWorker`) step by step, without
-a vLLM engine."""
+"""`SparseWorker` step by step, without an engine."""
 
 from dataclasses import replace
 
@@ -17,12 +16,10 @@ BLOCKS = 40
 
 
 class Engine:
-    """A `SparseWorker` (the worker side of sparse decode) for layers 2 and 7 of a model. Each
-    request's context consists of all blocks of a layer's KV memory, each time in another order.
-    Each step decodes one token per request.
+    """Layers 2 and 7. A context is all blocks, in its own order.
 
-    recall_steps: once in this many steps, a selection is compared with exact attention; 0: never.
-    sink_logits: learned sinks of the softmax, float32 [query heads]; None: none.
+    recall_steps: 0: never.
+    sink_logits: float32 [query heads].
     """
 
     def __init__(
@@ -60,13 +57,11 @@ class Engine:
         break_layer: int = -1,
         queries: np.ndarray | None = None,
     ) -> list[Rewrite | None]:
-        """Runs a decode step. Returns each layer's rewritten block table, or None.
+        """Rewritten block tables, by layer.
 
-        request_ids: each letter names a request.
-        ended: requests that have ended before the step.
-        break_layer: the index of a layer whose queries raise an exception; -1: none. The exception
-            is reported to the worker, as the attention backend does.
-        queries: the queries of all layers; None: random queries.
+        request_ids: a letter each.
+        break_layer: its queries raise; -1: none.
+        queries: None: random.
         """
         last = (self.context_tokens - 1) // BLOCK
         self.worker.begin_step(

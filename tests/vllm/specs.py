@@ -1,4 +1,4 @@
-"""The KV cache specs, by layer, of the models that the test harness simulates."""
+"""KV cache specs of simulated models."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def window_spec() -> SlidingWindowSpec:
 
 
 def one_group(*layers: KVCacheSpec) -> UniformTypeKVCacheSpecs:
-    """Returns the spec of one KV cache group whose layers have these specs, which may differ."""
+    """Its layers may differ."""
     specs = {f"layer.{at}": one for at, one in enumerate(layers)}
     return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
@@ -44,14 +44,12 @@ def full_model() -> dict[str, KVCacheSpec]:
 
 
 def hybrid_model() -> dict[str, KVCacheSpec]:
-    """Returns two layers of full attention and four of sliding-window attention. vLLM puts them
-    into several groups that share a buffer."""
+    """Several groups share a buffer."""
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
 
 
 def mixed_model() -> dict[str, KVCacheSpec]:
-    """Returns the layers of `hybrid_model`, but with another dtype in the sliding-window layers.
-    With such a model, vLLM zeroes new blocks."""
+    """With two dtypes vLLM zeroes new blocks."""
     specs = hybrid_model()
     return {
         name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec
@@ -60,22 +58,17 @@ def mixed_model() -> dict[str, KVCacheSpec]:
 
 
 def chunked_model() -> dict[str, KVCacheSpec]:
-    """Returns a layer of full attention, and three layers that attend only within chunks of 96
-    tokens."""
     chunked = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=CHUNK)
     return {f"layer.{i}": (full_spec() if i == 0 else chunked) for i in range(4)}
 
 
 def uneven_model() -> dict[str, KVCacheSpec]:
-    """Returns the specs of a layer of full attention with blocks of 64 tokens, and of two
-    sliding-window layers with blocks of 32 tokens. So a hit can end only at every second block of
-    the window layers. The window is narrower than a block."""
+    """Hits end at every second block of the windows, which are narrower than a block."""
     full, window = replace(full_spec(), num_kv_heads=1), replace(window_spec(), sliding_window=20)
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 
 
 def two_windows_model() -> dict[str, KVCacheSpec]:
-    """Returns layers of full attention, and layers of sliding windows of two widths."""
     wide = replace(window_spec(), sliding_window=2 * WINDOW)
     return {f"layer.{i}": (full_spec(), window_spec(), wide)[i % 3] for i in range(6)}
 
@@ -86,8 +79,7 @@ def windows_only_model() -> dict[str, KVCacheSpec]:
 
 
 def state_spec() -> MambaSpec:
-    """Returns the spec of a layer with recurrent states. Its pages are as large as those of
-    attention layers."""
+    """Pages as large as those of attention."""
     shape = (2 * 2 * 32 * BLOCK_TOKENS,)
     return MambaSpec(
         block_size=BLOCK_TOKENS,
@@ -102,8 +94,7 @@ def states_and_full_model() -> dict[str, KVCacheSpec]:
 
 
 def checkpoints_model() -> dict[str, KVCacheSpec]:
-    """Returns the layers of `states_and_full_model`. The layers with recurrent states also compute
-    a state before the end of a step that computes the end of a prompt, as Mamba-2 layers do."""
+    """A state before the end of a step that ends a prompt."""
     state = replace(state_spec(), num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else state) for i in range(6)}
 

@@ -1,9 +1,7 @@
-"""The test harness (`harness.Engine`) with speculative decoding. Each decode step also computes
-draft tokens, some of which the model rejects.
+"""The harness with speculative decoding.
 
-As in vLLM, an asynchronous scheduler plans a step as if all drafts of the previous step were
-accepted; the worker then continues behind the tokens that were really accepted. The KV of rejected
-drafts stays in the blocks until the right tokens overwrite it.
+Asynchronous, vLLM plans as if all drafts were accepted, and the worker corrects it. KV of
+rejected drafts stays until it is overwritten.
 """
 
 import random
@@ -22,7 +20,7 @@ NUM_DRAFTS = 3
 
 
 def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
-    """Returns the settings of a `SpeculatingEngine`. Its drafter has no KV."""
+    """The drafter has no KV."""
     for module in (model_weights, fingerprint):
         monkeypatch.setattr(module, "draft_model", lambda _: None)
     drafter = {
@@ -34,11 +32,6 @@ def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
 
 
 class SpeculatingEngine(Engine):
-    """A simulated engine with a drafter.
-
-    drafts, rejected: number of draft tokens so far, and of those that were rejected.
-    """
-
     drafts = 0
     rejected = 0
 
@@ -54,8 +47,7 @@ class SpeculatingEngine(Engine):
         cached = scheduled.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             tokens = self.tokens[name]
-            # Only requests that decode are corrected. The others compute their prompt, perhaps
-            # again after a preemption.
+            # Others compute their prompt.
             if cached.num_computed_tokens[index] >= len(tokens) - 1:
                 cached.num_computed_tokens[index] = len(tokens) - 1
                 known[name] = list(tokens)
@@ -77,8 +69,7 @@ class SpeculatingEngine(Engine):
         return sampled
 
     def _keep_states(self, name: str, num_accepted: int) -> None:
-        """If accepted drafts have passed the end of a block, copies the recurrent state at that end
-        into the block. Continues with the state after the last accepted draft. Source: vLLM's
+        """The state at a block's end is copied into the block. Source:
         `postprocess_mamba_fused_kernel`."""
         at, tokens = self.states.get(name, (0, 0))
         for table, group in self._state_groups(name):
@@ -93,7 +84,7 @@ class SpeculatingEngine(Engine):
         return next_token(self.values_of(name, tokens))
 
     def _drafts(self, name: str, tokens: Sequence[int], count: int) -> list[int]:
-        """Returns draft tokens that are right up to a random position and wrong after it."""
+        """Right up to a random position."""
         dice = random.Random(len(tokens))
         drafts: list[int] = []
         for _ in range(count):

@@ -1,6 +1,4 @@
-"""Tests how workers identify LoRA adapters by the hash of their bytes, and report these identities
-to the scheduler side. Also tests which requests then share blocks, and what happens to planned
-loads and stores when an adapter's bytes change."""
+"""Workers identify adapters by their bytes: who shares, and what happens when the bytes change."""
 
 import functools
 import itertools
@@ -34,9 +32,6 @@ HIT = 192
 
 
 def answers(watch: AdapterWatch, **work: Any) -> dict[int, dict[int, str]]:
-    """Passes an `AdapterWork` to the worker: a step's questions about adapters' identities, and the
-    adapters that no request uses any more. Returns the worker's answers, by the id of the question
-    and by rank."""
     watch.before_step(AdapterWork(**work))
     report = watch.take_report()
     return {} if report is None else report.answers
@@ -104,8 +99,7 @@ def test_changed_bytes_under_known_id_are_reported(how: str) -> None:
         assert report == AdapterReport({}, frozenset({1}))
     watch.before_step(AdapterWork(acknowledged=frozenset({1})))
     assert watch.is_trusted and watch.take_report() is None
-    # The adapter's files have their first content again. hotkv must still not share its blocks,
-    # because vLLM's own cache may have KV of the other content.
+    # vLLM's own cache may have KV of the other content.
     manager.files["/a"] = 1
     assert manager.add_adapter(lora(load_inplace=True)) == 1 and ask(watch, lora()) == UNKNOWN
 
@@ -171,8 +165,7 @@ def generate(
     tokens: list[int] = PROMPT,
     max_tokens: int = 2,
 ) -> int:
-    """Runs a request with this adapter. Returns the number of its tokens that came from hotkv. The
-    harness checks each KV value that the model reads."""
+    """Tokens from hotkv; the harness checks the KV."""
     one.add(name, tokens, max_tokens, lora_request=adapter)
     one.run()
     return int(one.external.get(name, 0))
@@ -189,8 +182,7 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
     one.run()
     for number, (adapter, expected) in enumerate(cases):
         assert generate(other, f"warm{number}", adapter) == expected
-    # Reports of requests must name blocks by the same hashes as the stores. Without an adapter,
-    # these hashes must be vLLM's own.
+    # Reports have the hashes of the stores; without an adapter vLLM's.
     stores = (runs for kind, runs in server.calls if kind == "store")
     stored = {bytes(h) for runs in stores for run in runs for h in run.hashes}
     batches = [batch for kind, batch in server.calls if kind == "report_requests"]
@@ -205,7 +197,7 @@ def test_without_a_manager_adapters_bypass_said_once(engine: Any, server: Any, c
         for name in "ab":
             assert generate(one, name, lora()) == 0
     assert server.count("store") == 0 and one.counters.keys() <= {"reported_requests"}
-    # The reports must count the requests' tokens as missed, and contain no block hashes.
+    # The tokens count as missed, without hashes.
     said = [(report.miss, len(report.hashes)) for report in reports_to(server)]
     assert said == [(Miss.NOT_ASKED, 0)] * 2
     assert caplog.text.count("the workers can't tell") == 1
@@ -219,8 +211,7 @@ def test_files_changing_before_first_step_change_nothing(engine: Any) -> None:
     one.run()
     other.before_forward = lambda: manager.files.update({"/a": 2} if manager.num_reads else {})
     assert generate(other, "warm", lora()) == HIT and manager.num_reads == 1
-    # The adapter was evicted, and no running request uses it. So the next request must load the
-    # changed files.
+    # Evicted and unused, so the next request loads the changed files.
     generate(other, "between", None, prompt(3, 40))
     assert [meta.adapters.released for meta in other.metas if meta.adapters.released] == [(1,)]
     manager.loaded.clear()
@@ -250,8 +241,6 @@ def test_plans_on_old_bytes_drop_with_notice(engine: Any, server: Any) -> None:
 
 
 def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
-    """At call number `step` only: rewrites the files of the adapter at "/a", and evicts all
-    adapters from the LoRA manager, so that the next use reads the new files."""
     if next(count) == step:
         manager.files["/a"] = 2
         manager.loaded.clear()
@@ -269,11 +258,7 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
     ],
 )
 def test_no_block_of_other_bytes_is_stored(engine: Any, pipelined: bool, length: int) -> None:
-    """Rewrites an adapter's files while requests use it, so that a later step loads other bytes.
-    One request with the adapter runs all the time, so the scheduler has no reason to ask the
-    workers about the adapter again. Then engines with the old bytes and with the new ones run the
-    same prompts. They must read no wrong KV, so no block may have been stored under the hash of
-    other bytes."""
+    """A request with the adapter runs all the time, so the scheduler has no reason to ask again."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

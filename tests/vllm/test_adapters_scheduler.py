@@ -1,5 +1,4 @@
-"""Tests how the connector's scheduler side handles LoRA adapters: the block hashes that requests
-with an adapter get, and adapters whose requests may not use the server."""
+"""Adapters in the scheduler side: block hashes, and adapters that may not use the server."""
 
 import hashlib
 import itertools
@@ -30,8 +29,6 @@ _names = itertools.count()
 
 
 class FakeRequest:
-    """A request with the attributes that hotkv reads, and `count` block hashes."""
-
     def __init__(self, adapter: LoRARequest | None, count: int = 4) -> None:
         self.request_id = f"r{next(_names)}"
         self.lora_request = adapter
@@ -44,10 +41,7 @@ def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
 
 
 def answer(all_of: Adapters, *identities: str) -> None:
-    """Answers all unanswered questions of the scheduler side about adapters.
-
-    identities: the identity that each rank reports, in the order of ranks.
-    """
+    """identities: by rank."""
     for number, _ in all_of.take_work(0.0).asked:
         for rank, identity in enumerate(identities):
             all_of.reported(AdapterReport({number: {rank: identity}}))
@@ -108,7 +102,7 @@ def test_workers_are_asked_once_per_living_requests() -> None:
     third = arrive(one, lora())
     work = one.take_work(0.0)
     assert work.released == (1,) and len(work.asked) == 1
-    # A late answer to the first question must change nothing.
+    # The first question's late answer must change nothing.
     one.reported(AdapterReport({1: {0: "x"}}))
     assert one.standing(third, 0.0) is Standing.WAIT
     one.reported(AdapterReport({work.asked[0][0]: {0: "x"}}))
@@ -124,8 +118,7 @@ def test_adapter_with_two_identities_is_excluded_once(how: str) -> None:
     if how == "changed":
         one.reported(AdapterReport(changed=frozenset({1})))
         assert one.take_work(0.0).acknowledged == {1}
-        # The warning must name `load_inplace`, because with this option vLLM may have loaded the
-        # files of another path.
+        # With this option vLLM may have loaded another path's files.
         assert "load_inplace" in said[0]
     elif how == "unknown":
         one.ended(request.request_id)
@@ -133,9 +126,7 @@ def test_adapter_with_two_identities_is_excluded_once(how: str) -> None:
         answer(one, UNKNOWN)
     else:
         other = arrive(one, lora(2))
-        # A second id has the same adapter name and path, but perhaps another content. Until this is
-        # known, requests with the first id must wait too: vLLM's own cache does not distinguish the
-        # two ids.
+        # vLLM's own cache does not tell the two ids apart, so both wait.
         assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
         if how == "other id first":
             one.ended(other.request_id)
@@ -161,8 +152,7 @@ def test_more_adapters_than_are_remembered_are_left_out() -> None:
     one.ended(requests[-1].request_id)
 
 
-# Two adapters with two ids each, and a list of events: files are rewritten, adapters are evicted,
-# requests arrive, run and end.
+# Two adapters with two ids each, and what happens to them.
 ADAPTERS = [("a", "/a"), ("b", "/b")]
 EVENTS = st.lists(
     st.one_of(
@@ -183,12 +173,9 @@ EVENTS = st.lists(
 
 
 class Pair:
-    """The scheduler side and the worker side of an engine, which both track the bytes of LoRA
-    adapters. The workers' reports arrive a step late.
+    """Both sides of an engine; reports come a step late.
 
-    run_on: the contents with which each adapter (name, path) has run. vLLM's prefix cache does not
-        distinguish them, so a request that has run may hold KV of any earlier content of its
-        adapter.
+    run_on: contents by (name, path), which vLLM's prefix cache mixes.
     """
 
     def __init__(self) -> None:
@@ -205,9 +192,7 @@ class Pair:
         self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
 
     def run(self, place: int) -> None:
-        """Runs a step of a request: the scheduler side plans it, and the worker computes it with
-        the adapter content that the LoRA manager has loaded. If hotkv may store the step's blocks,
-        checks that only one content has computed them."""
+        """Stored blocks must be of one content."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]
@@ -233,19 +218,14 @@ class Pair:
             self.step()
 
     def lose_plan(self) -> None:
-        """Plans a step that asks the workers about adapters, but does not run it. The scheduler
-        side notices this."""
         self.all.take_work(self.now_s)
         self.all.give_back()
 
     def lose_step(self) -> None:
-        """Loses a step's message, with its questions about adapters, between the scheduler side and
-        the workers."""
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:
-        """Passes the workers a step's questions about adapters, then drops their report. Later
-        reports repeat only which adapters have changed, not the answers."""
+        """Later reports repeat what changed, not the answers."""
         self.watch.before_step(self.all.take_work(self.now_s))
         self.watch.take_report()
 
@@ -263,8 +243,6 @@ class Pair:
         self.manager.files[ADAPTERS[place][1]] = content
 
     def reload(self, number: int, content: int) -> None:
-        """Rewrites the files of the first adapter and evicts the adapter id `number`. The next step
-        with this id reads its adapter's files again."""
         self.rewrite(0, content)
         self.evict(number)
 
@@ -278,7 +256,7 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
     pair = Pair()
     for name, *arguments in events:
         getattr(pair, name)(*arguments)
-    # Whatever happened to the other adapters, one that was never rewritten must be usable.
+    # One that was never rewritten must be usable.
     untouched = arrive(pair.all, lora(9, "c", "/c"))
     pair.manager.files["/c"] = 3
     pair.settle()
@@ -287,9 +265,7 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
 
 @pytest.mark.parametrize("lost", ["plan", "step", "report"])
 def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
-    """Loses a question about an adapter's identity: with the plan of its step, with the step
-    itself, or with the workers' report. The scheduler must repeat the question until the workers
-    answer. Otherwise requests with this adapter would never use the server."""
+    """Else requests with the adapter would never use the server."""
     pair = Pair()
     request = arrive(pair.all, lora())
     getattr(pair, f"lose_{lost}")()

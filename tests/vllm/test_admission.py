@@ -1,6 +1,4 @@
-"""Follows requests through the connector's scheduler side from arrival to end: lookups, loads,
-stores and releases. Calls callback by callback (a callback is a connector method that vLLM calls).
-The parts are real, the server is a fake, and there is no engine."""
+"""`Admission`, callback by callback, over a fake server."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +18,7 @@ __all__ = ["desk"]
 
 @pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
 def test_request_waits_a_moment_for_workers(desk: Any, patience_s: float) -> None:
-    """A request arrives while a worker has lost its connection to the server, or before any worker
-    has sent its first handshake. For `patience_s` seconds the request must wait, because the worker
-    may reconnect. Then it must get no hit, and compute its prompt."""
+    """A worker has lost its session, or has sent no handshake yet."""
     one = desk()
     if patience_s == LINKS_PATIENCE_S:
         one.sharing.links.update({0: "gone"}, one.now_s, stream=0)
@@ -53,9 +49,7 @@ def test_request_ended_before_handshakes_isnt_resumed(
 
 @pytest.mark.parametrize("has", ["media", "embeddings", "nothing"])
 def test_request_with_unnamed_media_shares_nothing(desk: Any, has: str) -> None:
-    """Sends a request whose block hashes may not cover its content. vLLM may identify images by a
-    counter instead of their content, and hashes may not distinguish an embedding from token id 0.
-    Such a request must not look up, load or store blocks."""
+    """vLLM may hash images by a counter, and not tell embeddings from token 0."""
     one, shares = desk(counts_media=True), has == "nothing"
     one.parts.put("a", range(4))
     asks = request("a", LONG)
@@ -78,8 +72,6 @@ def test_request_with_unnamed_media_shares_nothing(desk: Any, has: str) -> None:
 
 
 class WithAdapter:
-    """A request with a LoRA adapter. Like vLLM's requests, it equals only itself."""
-
     def __init__(self, name: str) -> None:
         vars(self).update(vars(request(name, LONG)))
         self.lora_request = SimpleNamespace(
@@ -113,18 +105,15 @@ def test_impossible_load_is_reported_as_failed(desk: Any, why: str) -> None:
 @pytest.mark.parametrize(
     "prompt, decoded, computed, tail, only_reads",
     [
-        # A prompt ends: all its full blocks are stored.
         (32, 0, 32, [[1, 2]], 0),
-        # The last sampled token has no KV yet; its place in the block may hold the KV of another
-        # token. The block must not be stored.
+        # The last sampled token has no KV yet.
         (16, 16, 32, [[1]], 0),
         (16, 17, 33, [[1, 2]], 0),
         (16, 15, 31, [[1]], 0),
-        # One token of the last block was not computed, so the block is not stored.
+        # The last block lacks a token.
         (32, 0, 31, [[1]], 0),
         (16, 33, 32, [[1, 2]], 0),
-        # A diffusion model has not computed the KV of its answer, although vLLM
-        # counts the answer as computed.
+        # A diffusion model has no KV of its answer, although vLLM counts it.
         (16, 17, 33, [[1]], 1),
     ],
 )
@@ -152,8 +141,7 @@ def test_ended_request_stores_nothing_after_failure(desk: Any, why: str) -> None
 
 
 def test_preempted_request_stores_what_server_lacks(desk: Any) -> None:
-    """Stores a request's blocks. Reports the store as aborted, as if vLLM had given the blocks to
-    another request. When the request is scheduled again, its blocks must be stored again."""
+    """The store is reported as aborted, as if vLLM had reallocated the blocks."""
     one = desk()
     one.arrive(asks := request("a", LONG))
     for _ in range(2):
@@ -186,9 +174,6 @@ def test_trial_without_loading_costs_no_later_one(desk: Any, how: str) -> None:
 
 
 class Rows(Memory):
-    """A fake of `RowNames` (which decides which requests decode sparsely) that records its calls.
-    Its `ended` is called without the time."""
-
     def ended(self, request_id: str, now_s: float = 0.0) -> None:
         super().ended(request_id, now_s)
 
@@ -220,9 +205,7 @@ def test_load_of_broken_callback_fails_never_begins(desk: Any) -> None:
 
 @pytest.mark.parametrize("why", ["callback broke", "no cache", "no state"])
 def test_failed_load_is_forgotten_with_its_request(desk: Any, why: str) -> None:
-    """A failed load is recorded until its request ends. The record must be deleted even after an
-    exception in a callback (connector method that vLLM calls). If it remained, all other requests
-    would lose their hits for ever."""
+    """A record that remained would cost all other requests their hits."""
     one = desk()
     asks = request("a", LONG)
     one.arrive(asks)
@@ -234,9 +217,8 @@ def test_failed_load_is_forgotten_with_its_request(desk: Any, why: str) -> None:
             one.sharing.cache = None
         case "no state":
             one.desk.states.clear()
-    # After a failed load, vLLM still reserves device blocks for the request, which block its queue.
-    # If `match` answers "ask again", vLLM moves the request to its ordinary queue, where it holds
-    # no blocks. `match` must answer so exactly once.
+    # A failed load's device blocks block vLLM's queue. "Ask again", exactly once, moves the
+    # request to a queue where it holds none.
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])

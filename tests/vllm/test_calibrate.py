@@ -1,6 +1,4 @@
-"""Runs the calibration of sparse decode (which measures a model's mean keys on sample texts) as a
-user does, on tiny models in real vLLM. Compares its results with the keys that transformers
-computes for the same tokens."""
+"""Calibration on tiny models in real vLLM, against transformers' keys."""
 
 import json
 from pathlib import Path
@@ -26,7 +24,7 @@ from tests.vllm.nursery import nursery
 
 VOCAB = 128
 NUM_TOKENS = 1500
-"""Length of a prompt, which is not a whole number of blocks."""
+"""Not a whole number of blocks."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -41,7 +39,7 @@ SHAPE: dict[str, Any] = {
 
 
 def tokenizer() -> Any:
-    """Returns a tokenizer in which the word `w<id>` is the token with this id."""
+    """The word `w<id>` is the token `id`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,8 +66,7 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def run(log: Path, *arguments: str) -> tuple[int, str]:
-    """Runs the calibration's command line in a process forked from one that has already imported
-    vLLM (`nursery`). Returns its exit status and its output."""
+    """In a child of the nursery. Exit status and output."""
     with log.open("wb") as output:
         child = nursery().fork_module(
             "hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -82,9 +79,7 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
-    """Calibrates on two texts of unequal length. The file must contain the mean keys (centres) that
-    transformers gives. The model's key projection has a bias, so that all keys have a common part
-    and the means are not near 0."""
+    """With a bias on the keys, means are not near 0."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -113,8 +108,7 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
             found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3
         )
         assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
-        # The file has, for each group of axes, the rms of the keys along these axes. It must equal
-        # the rms of the keys of transformers. This does not depend on the queries.
+        # It does not depend on queries.
         axes, mu = found.axes(layer), found.mu(layer)
         assert axes is not None and mu is not None and axes.into.shape == (2, 32, 32)
         y = (torch.cat(keys[layer], dim=1).numpy() - mu[:, None]) @ axes.into
@@ -150,7 +144,7 @@ def test_recorders_keep_a_context_that_comes_in_chunks() -> None:
         for size in (1, 255, 3, 512, 229):
             metadata = Metadata()
             metadata.num_actual_tokens = size
-            # Passes more rows than tokens, and flattened heads, as vLLM may do.
+            # As vLLM may pass.
             rows = slice(first, first + size + 7)
             recorder(None, queries[rows].flatten(1), keys[rows], None, None, metadata, output=1)
             first += size

@@ -1,10 +1,7 @@
-"""Tests each callback of the connector (a method that vLLM calls) with an exception in each
-function that the callback calls, once and on every call.
+"""Each callback, with an exception in each function that it calls, once or always.
 
-No exception may reach vLLM, each request must be answered correctly, and no engine may read wrong
-KV; the harness checks each value that attention reads. When the exceptions have stopped, they must
-leave no state behind. The list of callbacks comes from vLLM's base class, so a new callback is
-tested too.
+None may reach vLLM, answers must be right, nothing may be left. The callbacks are those of
+vLLM's base class, so new ones are tested too.
 """
 
 import contextlib
@@ -58,8 +55,7 @@ FORWARDS = {
     "take_events": {"_take_events", "_publishes_events"},
     "get_kv_connector_stats": {"_take_stats", "_stats", "data"},
 }
-"""Callbacks (methods that vLLM calls) that only call another callback, with that callback's name,
-or only return constants."""
+"""They only call another callback, or return constants."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
 IN_STEPS = sorted(
     set(OWN)
@@ -96,8 +92,7 @@ def test_each_fallback_is_that_of_a_callback() -> None:
 
 
 class Bench:
-    """Two engines at the same fake server. Tests make functions raise only in the first one
-    (`one`)."""
+    """Functions raise only in `one`."""
 
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
@@ -117,8 +112,8 @@ class Bench:
                 "store_timeout_s": 0.01,
                 "flush_timeout_s": 0.0,
                 "load_timeout_s": 60.0,
-                # After a reset, an idle engine runs steps for at most this long, even if the end of
-                # a store is never reported.
+                # An idle engine steps no longer after a reset, even if a store's end is never
+                # reported.
                 "reset_timeout_s": 0.02,
             },
         )
@@ -126,21 +121,17 @@ class Bench:
         return made
 
     def renew(self) -> None:
-        """Replaces the first engine (`one`) after the test of a function has failed, so that the
-        test of the next function begins with a sound engine and server."""
         self.one.worker.shutdown()
         self.server.leases.clear()
         self.server.held.clear()
         self.one = self.new()
 
     def traffic(self) -> None:
-        """Runs requests that use all important parts of the connector: hits, misses, failed and
-        hung loads, aborts, stores whose blocks are reallocated, and a reset."""
+        """Hits, misses, failed and hung loads, aborts, stores of reallocated blocks, a reset."""
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
-        # The server delays the results of stores until the next requests have overwritten the
-        # blocks.
+        # Stores end after the next requests have overwritten the blocks.
         server.hold, server.ack_cancels = {"store"}, True
         one.add(name("a"), FIRST, 2)
         one.run(300)
@@ -151,8 +142,7 @@ class Bench:
         one.add(name("x"), SECOND, 3)
         one.run(300)
         server.resume()
-        # Runs a hit, a load that fails, a load that is aborted, and a load that hangs until hotkv
-        # quarantines its blocks (withholds them, because the load might still write).
+        # A hit, a failed load, an aborted one, one that hangs until its blocks are quarantined.
         one.add(name("a2"), FIRST, 2)
         one.run(300)
         self.forget_local()
@@ -171,14 +161,13 @@ class Bench:
             server.resume()
             one.run(300)
             server.fail_loads, server.ack_cancels = False, True
-            # After the load's end, a step must return the quarantined (withheld) blocks to vLLM.
+            # A step must return quarantined blocks to vLLM.
             one.generate(name(f"step{number}"), prompt(9, 10))
         one.connector.reset_cache()
         one.generate(name("last"), prompt(9, 10))
 
     def forget_local(self) -> None:
-        """Empties vLLM's prefix cache in the first engine, unless an exception has left requests in
-        it."""
+        """Does nothing if an exception left requests."""
         if not self.one.scheduler.requests:
             self.one.scheduler.reset_prefix_cache()
 
@@ -186,15 +175,12 @@ class Bench:
         return f"{request}.{self.count}"
 
     def judge(self) -> None:
-        """Checks the answers of all requests of `traffic` that were not aborted."""
         for request in ("a", "b", "c", "a2", "a3", "a4"):
             got = self.one.outputs[self.name(request)]
             assert got == self.expected[request[0]], f"{request}: {got}"
         assert len(self.one.outputs[self.name("x")]) == 3
 
     def afterwards(self) -> None:
-        """Checks that both engines hit stored blocks again, and that the first engine holds no
-        state of earlier requests. Called after the exceptions have stopped."""
         one, two = self.one, self.two
         two.drop_local()
         for request, tokens, count in (("a", FIRST, 2), ("b", SECOND, 2), ("c", THIRD, 6)):
@@ -214,7 +200,6 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[None]:
-    """Sets waiting times of hotkv to zero or nearly zero."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hits, "MISS_MEMORY_S", 0.0)
         patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
@@ -238,9 +223,7 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 
 
 def functions_of(run: Callable[[], object]) -> dict[str, list[FunctionType]]:
-    """Runs `run`. Returns, by callback (connector method that vLLM calls), the hotkv functions that
-    the callback calls. A function that several callbacks call is listed only under the first of
-    them."""
+    """A function of several callbacks stands under the first."""
     seen: set[FunctionType] = set()
     found = {}
     for callback, called in called_by_callbacks(run).items():
@@ -258,8 +241,6 @@ def calls(bench: Bench) -> dict[str, list[FunctionType]]:
 
 
 def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[FunctionType]]) -> None:
-    """Checks that `Bench.traffic` calls each callback, runs the functions of the most important
-    cases, and causes no exception by itself."""
     assert not [
         callback for callback in IN_STEPS if not calls[callback] and callback not in ("_rows_of",)
     ]
@@ -291,13 +272,7 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
 def test_a_broken_callback(
     bench: Bench, calls: dict[str, list[FunctionType]], callback: str, only_once: bool, some: slice
 ) -> None:
-    """Makes the functions that a callback calls raise, one after another. After each, checks both
-    engines.
-
-    callback: a connector method that vLLM calls.
-    only_once: whether the function raises once or on every call.
-    some: the slice of functions to test. Everyday runs test every second function.
-    """
+    """some: slice of the functions; everyday runs take every second."""
     num_strikes, functions = 0, calls[callback][some]
     for function in functions:
         bench.count += 1
@@ -307,8 +282,7 @@ def test_a_broken_callback(
                 bench.traffic()
             num_strikes += fault.strikes
             if function.__qualname__ == "FakeSession.release":
-                # Without `release`, a real server's leases would expire. The
-                # fake server has no clock.
+                # A real server's leases would expire; the fake has no clock.
                 bench.server.leases.clear()
             bench.judge()
             with (
@@ -329,9 +303,7 @@ def test_a_broken_callback(
 
 
 def test_a_step_after_unknown_allocations_tells_the_workers(bench: Bench) -> None:
-    """Makes the callback `update_state_after_alloc` raise, so that the connector does not know
-    which blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`),
-    because the workers must then revoke all stores in progress."""
+    """The connector does not know what vLLM allocated."""
     one = bench.new()
     one.generate("before", prompt(7, 10))
     num_before = len(one.metas)
@@ -344,8 +316,6 @@ def test_a_step_after_unknown_allocations_tells_the_workers(bench: Bench) -> Non
 
 @contextlib.contextmanager
 def lost_reports_are_noticed() -> Iterator[None]:
-    """Makes the scheduler side notice missing reports of stores at once instead of after a
-    minute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stores_in_flight, "UNREPORTED_S", 0.0)
         yield
@@ -356,8 +326,6 @@ def lost_reports_are_noticed() -> Iterator[None]:
 
 @pytest.mark.parametrize("callback", sorted(AT_START - OF_THE_CLASS))
 def test_a_callback_that_breaks_at_the_start(bench: Bench, callback: str) -> None:
-    """Makes the functions that a callback calls when an engine starts raise, one after another. The
-    engine must run, with hotkv or without, and store only right blocks."""
     functions = functions_of(bench.new)[callback]
     assert functions
     for function in functions:
@@ -390,8 +358,7 @@ def test_rank_without_handshake_leaves_engine_off(bench: Bench) -> None:
 
 
 def test_shutdown_breaks(bench: Bench) -> None:
-    """Makes the functions that `shutdown` calls raise, one after another. No exception may reach
-    vLLM, and the descriptors of the KV memory must be closed."""
+    """Descriptors of the KV memory must be closed."""
     for function in functions_of(bench.new().shutdown)["shutdown"]:
         one = bench.new()
         memory = one.worker._worker.rank.memory
@@ -419,10 +386,9 @@ def test_callbacks_of_the_class_break(bench: Bench, monkeypatch: pytest.MonkeyPa
         else:
             assert not answer or answer.is_empty()
     metrics = HotKVConnector.build_prom_metrics(config, METRICS, [], {})
-    # Metrics of an unknown engine must not raise, because an exception
-    # would end vLLM's output loop.
+    # An exception would end vLLM's output loop.
     metrics.observe({"loads": 1}, 7)
-    # Now even the replacement for failed metrics raises.
+    # Even the replacement raises.
     monkeypatch.setattr("hotkv_vllm.connector.SilentPromMetrics", lambda *_: 1 // 0)
     with broken(inspect.unwrap(HotKVConnector.build_prom_metrics)):
         assert HotKVConnector.build_prom_metrics(config, METRICS, [], {0: []}) is None

@@ -1,5 +1,4 @@
-"""Tests loads that a hung server never ends, and workers that have no session (connection) with the
-server. Requests must still be answered. If the server writes late, no block in use may change."""
+"""Loads that never end, and workers without a session: a late write changes no block in use."""
 
 import logging
 import os
@@ -35,11 +34,7 @@ def free_blocks(one: Any) -> int:
 
 
 def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
-    """Adds a request whose load the fake server does not end. Returns the load's future, and a
-    function that performs the load's writes late and returns its result.
-
-    name: the request's name.
-    """
+    """The load's future, and a function that writes late."""
     server.hold, server.ack_cancels = {"load"}, False
     one.add(name, PROMPT, max_tokens)
     while not server.held:
@@ -52,9 +47,7 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
 def test_engine_pauses_and_sleeps_while_holding_blocks(engine: Any, server: Any, way: str) -> None:
-    """Pauses an engine, or puts it to sleep (`way`), while hotkv withholds the device blocks of a
-    hung load. vLLM first resets its prefix cache, which works only if no block is in use. So the
-    withheld blocks must not count as used."""
+    """vLLM's reset needs all blocks unused."""
     engine().fill(PROMPT)
     one = engine(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
     pool, core = one.scheduler.kv_cache_manager.block_pool, Core(one)
@@ -69,8 +62,7 @@ def test_engine_pauses_and_sleeps_while_holding_blocks(engine: Any, server: Any,
     for step in range(60):
         one.step()
         if step == 10:
-            # Makes the server write late. Nothing else may use the blocks: they are free or, during
-            # sleep, mapped only by the server.
+            # Its blocks are free or, during sleep, mapped only by the server.
             future.set_result(act())
     one.run()
     one.generate("end", prompt(9, 10), 2)
@@ -91,9 +83,7 @@ def heard(monkeypatch: pytest.MonkeyPatch, level: str = "warning") -> list[str]:
 def test_refused_worker_is_logged_once_offers_nothing(
     engine: Any, server: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server refuses the worker's session (connection). Until it accepts the session, the
-    engine must send no lookups, loads or stores, and log one warning. Only after that it must log
-    "hotkv on"."""
+    """Only once the session is there, "hotkv on" is logged."""
     engine().fill(PROMPT)
     lines = heard(monkeypatch, "info")
     server.refuse_workers = "NO_DEVICE: this server has no CUDA"
@@ -105,7 +95,6 @@ def test_refused_worker_is_logged_once_offers_nothing(
     for words in ("worker 0 has no session", server.refuse_workers, "hotkv.target"):
         assert words in line
     assert not any(text.startswith("hotkv on") for text in lines)
-    # The server now accepts the worker's session (connection).
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
     assert one.hit(PROMPT) == 192
@@ -128,14 +117,13 @@ def test_session_change_is_logged_once_with_reason(
     assert log.why == "no server answers"
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
-    # This session (connection) opens just when the wait at the start ends, so there must be no
-    # warning.
+    # The session opens just when the wait ends: no warning.
     StateLog("scheduler", "host:1", logging.INFO)(LinkState.CONNECTED, "connected")
     (warning, line), there, (level, _) = lines
     assert level == logging.DEBUG and warning == logging.WARNING and log.why == "connected"
     assert "hotkv.target host:1 (no answer within 1 s)" in line
     assert there == (logging.INFO, "hotkv scheduler: the KV cache server is there (connected)")
-    # If this process can't connect to the server's socket, the log must say so at once.
+    # A refused socket is logged at once.
     address = str(tmp_path / "there.sock")
     with socket.create_server(address, family=socket.AF_UNIX):
         StateLog("scheduler", f"unix:{address}", logging.INFO).waited(0.0)
@@ -155,9 +143,7 @@ def test_start_without_patience_opens_no_session() -> None:
 
 
 class LinksMachine(RuleBasedStateMachine):
-    """A state machine in which two workers and the scheduler lose and regain their sessions
-    (connections to the server). Checks `WorkerLinks`, which records the workers without a session,
-    and its log messages."""
+    """`WorkerLinks` and its messages, while sessions come and go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +153,7 @@ class LinksMachine(RuleBasedStateMachine):
         self.num_streams, self.is_connected = 1, True
         self.absent: set[int] = set()
         self.warned: set[int] = set()
-        # For each absent worker, the time at which the scheduler side first learned of it.
+        # When the scheduler side first learned of an absent worker.
         self.news_s: dict[int, float] = {}
 
     def teardown(self) -> None:
@@ -213,5 +199,5 @@ class LinksMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinksMachine.TestCase
-# More examples than by default, because a warning occurs only after three certain rules in a row.
+# A warning needs three certain rules in a row.
 TestLinks.settings = settings(max_examples=200)

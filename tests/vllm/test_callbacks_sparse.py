@@ -1,6 +1,4 @@
-"""Tests exceptions in the connector's callbacks (methods that vLLM calls) in an engine with sparse
-decode. After an exception the worker must not use outdated data: rows, hot sets (blocks in device
-slots) or sketches (compact summaries of blocks' keys)."""
+"""Exceptions in callbacks with sparse decode: nothing outdated is used."""
 
 from types import FunctionType
 from typing import Any
@@ -25,14 +23,13 @@ from tests.vllm.sparse_pools import pairs, rows_are_right, sparse_engine, toy
 from tests.vllm.sparse_workers import Engine as Layers
 
 __all__ = ["toy"]
-"""`toy` is imported as a fixture."""
+"""`toy` is a fixture."""
 
 LONG, OTHER = prompt(1, 300), prompt(2, 300)
 
 
 def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
-    """Decodes requests with long contexts. Some hit stored blocks; others cause blocks to be
-    reallocated while they are being stored. Returns the answers by the requests' names."""
+    """Hits, and blocks reallocated while they are stored. Answers by name."""
     names = {name: f"{name}.{count}" for name in ("a", "b", "c", "c2")}
     server.hold = {"store"}
     one.add(names["a"], LONG, 3)
@@ -112,7 +109,7 @@ def test_broken_in_each_function_of_sparse_decode(
 
 
 def connector_over(layers: Layers) -> HotKVConnector:
-    """Returns a worker's connector that has layers with sparse decode, and no server."""
+    """A worker with sparse layers and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
     one.clock = CallbackClock("test", "engine")
     one.edge = CallbackEdge(one.clock, lambda _: None)
@@ -147,12 +144,10 @@ def test_step_with_unknown_rows_is_dense(function: str, monkeypatch: pytest.Monk
     assert one.edge.broken == {"handle_preemptions"}
     built = layers.worker.sketches.built(7)
     assert not built.any()
-    # The next step must attend sparsely again.
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     batch = layers.batch("a")
     assert attend() is not None
-    # If the sketches (compact summaries of blocks' keys) can't be discarded, sparse decode
-    # must be switched off.
+    # Sketches that can't be discarded switch sparse decode off.
     monkeypatch.setattr(layers.worker, "start_over", lambda: 1 / 0)
     with broken(getattr(SparseWorker, function), only_once=True):
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
@@ -165,9 +160,7 @@ def test_step_with_unknown_rows_is_dense(function: str, monkeypatch: pytest.Monk
 def test_lost_scheduler_makes_worker_discard_all_sketches(
     engine: Any, server: Any, toy: Any
 ) -> None:
-    """Sends the worker the message of a scheduler side that does not know which blocks vLLM has
-    allocated (`lost_track`). The worker must discard all sketches (compact summaries of
-    blocks' keys), because their blocks may have been overwritten."""
+    """Their blocks may have been overwritten."""
     one = sparse_engine(engine)
     one.generate("a", LONG, 4)
     sparse = one.worker._worker.sparse.worker

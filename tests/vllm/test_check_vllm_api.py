@@ -1,5 +1,4 @@
-"""Tests the checks that compare hotkv's use of vLLM with vLLM's sources. The test changes the
-sources as a new version of vLLM might; the checks must report each change."""
+"""Checks of hotkv's use of vLLM: each change that a new version might bring is reported."""
 
 from tests.vllm.changed_sources import Replaced
 from tools import check_vllm_api, check_vllm_reuse
@@ -8,7 +7,7 @@ from tools.vllm_sources import installed
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 PARALLEL, CORE = "vllm/config/parallel.py", "vllm/v1/engine/core.py"
 UTILS, SCHEDULER = "vllm/v1/core/kv_cache_utils.py", "vllm/v1/core/sched/scheduler.py"
-# Each row: a file of vLLM, a text in it, the text of a later version, and the expected report.
+# File, text, later text, report.
 CHANGES = [
     (UTILS, "def resolve_dcp_kv", "def dcp_kv", "resolve_dcp_kv_block_size is not there"),
     (PARALLEL, " tensor_parallel_size: int", " tp: int", "no attribute tensor_parallel_size"),
@@ -18,8 +17,7 @@ CHANGES = [
     (BASE, "def take_events(", "def take(self): ...\n    def take_events(", "neither overridden"),
     (CORE, "self._reset_caches()", "self._drop_caches()", "is called by release_kv"),
 ]
-# The places in vLLM that forbid the reuse of KV, changed as a later version might, with the same
-# columns as above.
+# Places that forbid reuse.
 SCHEDULED = "enable_caching=self.cache_config.enable_prefix_caching"
 VERIFY = "        self.try_verify_and_update_config()\n"
 OFF = "        if self.is_new:\n            self.cache_config.enable_prefix_caching = False\n"
@@ -51,8 +49,7 @@ def test_each_new_place_that_forbids_reuse_is_named() -> None:
     for *_, what in FORBIDS:
         assert any(what in problem for problem in found), f"{what}: {found}"
     new = [problem for problem in found if "no answer" in problem]
-    # Each row must give one report. Only the last row must give four, because its text sets vLLM's
-    # flag in four ways.
+    # The last row sets vLLM's flag in four ways.
     assert len(new) == len(FORBIDS) + 3
     gone = {problem.split(":")[0] for problem in found if problem not in new}
     assert gone >= {POOLING, SCHEDULER}

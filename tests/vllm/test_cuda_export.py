@@ -1,5 +1,4 @@
-"""Tests how the connector exports CUDA memory and events to the server. Fakes of torch's CUDA calls
-return made-up values, so no device is needed."""
+"""Export of CUDA memory and events, with fakes of torch's calls."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,6 @@ INVALID = RuntimeError("CUDA error: invalid argument\nmore")
 
 
 class Storage:
-    """A fake of torch.UntypedStorage on a CUDA device."""
-
     device = torch.device("cuda", 1)
 
     def __init__(self, answer: Any) -> None:
@@ -33,8 +30,7 @@ class Storage:
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns a list of the IPC counters (torch's counts of a memory's users in other processes)
-    that hotkv releases. Replaces functions of torch.cuda by those of a fake device."""
+    """IPC counters that hotkv releases, on a fake device."""
     found: list[Any] = []
     uuid = SimpleNamespace(bytes=list(UUID))
     monkeypatch.setattr(
@@ -103,8 +99,7 @@ def test_memory_that_can_not_be_shared_says_why(
 
 
 def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:
-    """Exports three storages, two of which are in the same CUDA allocation. Each gets a handle; the
-    two in one allocation have the same CUDA handle and different offsets."""
+    """One handle, two offsets."""
     found = layout.EngineMemoryMap(
         storages={
             "kv0": Storage((1, b"\x02c" + HANDLE, 4096, 0)),  # type: ignore[dict-item]
@@ -118,8 +113,6 @@ def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:
 
 
 class Cuda:
-    """A fake of torch.cuda's events and streams that records the calls."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
         cuda = self

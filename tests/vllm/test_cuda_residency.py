@@ -1,7 +1,5 @@
-"""Tests resident requests on CUDA: their KV stays in the arena in host memory, with only hot blocks
-on the device. The CUDA kernels run on the CPU, under vLLM's real metadata builder and attention
-class. The harness checks that each row attends to the bytes of its own context, on the device or in
-the arena."""
+"""Resident requests on CUDA, with kernels on the CPU under vLLM's real builder and attention
+class."""
 
 import random
 from collections.abc import Callable
@@ -51,8 +49,6 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engin
 
 
 def prefilled(engine: Engine, name: str, prompt: int, more: int) -> Request:
-    """Adds a request with `prompt` tokens of prompt and `more` tokens of answer, and computes its
-    prompt. Returns the request."""
     one = engine.add(name, prompt, more)
     prefill(engine, one)
     return one
@@ -64,9 +60,7 @@ def prefill(engine: Engine, one: Request) -> None:
 
 
 def check_sketches(engine: Engine, one: Request) -> None:
-    """Checks the sketches (compact summaries of keys) of the request's complete blocks. In
-    each, less than 2 % of the bytes may differ from what the sparse library computes from the
-    block's keys; rounding allows a few."""
+    """Rounding allows 2 % of a sketch's bytes."""
     sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
     assert sequence is not None
     for number, layer in enumerate(engine.worker.layers.values()):
@@ -107,7 +101,6 @@ def test_contexts_beyond_pool_are_prefilled_exactly(make: Any, is_v2: bool) -> N
     assert one.freed > 10, "old blocks were given back while the prompt was computed"
     for _ in range(3):
         engine.step({"a": 1})
-    # Runs batches of a prefill and a decode, in both orders.
     engine.step({"a": 1, "b": 100})
     engine.step({"b": 128, "a": 1})
     prefill(engine, other)
@@ -140,10 +133,8 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
 
 
 def test_prompt_goes_on_beyond_its_hot_slots(make: Any) -> None:
-    """A step computes a single token in the middle of a prompt. Because vLLM may replay such a step
-    from a CUDA graph, it attends sparsely, from the request's hot slots (device blocks for copies
-    of old KV). The rest of the prompt has more blocks than there are hot slots. It must
-    nevertheless be computed and decoded, and no block may be lost."""
+    """A prompt's step of one token may come from a CUDA graph, so it attends sparsely; the rest
+    has more blocks than hot slots."""
     engine = make(is_v2=True, replays_decode=True)
     one = engine.add("a", 1000, 20)
     for count in (128, 128, 1):
@@ -157,9 +148,6 @@ def test_prompt_goes_on_beyond_its_hot_slots(make: Any) -> None:
 
 @pytest.mark.parametrize("left", [1, 40])
 def test_prefix_hit_is_scored_by_arena_keys(make: Any, left: int) -> None:
-    """After a prefix hit, one token or many are left to compute. The hit's blocks are in the arena.
-    Their sketches (compact summaries of keys) must equal those that a prefill would build.
-    """
     engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)
@@ -174,9 +162,7 @@ def test_prefix_hit_is_scored_by_arena_keys(make: Any, left: int) -> None:
 def test_sparse_rows_are_those_the_scheduler_counts(
     make: Any, seed: int, replays_decode: bool
 ) -> None:
-    """Runs random requests: prompts of one token, prefix hits, preempted requests, and prompt
-    chunks of one token, each beside requests that decode. In every step, `Engine.step` compares the
-    rows that attend sparsely with those that the scheduler counts as sparse."""
+    """`Engine.step` compares them."""
     dice = random.Random(seed)
     engine = make(is_v2=replays_decode, replays_decode=replays_decode, seed=seed + 1)
     known: dict[str, int] = {}
@@ -207,10 +193,7 @@ def test_sparse_rows_are_those_the_scheduler_counts(
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_batch_that_nobody_announced_touches_no_state(make: Any, is_captured: bool) -> None:
-    """Runs a batch without a message of the connector about the step, as vLLM does in dummy runs
-    and graph captures. Also does so between two steps of a request. Such a batch has block tables
-    of old steps; it must not change the state of hot sets (which blocks are in device slots), and
-    the request must go on."""
+    """vLLM runs such batches for warm-up and graph capture, with tables of old steps."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -229,9 +212,7 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any, is_captured: 
 
 
 def test_step_in_the_same_block_names_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker tells the device which request writes into which block. It must not repeat this in
-    a step that writes the same block again. With runner V2, a batch is built before the worker gets
-    the step's message, which must make no difference."""
+    """The names are sent to the device once. With runner V2 the batch comes before the message."""
     engine = make(is_v2=True)
     prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -259,8 +240,7 @@ def break_a_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_out(fault: int) -> Callable[[Engine, pytest.MonkeyPatch], None]:
-    """Returns a function that makes the kernels report an error: a new block without a slot
-    (`fault` 0), or a block without an address in the arena (1)."""
+    """0: a new block without a slot; 1: a block without an address in the arena."""
 
     def report(engine: Engine, patch: pytest.MonkeyPatch) -> None:
         find_lost, work = engine.worker.find_lost, engine.worker._work
@@ -291,11 +271,9 @@ def test_request_with_unreadable_bytes_is_lost(
     lose: Callable[[Engine, pytest.MonkeyPatch], None],
     num_faults: int,
 ) -> None:
-    """Makes a step fail to read the arena for one request. The step must report this request as
-    lost. A second request, whose blocks are all on the device, must continue.
+    """The second request is whole on the device.
 
-    lose: the function that makes the step fail.
-    num_faults: how many exceptions of layers must be counted.
+    num_faults: exceptions of layers.
     """
     engine = make()
     one = prefilled(engine, "a", 450, 40)
@@ -318,25 +296,21 @@ def test_lost_preemption_message_begins_request_anew(make: Any) -> None:
     prefill(engine, one)
     engine.step({"a": 1})
     assert engine.is_away(one) and not engine.lost
-    # Later steps that were planned before the report also name request "a" as lost. The worker must
-    # not report it again: its first block may belong to another request by then.
+    # Steps planned before the report name it again, when its first block may be another's.
     for reported in ({one.table[0]}, set()):
         engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
         assert engine.worker.take_lost() == reported
 
 
 def test_row_planned_before_known_loss_reports_once(make: Any) -> None:
-    """The worker reports a lost request (whose bytes in the arena can't be read) by the id of its
-    first block. A step that was planned before the scheduler received the report must not report
-    the request again, because by then the block may belong to another request."""
+    """A loss is reported by the first block, which may be another's by then."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.worker.start_over()
     assert engine.worker.take_lost() == {one.table[0]}
     engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
     assert engine.worker.sequences.is_lost("a") and not engine.worker.take_lost()
-    # The request begins again two steps later, with the same first block. If it is lost
-    # again, it must be reported.
+    # The request begins again in the same block, and may be lost again.
     engine.worker.begin_resident(ResidentStep(preempted=("a",)), SparseRows())
     engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
     assert engine.worker.take_lost() == {one.table[0]}, "its blocks were never named"
@@ -345,9 +319,7 @@ def test_row_planned_before_known_loss_reports_once(make: Any) -> None:
 def test_batch_that_cannot_be_planned_loses_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes the planning of a batch raise. All requests of the batch must be lost, even a short one
-    whose blocks are all on the device, because a replayed CUDA graph would use the plan of an
-    earlier batch."""
+    """A replayed graph would use an earlier batch's plan."""
     engine = make()
     long, short = prefilled(engine, "a", 450, 40), prefilled(engine, "b", 64, 20)
     with monkeypatch.context() as broken:
@@ -380,9 +352,7 @@ def test_arenas_of_servers_that_are_gone_are_unregistered(make: Any) -> None:
 def test_request_stored_anew_reads_new_arena_only(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With residency "auto", all blocks of a request are still on the device when the server comes
-    back with an empty arena. So the request stores them there again. When it later reads them
-    there, it must not count as lost."""
+    """With "auto" all is still on the device when the server comes back empty."""
     engine = make()
     one = engine.add("a", 450, 40)
     engine.step({"a": 64})

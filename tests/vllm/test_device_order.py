@@ -1,7 +1,6 @@
-"""Tests transfers that wait for a mark, a point in the device's queue of work. The test decides
-when the fake device executes its queue; KV must be right however late that is. For deadlines,
-cancels and revoked stores before the device reaches a mark, see `test_worker_loads` and
-`test_worker_stores`."""
+"""Transfers that wait for marks of a fake device, however late. Deadlines, cancels, revoked
+stores: `test_worker_loads`, `test_worker_stores`.
+"""
 
 import itertools
 import random
@@ -51,12 +50,6 @@ def test_random_lag(
     pipelined: bool,
     v2: bool,
 ) -> None:
-    """Runs random requests while the device lags and the server restarts now and then. A restarted
-    server may use another kind of mark (point in the device's queue, such as an event). The harness
-    checks all KV.
-
-    num_events: number of CUDA events that the engine has for marks.
-    """
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     server.order_kind, num_blocks = kind, 22 if model is full_model else 44
     settings = {"blocks": num_blocks, "specs": model(), "max_tokens_per_step": 128}
@@ -89,8 +82,7 @@ RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 def test_a_device_loads_before_the_steps_forward_pass(
     engine: Any, server: Any, device: ScriptedDevice, v2: bool
 ) -> None:
-    """A load waits for the work that was queued before the forward pass, such as the zeroing of
-    blocks, and not for the pass."""
+    """Work queued before the pass, such as zeroing, comes first."""
     engine().generate("a", PROMPT, 1)
     server.order_kind, server.hold = OrderKind.EVENTS, {"load"}
     one = engine(device=device, v2=v2)
@@ -130,7 +122,6 @@ def test_a_device_loads_after_the_steps_zeroing(
 
 @RUNNERS
 def test_a_cpu_loads_before_the_steps_forward_pass(engine: Any, server: Any, v2: bool) -> None:
-    """A hit runs one step after its load was planned, while another request decodes."""
     engine().generate("a", PROMPT, 1)
     one = engine(v2=v2)
     one.add("other", prompt(2, 40), 30)
@@ -196,8 +187,7 @@ def test_load_cancelled_while_waiting_ends(
 def test_dummy_runs_and_graph_capture_reach_no_callback(
     engine: Any, server: Any, device: ScriptedDevice
 ) -> None:
-    """vLLM's V2 runner disables the connector for dummy runs and graph capture. Meanwhile hotkv
-    must send no transfer; afterwards requests run as usual."""
+    """Runner V2 disables the connector for them."""
     one = engine(device=device, v2=True)
     one.active.set_disabled(True)
     one.active.pre_forward(None)

@@ -1,6 +1,4 @@
-"""Tests transfers with a real server that wait for a mark, a point in the device's queue of work.
-When the engine's fake device, which the test controls, reaches a mark, it writes a number into a
-32-bit word; the server reads the word. A file of such words stands for device memory."""
+"""Transfers of a real server that wait for a fake device's words."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -22,8 +20,6 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Yields a function that makes engines which share a key space of this test. Shuts the engines
-    down after the test."""
     made: list[Engine] = []
 
     def start(**settings: Any) -> Engine:
@@ -36,9 +32,7 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_server_reads_words_and_says_its_order(make: Make) -> None:
-    """The engine offers two kinds of marks (points in the device's queue): words in memory that its
-    device writes, and CUDA events. The server has no device, so it must choose words. If the engine
-    offers only events, the server must choose none of them and give the reason."""
+    """Without a device the server chooses words."""
     for settings, kind, why in (
         ({"device": ScriptedDevice()}, OrderKind.FLAGS, ""),
         ({"device": ScriptedDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),
@@ -63,10 +57,7 @@ def test_server_reads_words_and_says_its_order(make: Make) -> None:
     ],
 )
 def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:
-    """Runs random requests in an engine with few blocks, so that blocks are reallocated while they
-    are stored and loaded. Covers every KV layout with transfers that wait for marks in memory
-    ("flags": words by which the device tells the server how far it is), and one layout without
-    marks ("host"). The harness checks each value that attention reads."""
+    """Blocks are reallocated during transfers."""
     chance, device = random.Random(f"{order}{model}{layout.name}"), ScriptedDevice()
     one = make(
         device=device,

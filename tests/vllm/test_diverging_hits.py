@@ -1,11 +1,5 @@
-"""Tests hits after vLLM's prefix cache on the device and hotkv's cache on the host have lost
-different blocks of different KV cache groups.
-
-The test deletes random blocks from each cache, group by group, and notifies neither hotkv nor vLLM.
-A hit must not be longer than both caches together can serve, and not shorter than the better of
-them can serve alone. The harness checks each value that attention reads; `oracle.audit` checks all
-remaining blocks.
-"""
+"""Both caches have lost different blocks, unnoticed. Hits: at most what both serve together, at
+least what the better serves."""
 
 import random
 from collections.abc import Callable
@@ -22,8 +16,7 @@ from tests.vllm.specs import HYBRIDS, full_model, mixed_model
 
 LENGTH = 420
 Readable = Callable[[int, bytes], bool]
-"""A function that returns True if the block with this vLLM group (first argument) and hash can be
-read."""
+"""Asks for a vLLM group and a hash."""
 MODELS = pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
 
 
@@ -42,8 +35,7 @@ def on_host(one: Engine, server: FakeServer) -> Readable:
 
 
 def longest(one: Engine, request: Request, is_readable: Readable) -> int:
-    """Returns the number of tokens of the longest hit that attention could read completely. Tries
-    each length, without using the hit rules of hotkv or vLLM."""
+    """Tries each length, without hotkv's or vLLM's rules."""
     alignment = one.connector._scheduler.cache.finder.groups.alignment_tokens
     for end in range((request.num_tokens - 1) // alignment * alignment, 0, -alignment):
         if all(is_readable(group, block_hash) for group, block_hash in read_at(one, request, end)):
@@ -52,8 +44,7 @@ def longest(one: Engine, request: Request, is_readable: Readable) -> int:
 
 
 def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
-    """Returns the blocks, each as (KV cache group, hash), that attention reads when a request
-    continues at token `end`."""
+    """Blocks that attention reads, as (group, hash)."""
     found = []
     for index, group in enumerate(one.kv_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
@@ -67,8 +58,7 @@ def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
 
 
 def chosen(dice: random.Random, keys: list[Any]) -> list[Any]:
-    """Returns a random choice: no keys, all keys, the first or the last part of the list, or a
-    sample."""
+    """Nothing, all, a first or last part, or a sample."""
     cut = dice.randrange(len(keys) + 1)
     return dice.choice([[], [], keys, keys[:cut], keys[cut:], dice.sample(keys, cut)])
 
@@ -76,8 +66,6 @@ def chosen(dice: random.Random, keys: list[Any]) -> list[Any]:
 def forget(
     dice: random.Random, one: Engine, server: FakeServer, *, device: bool, host: bool
 ) -> None:
-    """Deletes random blocks of each group from vLLM's prefix cache (`device`), from the fake server
-    (`host`), or from both."""
     pool = one.scheduler.kv_cache_manager.block_pool
     for group in range(len(one.kv_config.kv_cache_groups)):
         if device:
@@ -108,8 +96,7 @@ def test_hits_are_what_both_caches_give_together(
         tokens = prompt(family, dice.randrange(40, LENGTH))
         tokens += [dice.randrange(3, 9)] * dice.randrange(3)
         if turn % 4 == 3:
-            # Keeps only the beginning of the prompt on the device, so that the hit there is shorter
-            # than the hit on the host.
+            # So that the device's hit is shorter than the host's.
             one.drop_local()
             one.generate(f"short{turn}", prompt(family, dice.randrange(20, len(tokens))))
         one.add(name, tokens, dice.choice((1, 1, 30)))

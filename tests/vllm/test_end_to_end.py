@@ -1,5 +1,4 @@
-"""Tests that real vLLM engines share KV through a real hotkv server, each in its own process. The
-model has random weights."""
+"""Real engines share KV through a real server."""
 
 import os
 import signal
@@ -36,9 +35,6 @@ def generate(engine: EngineProcess, batch: list[list[int]], max_tokens: int = 8)
 def test_parity_and_sharing_between_processes(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    """Generates the same prompts four times: without hits, then with hits in vLLM's own prefix
-    cache, with hits in hotkv, and in a second engine with hits in hotkv. All answers must be equal.
-    """
     daemon.start()
     first, second = start(), start()
     batch = prompts(1)
@@ -49,8 +45,7 @@ def test_parity_and_sharing_between_processes(
     for answer in (local, generate(first, batch, 40), generate(second, batch, 40)):
         assert answer["cached"] == hits(batch) and answer["tokens"] == cold["tokens"]
         assert difference(cold, answer) < NOISE
-    # A prompt that contains the first engine's answers must hit in the second engine: blocks that
-    # became full during decode must have been stored too.
+    # Blocks filled during decode are stored too.
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
     assert generate(second, longer, 1)["cached"] == hits(longer)
     totals = second.ask("stats")["totals"]
@@ -60,9 +55,8 @@ def test_parity_and_sharing_between_processes(
 def test_server_comes_hangs_and_is_killed_midway(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    # These times are longer than the pauses of a process on a busy machine. But together they are
-    # short enough that the stopped server keeps its connections (gRPC's keepalive ends them after
-    # 10 s).
+    # Longer than a process pauses, together shorter than gRPC's keepalive (10 s), so that the
+    # stopped server keeps its connections.
     connector = {"lookup_timeout_s": 2.0, "load_timeout_s": 2.0}
     engine = start(blocks=80, connector=connector, max_model_len=1024)
     batch = prompts(7, (300, 333, 400, 411, 500, 511))
@@ -86,8 +80,7 @@ def test_server_comes_hangs_and_is_killed_midway(
     hits_again()
     assert engine.log().count("hotkv scheduler: the KV cache server is there") == 1
     assert engine.log().count("hotkv on: 0 B of this model") == 1
-    # Stops the server with SIGSTOP in the middle of a load. When it continues, it writes into the
-    # load's blocks, while other requests run.
+    # The server writes late, while other requests run.
     engine.ask("reset")
     engine.ask("freeze", call="load", pid=daemon.pid)
     assert generate(engine, asked)["tokens"] == cold["tokens"][:2]
@@ -104,11 +97,9 @@ def test_server_comes_hangs_and_is_killed_midway(
         engine.ask("freeze", call=call, pid=daemon.pid)
         engine.begin("generate", prompts=asked + more, max_tokens=8)
         wait_for(lambda: _state(daemon.pid) == "T")
-        # Wait until the call is under way.
         time.sleep(0.2)
         daemon.kill()
         assert engine.answer()["tokens"][:2] == cold["tokens"][:2]
-        # The engine goes on without a server.
         answers_as_before()
         daemon.start()
         hits_again()

@@ -1,4 +1,4 @@
-"""Tests the names of an engine and of its model that hotkv shows to users."""
+"""Names of an engine and its model that hotkv shows."""
 
 import os
 import socket
@@ -12,8 +12,7 @@ ID = "4be5a6f2-5a53-4c4e-8d2c-6d1f3f1a8e77"
 VARIABLES = ("POD_NAME", "HOSTNAME", "KUBERNETES_SERVICE_HOST")
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "vllm-0"}
 HERE = ""
-"""Stands for host and process id in the engine's name. The two differ between the workers of a test
-run."""
+"""Host and process id, which differ between workers of a test run."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Compares the KV events that the hotkv server publishes with those of the vLLM engine that stored
-the blocks. They must agree, because a router may subscribe to either."""
+"""A router may read the server's KV events or the engine's: they agree."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
-    """Returns each stored block of these KV events, by hash: its parent's hash, its tokens and the
-    block size.
-
-    Skips events whose numbers of blocks and tokens do not match. They come from vLLM engines, which
-    may leave blocks of sliding-window groups out of an event, but still list the tokens of these
-    blocks.
-    """
+    """By hash: parent, tokens, block size. vLLM may leave out window blocks but list their
+    tokens."""
     found: dict[Any, tuple[Any, ...]] = {}
     for event in events:
         if (
@@ -41,13 +35,13 @@ def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
 
 
 def told(events: list[Any]) -> set[tuple[int | None, Any]]:
-    """Returns the group and the hash of each block that the events name as stored."""
+    """Group and hash of each stored block."""
     stored = (event for event in events if isinstance(event, BlockStored))
     return {(event.group_idx, one) for event in stored for one in event.block_hashes}
 
 
 def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
-    """Returns the kind and the window of each KV cache group that the events name."""
+    """Kind and window by group."""
     return {
         e.group_idx: (e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window)
         for e in events
@@ -79,7 +73,6 @@ def test_server_publishes_what_the_engine_published(
                     for block in admin.blocks(1, 10_000)["blocks"]
                     if block["state"] == "ready"
                 }
-                # The publishers of both processes send events in their own threads.
                 wait_for(lambda: told(replayed(f"{far}-replay")) == held, "events of what is held")
                 host = replayed(f"{far}-replay")
                 wait_for(

@@ -1,9 +1,5 @@
-"""Tests that hotkv stores only exact KV: neither the KV of sparse decode, nor KV that is computed
-from it.
-
-The engines that decode sparsely are `approximate.Approximate`. Any other engine of the harness
-fails at the first inexact value that it reads.
-"""
+"""No KV of sparse decode is stored, and none computed from it. Only `Approximate` engines may
+read inexact values."""
 
 import functools
 import random
@@ -26,7 +22,6 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 @pytest.fixture
 def approximate(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a function that makes simulated engines with sparse decode."""
     without_layers(monkeypatch)
     return functools.partial(make, Approximate, extra=SPARSE)
 
@@ -36,8 +31,7 @@ def test_sparse_engines_share_prompts_and_short_answers(approximate: Any, engine
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
     dense = engine()
-    # Sparse decode begins at 97 tokens of context, so the KV of the token at position 96 is the
-    # first inexact one.
+    # Sparse from 97 tokens: position 96 is the first inexact one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 96
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
@@ -45,8 +39,7 @@ def test_sparse_engines_share_prompts_and_short_answers(approximate: Any, engine
 def test_answers_within_the_budget_are_shared(approximate: Any, engine: Any) -> None:
     sparse, dense = approximate(extra={"sparse": SPARSE["sparse"] | {"sparse_topk": 192}}), engine()
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
-    # Here the budget is 192 tokens. So the KV of the token at position 192 is the first inexact
-    # one.
+    # A budget of 192 tokens: position 192 is the first inexact one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 192
 
 
@@ -58,8 +51,7 @@ def test_dense_workers_answers_are_shared(engine: Any, monkeypatch: pytest.Monke
 
 
 def streamed(one: Any) -> list[int]:
-    """Runs a request whose input is streamed in two chunks, then aborts it. Returns the tokens of
-    its context."""
+    """Tokens of its context, with two streamed chunks and then aborted."""
     for chunk in (prompt(1, 100), prompt(2, 60)):
         one.add("a", chunk, 5, resumable=True)
         one.steps(20)
@@ -69,10 +61,7 @@ def streamed(one: Any) -> list[int]:
 
 
 def test_streamed_input_behind_sparse_answer_isnt_shared(approximate: Any, engine: Any) -> None:
-    """Streams a first chunk of input, gets an answer by sparse decode, and streams a second chunk.
-    The second chunk begins in the middle of a block whose first tokens are the answer's. The KV of
-    such an answer is not exact, so another engine must get a hit only on the blocks before the
-    answer."""
+    """The second chunk begins in a block with the sparse answer's end."""
     sparse = approximate()
     context = streamed(sparse)
     sparse.generate("stores end", prompt(9, 40))
@@ -86,10 +75,7 @@ def test_streamed_input_behind_sparse_answer_isnt_shared(approximate: Any, engin
 def test_later_streamed_turn_shares_from_right_kv(
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
-    """Streams a second chunk of input after an answer. vLLM may compute it from wrong KV: with a
-    drafter, it keeps the KV of drafts behind the answer's end; and it does not reset recurrent
-    states to that end. In these cases another engine must hit only the first chunk; otherwise it
-    must hit both."""
+    """vLLM keeps drafts' KV behind the answer, and resets no states to its end."""
     kind, more = Engine, {"specs": model(), "pipelined": pipelined}
     if speculates:
         kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)
@@ -97,22 +83,18 @@ def test_later_streamed_turn_shares_from_right_kv(
     has_states = model is states_and_full_model
     is_wrong = speculates or pipelined if has_states else speculates > pipelined
     if is_wrong:
-        # In these cases vLLM itself continues from wrong KV, so the test switches off the harness's
-        # checks of KV values.
+        # vLLM itself continues from wrong KV.
         monkeypatch.setattr(one, "_check", lambda *_: None)
         monkeypatch.setattr(one, "_check_state", lambda *_: None)
     context = streamed(one)
     one.fill([*context, 7], 40)
-    # With a drafter, a hit ends one block earlier, because the last block's KV depends on the next
-    # token.
+    # With a drafter the last block's KV depends on the next token.
     shared = (96 if is_wrong else 160) - BLOCK_TOKENS * speculates
     assert other.generate("c", [*context, 7], 1)[1] == shared
 
 
 def test_dense_connector_beside_sparse_stores_nothing_either(server: Any, engine: Any) -> None:
-    """An engine has two hotkv connectors, as in vLLM's MultiConnector, and the other one announces
-    that it decodes sparsely. This connector, which does not, must store only the blocks of the
-    prompt, because answers are inexact."""
+    """The engine's other connector decodes sparsely."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(str(one.vllm_config.kv_transfer_config.engine_id), names)
@@ -126,9 +108,7 @@ def test_dense_connector_beside_sparse_stores_nothing_either(server: Any, engine
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:
-    """A request hits blocks of recurrent states that are marked as inexact, as after a load of
-    another connector. None of its tokens may count as exact. (A state covers no fixed number of
-    tokens, so the block size of its group is 0.)"""
+    """Block size 0: a state covers no fixed number of tokens."""
     exactness = Exactness((0,), 4)
     exactness.distrust_all()
     exactness.matched("a", 16)
@@ -167,8 +147,7 @@ def test_blocks_that_are_computed_anew_are_exact_again() -> None:
 def test_blocks_that_another_connector_loads_are_not_shared(
     approximate: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """A second connector in the engine loads blocks with inexact KV, which it may have stored from
-    a sparse answer. hotkv must not store them."""
+    """The other connector may have stored them from a sparse answer."""
     sparse = approximate(within=beside("LoadingConnector", ours_first=False))
     sparse.generate("connects", prompt(9, 5), 2)
     tokens = prompt(1, 200)
@@ -218,10 +197,8 @@ def test_conversations_in_any_order(
         one = dice.choice(dense)
         one.generate(f"{turn}", contexts[dice.randrange(3)], 5)
         one.drop_local()
-        # Shortens a context, so that later requests share only its beginning. A dense engine may
-        # have stored the blocks of this beginning, and the sparse engine may load them.
+        # Later requests share only its beginning, stored by a dense engine.
         contexts[0] = contexts[0][: dice.randrange(20, 300)]
-    # Compares no answers: the harness's model gives exact answers even
-    # after it has read inexact KV.
+    # The model answers exactly even from inexact KV.
     assert not any("callback_errors" in one.counters for one in (sparse, *dense))
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3

@@ -1,6 +1,4 @@
-"""Tests vLLM's features together with hotkv in real engines, such as cache salts, drafters,
-embeddings and images. An engine that loads KV must give the same answer as the engine that computed
-it."""
+"""vLLM's features in real engines."""
 
 import json
 from collections.abc import Iterator
@@ -28,15 +26,13 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two engines at the same server. `plain` computes and stores. `sharing` has vLLM's own prefix
-    cache switched off, so all its hits come from hotkv."""
+    """All hits of `sharing` are hotkv's."""
 
     plain: EngineProcess
     sharing: EngineProcess
 
     def sample(self, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Runs the same requests in both engines. Returns the answers of the engine that stores and
-        of the engine that loads."""
+        """Answers of the engine that stores and of the one that loads."""
         cold = self.plain.ask("sample", **arguments)
         settled(self.plain)
         return cold, self.sharing.ask("sample", **arguments)
@@ -69,22 +65,19 @@ def test_prefix_caching_off_and_salts(pair: Pair) -> None:
 
 
 def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
-    """A request for prompt log probabilities must get no hit: vLLM wants to compute its whole
-    prompt (`skip_reading_prefix_cache`), and does not use its own prefix cache either. Later
-    requests must hit the blocks that it has stored."""
+    """vLLM wants to compute the whole prompt (`skip_reading_prefix_cache`)."""
     batch = requests(32)
     cold, warm = pair.sample(requests=batch, params={"prompt_logprobs": 1})
     assert warm["cached"] == [0, 0, 0] and same(cold, warm)
     for mine, theirs in zip(cold["prompt_logprobs"], warm["prompt_logprobs"], strict=True):
         assert len(mine) > 90 and mine == pytest.approx(theirs, abs=NOISE)
-    # The request's blocks were stored, so requests without prompt logprobs must hit them.
     assert pair.sharing.ask("sample", requests=batch)["cached"] == hits(batch)
 
 
 def test_prompts_of_equal_embeddings_alone_meet(pair: Pair) -> None:
     cold, warm = pair.sample(requests=[{"embeds": [1, 200]}])
     assert warm["cached"] == [192] and same(cold, warm)
-    # vLLM gives all prompts of embeddings the same token ids, but hotkv must distinguish them.
+    # vLLM gives all embeddings the same token ids.
     other = pair.sharing.ask("sample", requests=[{"embeds": [2, 200]}])
     assert other["cached"] == [0] and difference(cold, other) > 20 * NOISE
 
@@ -125,8 +118,7 @@ def test_drafters(start: Starter, tmp_path: Path, method: str) -> None:
     settled(engine)
     engine.ask("reset")
     warm = engine.ask("sample", requests=batch, params={"max_tokens": 40})
-    # A drafter's KV of a token depends on the next token. So the last block of
-    # each hit is computed again.
+    # A drafter's KV depends on the next token, so a hit's last block is computed again.
     assert warm["cached"] == [length // BLOCK_TOKENS * BLOCK_TOKENS - 32 for length in LENGTHS]
     assert same(cold, warm) and engine.ask("drafted")["tokens"] > 0 and clean(engine)
 
@@ -144,8 +136,6 @@ def test_decoder_vectors_equal_after_a_hit(start: Starter, tmp_path: Path) -> No
 
 
 def picture(seed: int) -> dict[str, Any]:
-    """Returns a request with an image of noise after 40 tokens of text. `seed`: decides the
-    image."""
     (tokens,) = prompts(40, (200,))
     return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
 
@@ -153,7 +143,7 @@ def picture(seed: int) -> dict[str, Any]:
 def test_pictures_meet_only_where_they_are_equal(start: Starter, tmp_path: Path) -> None:
     engine = start(write_vision_model(tmp_path / "model"))
     cold = [engine.ask("sample", requests=[picture(seed)]) for seed in (1, 2)]
-    # The prompts differ only in their picture, so the second hits the block of text before it.
+    # Both share the block of text before the picture.
     assert [answer["cached"] for answer in cold] == [[0], [32]]
     assert difference(*cold) > 20 * NOISE
     settled(engine)

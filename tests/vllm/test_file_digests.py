@@ -1,5 +1,4 @@
-"""Tests that equal identities of weights mean equal bytes of all weights files, and when a kept
-digest of a file is believed."""
+"""Equal identities of weights mean equal bytes of all files; and when a kept digest is believed."""
 
 import json
 import os
@@ -25,7 +24,7 @@ EARLIER_S = time.time() - 3600
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Returns the tensors of a small checkpoint: bf16, and an int8 matrix with its scales."""
+    """bf16, and an int8 matrix with scales."""
     of = torch.Generator().manual_seed(1)
     return {
         "model.embed_tokens.weight": torch.randn(256, 96, generator=of).bfloat16(),
@@ -40,7 +39,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, form: str, named: dict[str, torch.Tensor]) -> Path:
-    """Writes a checkpoint; returns what names it: its folder, or the GGUF file."""
+    """Returns the folder, or the GGUF file."""
     folder.mkdir(parents=True, exist_ok=True)
     if form == "gguf":
         path = folder / "model.gguf"
@@ -63,8 +62,7 @@ def save(folder: Path, form: str, named: dict[str, torch.Tensor]) -> Path:
 
 
 def edit(tensor: torch.Tensor, kind: str, at: int) -> torch.Tensor:
-    """Returns a copy of a tensor with one row, column or element changed by one bit of each
-    element."""
+    """One bit of each element of a row, column or element changed."""
     changed = tensor.clone()
     raw = changed.view(torch.int8 if tensor.dtype == torch.int8 else torch.int16)
     rows = raw.reshape(-1, raw.shape[-1])
@@ -80,10 +78,10 @@ def edit(tensor: torch.Tensor, kind: str, at: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, str]]]:
-    """By form of a checkpoint: its path, and its identity."""
+    """Path and identity."""
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
-    # Each file then has several chunks.
+    # So that files have several chunks.
     patch.setattr(file_digests, "CHUNK_BYTES", 1 << 20)
     found = {}
     for form in ("safetensors", "sharded", "gguf"):
@@ -133,7 +131,6 @@ def test_zeroed_neurons_change_identity(tmp_path: Path) -> None:
 
 
 def test_digest_names_no_chunk_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files whose chunks are the same in another order, or with a part cut off, differ."""
     monkeypatch.setattr(file_digests, "CHUNK_BYTES", 4)
     found = set()
     for data in (b"", b"aaaa", b"aaaabbbb", b"bbbbaaaa", b"aaaabbb", b"aaaaaaaa"):
@@ -147,7 +144,7 @@ def test_digest_names_no_chunk_twice(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Reader:
-    """Asks for the digest of a file as a new process would, and counts how often it is read."""
+    """Asks as a new process would."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.file, self.folder = tmp_path / "model.safetensors", tmp_path / "kept"
@@ -266,7 +263,6 @@ def test_file_changing_while_read_is_refused(
 
 
 def test_a_process_waits_for_another_that_reads(reader: Reader) -> None:
-    """Another process has the lock of the record; when it releases it, the digest is kept."""
     reader.ask()
     record = reader.record()
     kept = record.read_text()

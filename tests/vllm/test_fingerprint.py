@@ -1,6 +1,5 @@
-"""Tests the key space's fingerprint. It must differ between two engines if any vLLM setting
-differs, because only engines with equal fingerprints share blocks. Excepted is a list of harmless
-settings (`HARMLESS`). The tests walk the config classes of the installed vLLM."""
+"""Fingerprints are equal only if all settings but `HARMLESS` ones are. Walks the installed
+vLLM's config classes."""
 
 import copy
 import dataclasses
@@ -55,7 +54,7 @@ GONE_IN_0_33 = {
     *("VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE", "VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM"),
     "VLLM_USE_RAY_WRAPPED_PP_COMM",
 }
-"""Environment variables of vLLM 0.32."""
+"""Variables of vLLM 0.32."""
 
 
 def config_of(model: Path, role: str = "kv_both") -> Any:
@@ -71,8 +70,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def changed(config: Any, part: str, **fields: Any) -> Any:
-    """Returns a copy of a config in which the object at attribute `part` has other field values. If
-    `part` is "", the config itself has them."""
+    """part: attribute; "" for the config."""
     whole = copy.copy(config)
     if part:
         whole.__dict__[part] = copy.copy(getattr(config, part))
@@ -104,13 +102,10 @@ READ_ONE_BY_ONE = ("model_config", "cache_config", "parallel_config", "speculati
 
 
 class Changed:
-    """A value that differs from the value of any field."""
+    """Differs from any field's value."""
 
 
 def test_each_field_is_harmless_or_changes_key(config: Any) -> None:
-    """Changes each field of each object in this engine's config. The fingerprint must change,
-    unless the field is listed as harmless."""
-
     def harmless(value: Any) -> set[str]:
         return {name for kind in type(value).__mro__ for name in HARMLESS.get(kind.__name__, ())}
 
@@ -126,8 +121,7 @@ def test_each_field_is_harmless_or_changes_key(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # hotkv reads these objects' fields one by one, so a `Changed` in their place would
-            # raise.
+            # Read one by one, so a `Changed` would raise.
             if path + field.name in READ_ONE_BY_ONE:
                 continue
             value.__dict__[field.name] = Changed()
@@ -174,7 +168,7 @@ def test_unknown_variables_and_versions_keep_engines_apart(
     for name in ("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_DP_RANK", "VLLM_LOG_BATCHSIZE_INTERVAL"):
         assert name in HARMLESS_ENVIRONMENT
         monkeypatch.setenv(name, "3")
-    # vLLM's executors for Ray set this variable in their workers.
+    # Set by vLLM's executors for Ray.
     of_ray = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
     assert of_ray in envs.compile_factors()
     monkeypatch.setenv(of_ray, "1")
@@ -187,7 +181,7 @@ def test_unknown_variables_and_versions_keep_engines_apart(
     }
     for name, value in changes.items():
         with monkeypatch.context() as patch:
-            # Each value must be one that vLLM knows, because it ignores unknown values.
+            # vLLM ignores unknown values.
             patch.setenv(name, value)
             assert factors(config) != before, name
     for version in ("hotkv_vllm.versions.VERSION", "transformers.__version__"):
@@ -197,10 +191,8 @@ def test_unknown_variables_and_versions_keep_engines_apart(
 
 
 def test_fitted_length_is_not_in_key_space(config: Any) -> None:
-    """With `max_model_len` -1, vLLM reduces the length after it has loaded the model, to fit the
-    memory that is left. Engines must share blocks whatever this length is, also with an engine that
-    has the model's own length. They must not share if the model sizes images and videos by the
-    length."""
+    """With `max_model_len` -1 vLLM fits the length to the memory; it matters only where media
+    are sized by it."""
     own = config.model_config.get_and_verify_max_len(None)
 
     def of(**more: Any) -> list[Any]:
@@ -210,8 +202,7 @@ def test_fitted_length_is_not_in_key_space(config: Any) -> None:
     given, fitted = of(), of(original_max_model_len=-1)
     assert given[0] != given[1] and fitted == [given[0]] * 2
     assert of(original_max_model_len=-1, _architecture="NemotronH_Nano_VL_V2") == given
-    # A person must review further models whose processors read the length. Voxtral's reads it for
-    # dummy inputs only.
+    # More such models need a review. Voxtral reads it for dummy inputs.
     folders = [Path(*models_of_vllm.__path__), Path(*own_models_of_vllm.__path__)]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     readers = {file for file in files if "ctx.model_config.max_model_len" in file.read_text()}
@@ -220,9 +211,6 @@ def test_fitted_length_is_not_in_key_space(config: Any) -> None:
 
 
 def test_ngram_memory_is_not_in_key_space(config: Any) -> None:
-    """vLLM keeps the tables of an n-gram model on the host, and shares them between the ranks if
-    /dev/shm has room. Settings of this sharing must not change the fingerprint, but tables on the
-    device must."""
     tables = ({}, {"dp_shared_memory": True}, {"dp_shared_memory": False}, {"use_thp": True})
     shared = {factors(changed(config, "", engram_config=EngramConfig(**one))) for one in tables}
     on_device = factors(changed(config, "", engram_config=EngramConfig(cpu_offload=False)))
@@ -244,8 +232,7 @@ def test_canonical_form_has_no_address_or_order() -> None:
 
 
 def mixed(*wide: int) -> dict[str, Any]:
-    """Returns the settings of an engine whose layers have two dtypes with equal page sizes: the
-    layers with the indices `wide` have bfloat16, the others float16."""
+    """Two dtypes of equal page size; `wide` layers have bfloat16."""
     kinds = {True: torch.bfloat16, False: torch.float16}
     return {"specs": {f"layer.{i}": replace(full_spec(), dtype=kinds[i in wide]) for i in range(4)}}
 
@@ -311,16 +298,13 @@ def test_image_encoder_scales_are_named_by_content(config: Any, tmp_path: Path) 
 
 
 def packed(name: str, module: str = "vllm.attention") -> Any:
-    """Returns a layer. Its attention backend, which decides how the layer's KV is packed into
-    bytes, has this name and module."""
+    """A layer whose backend has this name and module."""
     own = {"get_name": lambda: name, "__module__": module}
     return SimpleNamespace(get_attn_backend=lambda: type("Backend", (), own))
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns the text in the key space that says how the attention backends of `layers` pack KV
-    into bytes. The layers are the second KV cache group. The first group is empty, as if its layers
-    were in another pipeline stage."""
+    """The first group is in another pipeline stage."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(
         kv_cache_groups=[
@@ -337,21 +321,14 @@ def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> s
         ("fp8", 0, torch.float32),
         ("auto", 0, torch.float32),
         ("auto", KVQuantMode.FP8_PER_TENSOR, torch.float32),
-        # The indexer of DeepSeek V3.2: it stores FP8 as bytes, although the engine's other KV is
-        # not FP8.
+        # DeepSeek V3.2's indexer stores FP8 as bytes.
         ("auto", 0, torch.uint8),
     ],
 )
 def test_other_fp8_forms_do_not_share_fp8(
     config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int, dtype: torch.dtype
 ) -> None:
-    """With the same backend and settings, AMD's MI300 writes FP8 as e4m3fnuz and the MI350 as
-    e4m3fn. So the key space's text about the form of KV must name the FP8 type, but only for KV
-    that is stored as FP8.
-
-    kv_dtype: vLLM's setting `kv_cache_dtype`.
-    mode, dtype: quantization mode and dtype of the layer's KV cache spec.
-    """
+    """With the same settings MI300 writes e4m3fnuz and MI350 e4m3fn."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
     spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode), dtype=dtype)
     seen = set()
@@ -367,9 +344,7 @@ def test_other_fp8_forms_do_not_share_fp8(
 def test_differently_packed_layers_do_not_share(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Describes how two layers pack KV, for CPUs with and without AMX, and for three other backends
-    of the second layer. All five descriptions must differ. All CPUs pack the first layer, with
-    heads of size 80, in the same way, so only the second layer makes the difference."""
+    """CPUs pack heads of 80 alike."""
     spec = one_group(*(replace(full_spec(), head_size=size) for size in (80, 64)))
     config, seen = changed(config, "model_config", dtype=torch.bfloat16), set()
     for has_amx in (True, False):
@@ -381,9 +356,7 @@ def test_differently_packed_layers_do_not_share(
 
 
 def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers model classes of a plugin with vLLM: two for the engine's architecture, and two for
-    an architecture that a part of a model could use, such as a drafter. Each registration must
-    change the fingerprint."""
+    """An architecture may be that of a part, such as a drafter."""
     seen = {factors(config)}
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
     for architecture in (config.model_config.architecture, "Qwen2ForCausalLM"):
@@ -394,8 +367,7 @@ def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.Mo
 
 
 def test_loading_quantized_weights_keeps_the_key_space(config: Any) -> None:
-    """When vLLM loads quantized weights, it changes its config: it writes the time of quantization,
-    and lists whose order differs at each start. Neither may change the fingerprint."""
+    """vLLM writes the time, and lists in varying order."""
 
     def of(quantization: Any) -> Any:
         return factors(changed(config, "", quant_config=quantization))
@@ -416,9 +388,7 @@ def test_producers_and_consumers_of_images_share(config: Any, tmp_path: Path) ->
 
 
 def test_adapters_and_compilation_keep_the_base_model(config: Any) -> None:
-    """An engine with LoRA and an engine without compilation must have the same fingerprint as a
-    plain engine. Without compilation a GPU engine uses other kernels, but for the same operations.
-    """
+    """Uncompiled GPU engines use other kernels for the same operations."""
     eager = IrOpPriorityConfig(rms_norm=["vllm_c", "native"])
     with_adapters = changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))
     not_compiled = changed(config, "kernel_config", ir_op_priority=eager)

@@ -1,6 +1,4 @@
-"""Tests how the worker describes its layers' pages to the server. Neighbouring layers at equal
-distances in memory are described together, as one tensor of the memory layout; all others need
-several tensors."""
+"""Neighbouring layers at equal distances are described as one tensor, others as several."""
 
 import dataclasses
 import itertools
@@ -24,13 +22,12 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
     [
         ([0, 8, 16, 24], (), [4]),
         ([64, 96, 128], ((2, 16),), [3]),
-        # The second layer begins inside the first layer's memory. One tensor can't describe both,
-        # because it would overlap itself.
+        # One tensor would overlap itself.
         ([0, 8], ((4, 16),), [1, 1]),
         ([0, 8, 16, 24], ((2, 32),), [1, 1, 1, 1]),
-        # Layers 0 and 2 would fit together, but only neighbouring layers may form a tensor.
+        # 0 and 2 would fit, but only neighbours may fold.
         ([0, 8, 64, 72], ((2, 16),), [1, 2, 1]),
-        # Adjacent layers form one tensor. Layers that overlap by a byte do not.
+        # Adjacent is one tensor, a byte of overlap is two.
         ([0, 24], ((2, 16),), [2]),
         ([0, 23], ((2, 16),), [1, 1]),
     ],
@@ -38,11 +35,8 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
 def test_equally_spaced_layers_are_one_tensor(
     bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
 ) -> None:
-    """Describes layers at the addresses `bases` as tensors of a memory layout. The layout must be
-    valid, and have the same bytes in the same order as a tensor for each layer.
-
-    dims: further dimensions of a page, as (count, stride in bytes).
-    runs: the expected number of layers in each tensor.
+    """dims: (count, stride in bytes).
+    runs: layers in each tensor.
     """
     layers = pages(bases, dims=dims)
     folded = _folded(layers)

@@ -1,5 +1,4 @@
-"""Tests that code which is neither vLLM's nor hotkv's stands in the key space with its version or
-its bytes."""
+"""Other packages' code is in the key space, by version or bytes."""
 
 import importlib
 import sys
@@ -20,7 +19,7 @@ SOURCE = "class Thing:\n    pass\n\n\ndef register():\n    pass\n"
 
 
 class Plug:
-    """A package with a plugin of vLLM, which can be imported."""
+    """A package with a plugin of vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +44,7 @@ class Plug:
 
     @staticmethod
     def forget() -> None:
-        """Makes this process read installed packages anew, as another engine would."""
+        """Packages are read anew, as another engine would."""
         foreign_code._identity.cache_clear()
         foreign_code._distributions.cache_clear()
         importlib.invalidate_caches()

@@ -1,6 +1,4 @@
-"""Tests hints of routers and clients, such as pins and priorities, which vLLM passes on with a
-request (`kv_hints`, `session_id`, `kv_transfer_params`). Tests how the connector reads them and
-sends them to the server. One test uses real vLLM and a real server."""
+"""Hints that vLLM passes on: how they are read and sent."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +46,7 @@ def test_hints_go_with_report_await_the_end(engine: Any, server: Any) -> None:
     assert report.session_id == "s" and report.hints.message_id == "m"
     assert report.hints.actions == (pin, release)
     assert [one.action_id for one in report.hints.rejected] == ["2"]
-    # The request ends its chat session, so its blocks get the lowest priority.
+    # The request ends its session: lowest priority.
     assert report.retention == Retention(-MAX_PRIORITY)
     (over,) = ended(server)
     assert over.session_id == "s" and over.hints == Hints("m", (pin, release))
@@ -62,7 +60,7 @@ def test_a_session_is_told_of_without_hints(engine: Any, server: Any) -> None:
     one.add("a", PROMPT, 2, session_id="s")
     one.add("b", prompt(2, 60), 2, transfer={"hotkv.session": "t"})
     one.add("nothing", prompt(3, 60), 2)
-    # Requests of older versions of vLLM have no hints.
+    # Older vLLM has no hints.
     old = one.add("old", prompt(4, 60), 2)
     del old.kv_hints, old.session_id
     one.run()
@@ -117,14 +115,7 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 def test_short_forms_are_actions_wrong_ones_logged(
     warnings: list[str], params: Any, kinds: list[str], retention: Retention, num_wrong: int
 ) -> None:
-    """Reads hints from a request's `kv_transfer_params` (`hotkv.priority` and others). A wrong
-    value must be counted each time, but logged at most once in LOG_INTERVAL_S seconds.
-
-    params: the `kv_transfer_params`.
-    kinds, retention: the actions and the retention (priority, time to live, pin) that they must
-        give.
-    num_wrong: number of wrong values among them.
-    """
+    """Wrong values are counted each time, and logged once in LOG_INTERVAL_S."""
     stats = HotKVStats()
     reader, request = HintReader(stats), SimpleNamespace(request_id="a", kv_transfer_params=params)
     for now_s, num_logged in ((1.0, 1), (LOG_INTERVAL_S, 1), (1.0 + LOG_INTERVAL_S, 2)):
@@ -177,9 +168,6 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
 def test_pins_releases_and_resets_reach_the_server(
     daemon: Daemon, engines: Engines, tmp_path: Path
 ) -> None:
-    """Sends a real server hints of a router (`kv_hints`) and of a client (`kv_transfer_params`).
-    Checks the outcomes that the server reports and the number of pinned blocks, also after a reset.
-    """
     target = daemon.start().target
     engine = engines.start(write_model(tmp_path / "model"), target)
     (text,) = prompts(5, (333,))
@@ -203,8 +191,7 @@ def test_pins_releases_and_resets_reach_the_server(
 
     ask("pin", ttl_s=600)
     num_blocks = (333 + 39) // BLOCK_TOKENS
-    # If the server had already stored all of the prompt when the hint arrived, the outcome of the
-    # hint counts only the prompt's blocks. Blocks of the answer are pinned later.
+    # Blocks of the answer may be pinned later.
     assert outcome("pin")["block_count"] in (333 // BLOCK_TOKENS, num_blocks)
     wait_for(lambda: num_pinned() == num_blocks, "the pins")
     engine.ask("reset")

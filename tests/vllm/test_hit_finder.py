@@ -1,6 +1,4 @@
-"""Tests `HitFinder` step by step: how it finds a request's hit, which calls it sends to the server,
-what it answers vLLM, and when it releases leases. There is no engine; the server is a fake, and the
-test sets the time."""
+"""`HitFinder` step by step. Fake server, simulated time."""
 
 from typing import Any
 
@@ -32,7 +30,6 @@ def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
 
 
 def asking(**settings: Any) -> tuple[Parts, Any]:
-    """Returns `Parts` whose fake server has four blocks of a request, and the request's state."""
     parts = Parts(**settings)
     parts.put("a", range(4))
     return parts, parts.state(request("a", LONG))
@@ -48,9 +45,7 @@ def test_hit_asks_for_no_more_than_usable(table: bool) -> None:
     for kind in ("acquire", *(["lookup"] if not table else [])):
         (group,) = asked[kind]
         assert len(group.hashes) == 3
-    # The engine's own cache already covers `computed` tokens of the prompt, so the finder must not
-    # acquire a lease on the first block. If the engine's own hit ends inside the second block, that
-    # block must be loaded whole.
+    # A block in which the engine's own hit ends is loaded whole.
     for computed, hit in ((TOKENS, 3 * TOKENS), (TOKENS + 3, 3 * TOKENS - 3)):
         state = parts.state(request("a", LONG))
         assert parts.hit(state, computed) == hit
@@ -60,15 +55,7 @@ def test_hit_asks_for_no_more_than_usable(table: bool) -> None:
 @pytest.mark.parametrize("kind", ["probe", "lookup"])
 @pytest.mark.parametrize("age, asks", [(0.5, False), (1, True), (2, True)])
 def test_arrivals_finding_is_used_once_briefly(kind: str, age: float, asks: bool) -> None:
-    """The finder looks up a request's blocks when the request arrives, and remembers the result for
-    `HINT_MEMORY_S` seconds. Then a fourth block is stored. When vLLM later asks for the hit, the
-    finder must find this block only after it has forgotten the first result.
-
-    kind: the call by which the finder looks up ("probe" reads the block table, "lookup" asks the
-        server).
-    age: the time until vLLM asks, as a multiple of `HINT_MEMORY_S`.
-    asks: whether the finder must look up again.
-    """
+    """age: multiple of `HINT_MEMORY_S`."""
     parts, state = asking()
     parts.server.table = kind == "probe"
     parts.drop("a", [3])
@@ -136,8 +123,7 @@ def test_request_waits_for_an_answer_until_deadline(kind: str) -> None:
     assert parts.match(state) == NO_HIT
     assert parts.count("lookup_timeouts") == 1 and state.hit.phase is Phase.IDLE
     assert state.hit.miss is Miss.LATE
-    # While an answer of the server is overdue, the finder must not ask the server for other
-    # requests. It may ask again once the answer has arrived.
+    # No request asks while an answer is overdue.
     other = parts.state(request("b", LONG))
     parts.put("b", range(4))
     assert parts.match(other) == NO_HIT and other.hit.miss is Miss.LATE
@@ -146,11 +132,10 @@ def test_request_waits_for_an_answer_until_deadline(kind: str) -> None:
     parts.server.settle()
     parts.clock += 1
     assert parts.hit(other) == 4 * TOKENS
-    # The late answer has granted a lease, which must have been released.
+    # The late answer granted a lease.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
-    # The finder looks up the first request again. It now misses because its blocks are absent. The
-    # report must give this reason, not the earlier timeout.
+    # The report must not name the earlier timeout.
     parts.drop("a", range(4))
     assert not parts.hit(state) and state.hit.miss is Miss.ABSENT
 
@@ -193,9 +178,7 @@ def test_device_hit_is_whole_without_longer_hit(specs: Any) -> None:
 
 
 def test_shorter_hit_stays_within_the_lease() -> None:
-    """The server grants a lease without the last block of the full-attention group. The remaining
-    hit of three blocks would need the sliding-window group's second block, which is ready but not
-    leased. So the finder must offer no hit."""
+    """A hit of three needs the window's second block."""
     parts = Parts([FULL, WINDOW])
     for group in (0, 1):
         parts.put("a", range(4), group)
@@ -210,14 +193,7 @@ def test_shorter_hit_stays_within_the_lease() -> None:
 
 @pytest.mark.parametrize("given_s, life_s", [(4.0, 4.0), (0.0, 10.0)])
 def test_grant_is_repeated_until_half_its_life(given_s: float, life_s: float) -> None:
-    """vLLM asks for the same hit again and again. The finder must offer it under the same lease
-    until half of the lease's time is over. Then it must acquire a new lease and release the old
-    one.
-
-    given_s: the lease's time according to the server; 0: not stated, so that the time that the
-        finder asked for counts.
-    life_s: the time that counts.
-    """
+    """given_s: time by the server; 0: not stated."""
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
@@ -234,12 +210,8 @@ def test_grant_is_repeated_until_half_its_life(given_s: float, life_s: float) ->
 
 @pytest.mark.parametrize("waits_s", [9.9, 10.0])
 def test_lease_expiring_unread_is_taken_once_more(waits_s: float) -> None:
-    """vLLM does not ask for the hit of a request that waits behind others. So the request's lease
-    may expire before the finder reads that it was granted. The finder must then acquire a second
-    lease, but not a third: steps may last longer than leases.
-
-    waits_s: how long after the grant vLLM asks again.
-    """
+    """vLLM does not ask for requests behind others. Steps may be longer than leases: no third
+    one."""
     parts, state = asking()
     parts.server.hold = {"acquire"}
     answers, leases = [parts.match(state)], []
@@ -257,10 +229,7 @@ def test_lease_expiring_unread_is_taken_once_more(waits_s: float) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0, TOKENS), (TOKENS, 0)])
 def test_grant_for_another_device_hit_is_replaced(before: int, after: int) -> None:
-    """While the finder waits for a lease, vLLM's own hit on the device changes from `before` to
-    `after` tokens, for example because another request computes a common prefix. The finder must
-    then offer the rest of the prompt under a new lease, and release the old one. The request must
-    not count as a miss."""
+    """It changes, for example, when another request computes the common prefix."""
     parts, state = asking()
     parts.server.hold = {"acquire"}
     assert parts.match(state, before) == ASK_AGAIN
@@ -340,9 +309,7 @@ def test_load_failing_without_bad_blocks_hides_none(desk: Any, why: str) -> None
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
-    """Fails a load. From then on the finder must offer the load's blocks to no request. In an
-    engine that stores, this must last until it has stored the blocks again; in an engine that never
-    stores, for `HIDDEN_FOR_S` seconds."""
+    """They are hidden until stored again, or for HIDDEN_FOR_S in an engine that never stores."""
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)
@@ -378,9 +345,8 @@ def test_grant_does_not_wait_behind_failed_load() -> None:
     parts.finder.load_failed(parts.state(request("other", LONG)))
     parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
-    # A request whose load failed waits to be scheduled. Meanwhile this request, whose lease is
-    # granted, may wait ADMISSION_PATIENCE_S seconds. Afterwards it must be computed, without its
-    # hit.
+    # A failed request waits to be scheduled. This one waits ADMISSION_PATIENCE_S, then is
+    # computed.
     for later_s in (0.01, 1):
         parts.clock += later_s
         assert parts.match(state) == NO_HIT and not parts.server.leases

@@ -1,5 +1,4 @@
-"""Tests vLLM's HTTP server, started with the commands of README.md. Kills it and starts it again,
-and compares answers and metrics before and after."""
+"""vLLM's HTTP server by README's commands, killed and started again."""
 
 import contextlib
 import io
@@ -24,8 +23,7 @@ from tests.vllm.tokenizer import write_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PATIENT = {"startup_wait_s": 60.0, "lookup_timeout_s": 30.0, "load": "always"}
-"""Settings for slow, shared machines. Every hit is loaded, although a tiny model computes a prompt
-as fast as any server loads it."""
+"""A tiny model computes as fast as a server loads."""
 PROMPT, OTHER = prompts(21, (700, 333))
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -41,12 +39,7 @@ CHAT = {
 
 @pytest.fixture
 def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
-    """Yields a function that starts vLLM's HTTP server with the commands of README.md and with long
-    timeouts. Stops the servers after the test.
-
-    The first start passes hotkv's settings as JSON, and the address of the hotkv server in
-    HOTKV_TARGET. Later starts pass everything as dotted arguments.
-    """
+    """The first server gets JSON and HOTKV_TARGET, later ones dotted arguments."""
     model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
     first, next_ones = readme_commands(model)
     place = first.index("--kv-transfer-config") + 1
@@ -78,8 +71,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def counted(server: HttpServer, name: str, value: int) -> dict[str, float]:
-    """Waits until one of vLLM's counters has reached `value`, which may be after the answer.
-    Returns all metrics."""
+    """The counter may reach `value` after the answer."""
     wait_for(lambda: server.metrics()[name] >= value, name)
     found = server.metrics()
     assert found[name] == value
@@ -87,8 +79,7 @@ def counted(server: HttpServer, name: str, value: int) -> dict[str, float]:
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Joins the events of a streamed completion. Returns it in the form of a completion that was
-    not streamed."""
+    """Joins events into the form of a plain answer."""
     choices = [event["choices"][0] for event in events if event["choices"]]
     probabilities = [value for one in choices for value in one["logprobs"]["token_logprobs"]]
     whole = {
@@ -107,8 +98,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def explained(server: HttpServer, daemon: Daemon) -> int:
-    """Returns how many blocks of the test's chat would hit, according to `hotkv explain`. This
-    command lets vLLM's HTTP server tokenize the chat."""
+    """Blocks that would hit, by `hotkv explain`, for which vLLM tokenizes."""
     path, printed = server.log_path.with_name("chat.json"), io.StringIO()
     path.write_text(json.dumps(CHAT))
     engine = f"http://127.0.0.1:{server.port}"
@@ -146,7 +136,7 @@ def test_a_killed_server_finds_again_what_it_stored(
     queries = "vllm:external_prefix_cache_queries_total"
     assert found["vllm:external_prefix_cache_hits_total"] == 0 < found[queries]
     lengths = (len(PROMPT), len(OTHER), chat["usage"]["prompt_tokens"])
-    # The KV of an answer's last token is never computed.
+    # An answer's last token has no KV.
     num_blocks = sum((length + GREEDY["max_tokens"] - 1) // BLOCK_TOKENS for length in lengths)
     wait_for(lambda: len(daemon.admin("blocks", page_size=1000)["blocks"]) >= num_blocks)
     assert {row["model_name"] for row in daemon.admin("sessions")} == {"tiny"}

@@ -1,6 +1,4 @@
-"""Tests stores and loads for models with several kinds of KV cache groups: full attention, sliding
-windows, attention within chunks, recurrent states. Uses vLLM's real scheduler and the arithmetic
-model of the test harness."""
+"""Full attention, windows, chunks and states, in the harness."""
 
 import random
 from pathlib import Path
@@ -33,8 +31,7 @@ WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[GroupSpec, int]:
-    """Draws the spec of a random KV cache group, and a number of tokens (the alignment) of which
-    every hit is a multiple."""
+    """A group, and the alignment of hits in tokens."""
     kind = draw(st.sampled_from(list(GroupKind)))
     block = draw(st.sampled_from([4, 8, 16]))
     window = draw(st.integers(1, 100)) if kind in WINDOWS else 0
@@ -67,10 +64,8 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
-    """Compares the recurrent states that hotkv stores with a plain rule. The rule stores states at
-    three kinds of positions: at each multiple of `interval` tokens, at a `junction` (where prompts
-    with the same beginning part), and where a repetition or a continuation of the prompt would hit.
-    """
+    """States at multiples of `interval`, at a junction of prompts, and where a repetition or
+    continuation hits."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -92,9 +87,6 @@ def test_kept_states(
 
 @pytest.mark.parametrize("model", HYBRIDS)
 def test_every_length_hits_all_it_can(engine: Any, server: Any, model: Any) -> None:
-    """Stores a long prompt, then runs prefixes of many lengths. Only blocks that some hit needs may
-    be stored, each prefix must hit as much as possible, and only the needed blocks may be loaded.
-    The harness checks the KV that attention reads."""
     one = engine(specs=model(), blocks=96, max_tokens_per_step=LENGTH)
     one.generate("long", prompt(1, LENGTH))
     one.generate("end", prompt(2, 10), 2)
@@ -123,8 +115,7 @@ def test_every_length_hits_all_it_can(engine: Any, server: Any, model: Any) -> N
 def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
     one = engine(specs=uneven_model())
     one.fill(prompt(1, LENGTH), 2)
-    # Each of the two sliding-window groups has 13 full blocks. A hit can end only at every second
-    # block, so 7 blocks of each group are never needed.
+    # Hits end at every second block: 7 of 13 are never needed.
     assert one.counters["unreachable_blocks"] == 2 * 7
 
 
@@ -133,11 +124,7 @@ def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
 def test_a_drafters_hit_knows_the_token_behind_it(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, table: bool
 ) -> None:
-    """A drafter's KV of a block's last token depends on the token after it, which another prompt
-    may not have. So the last block that matches must be computed again: a hit must end before it.
-
-    table: whether the engine reads the block table; otherwise it asks the server.
-    """
+    """KV of a block's last token depends on the next."""
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())
@@ -159,10 +146,7 @@ def test_state_before_prompt_end_stores_in_one(
     tmp_path: Path,
     has_drafter: bool,
 ) -> None:
-    """vLLM computes the whole prompt in one step, which also writes the state at the longest hit
-    that a repeated prompt can have. hotkv must store this state. With a drafter, this hit is a
-    block shorter, and the state is in a later block of the request's block table than the one that
-    belongs to the state's position."""
+    """With a drafter, the state is in a later block of the table."""
     more = speculating(monkeypatch, tmp_path) if has_drafter else {}
     one = make(SpeculatingEngine if has_drafter else Engine, specs=checkpoints_model(), **more)
     for length in (129, 150, 160, 161):
@@ -174,8 +158,7 @@ def test_state_before_prompt_end_stores_in_one(
 
 
 def test_device_hit_revokes_no_store_of_state(engine: Any, server: Any) -> None:
-    """A request is still being stored when a second request hits its blocks on the device. The
-    second request reads the recurrent state at the end of the hit, and does not write it."""
+    """The second request does not write the state."""
     one, tokens = engine(specs=states_and_full_model()), prompt(1, 200)
     server.hold = {"store"}
     one.generate("a", tokens)

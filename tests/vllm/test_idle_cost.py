@@ -1,6 +1,5 @@
-"""A request or a step with nothing for hotkv costs next to nothing, and nothing is left out.
-
-Calls are counted instead of seconds, which depend on the machine."""
+"""Where hotkv has nothing to do it costs next to nothing, and leaves nothing out. Counts calls,
+which do not depend on the machine."""
 
 import random
 import sys
@@ -26,7 +25,6 @@ DOUBLES = str(Path(hotkv_client.__path__[0]) / "testing")
 
 
 def calls_of(run: Callable[[], Any]) -> Counter[str]:
-    """Runs a function. Returns how often this thread called each function of hotkv meanwhile."""
     calls = Counter[str]()
 
     def count(frame: Any, event: str, _: Any) -> None:
@@ -43,8 +41,6 @@ def calls_of(run: Callable[[], Any]) -> Counter[str]:
 
 
 def life(one: Any, name: str, num_tokens: int, answer_tokens: int) -> Counter[str]:
-    """Returns the calls of a request's whole life: its steps, and the step that reports its end."""
-
     def run() -> None:
         one.add(name, prompt(sum(map(ord, name)), num_tokens), answer_tokens)
         one.run()
@@ -72,7 +68,7 @@ def test_each_idle_decode_step_costs_few_calls(engine: Any) -> None:
 
 
 def test_a_check_of_the_weights_leaves_steps_idle(updated: Any) -> None:
-    """After a check, each step repeats the check's result. It must be as cheap as before."""
+    """Each later step repeats the check's result."""
     one = updated()
     one.generate("first", prompt(1, 40), 4)
     one.scheduler.reset_prefix_cache(reset_connector=True)
@@ -88,7 +84,7 @@ def test_a_check_of_the_weights_leaves_steps_idle(updated: Any) -> None:
 
 
 def state(planner: Any) -> str:
-    """Returns the state that a step of a `StepPlanner` may change, as text."""
+    """What a step of a `StepPlanner` may change."""
     requests, cache = planner._requests, planner._sharing.cache
     patience, others = cache.finder.patience, requests.others
     parts = requests, cache.planner, cache.reset, patience, others, requests.failed_loads
@@ -96,9 +92,8 @@ def state(planner: Any) -> str:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Makes each quiet step be planned, and each resting worker run its callbacks. Returns a
-    counter: how often this was done, and how often there was something to do or to change. (An
-    exception would not leave the callback.)"""
+    """Plans quiet steps and runs resting workers' callbacks after all. Counts, as an exception
+    would not leave the callback."""
     is_quiet, plan, rests = StepPlanner._is_quiet, StepPlanner.plan, HotKVWorker.rests
     take_report, take_results = HotKVWorker.take_report, HotKVWorker.take_results
     checked, resting = Counter[str](), set[int]()
@@ -144,7 +139,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def traffic(one: Any, server: Any, seed: int) -> None:
-    """Runs random requests with hits, aborts, preemptions, resets, and answers that come late."""
     chance = random.Random(seed)
     alive: list[str] = []
     for number in range(60):
@@ -202,7 +196,6 @@ def test_a_quiet_step_leaves_nothing_out(
 def test_request_filling_no_block_is_short(
     engine: Any, server: Any, num_tokens: int, answer_tokens: int, is_short: bool
 ) -> None:
-    """A request that is not short stores a block."""
     one = engine()
     one.add("a", prompt(1, num_tokens), answer_tokens)
     assert ("a" in one.connector._scheduler.requests.short) == is_short

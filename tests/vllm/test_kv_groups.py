@@ -1,5 +1,4 @@
-"""Tests how hotkv reads vLLM's KV cache groups: kinds, block sizes, windows, drafters, and the
-reasons for which it refuses a model. The specs are vLLM's own; no engine is built."""
+"""How vLLM's KV cache groups are read, and which are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,12 +55,8 @@ def kv_config(
 
 
 def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp: int = 1) -> Any:
-    """Returns a double of vLLM's config.
-
-    drops: True if the last block of a hit is computed again for the drafter; None without a
-        drafter.
-    stages, dcp, pcp: number of pipeline stages, and of ranks for decode and prefill context
-        parallelism.
+    """drops: a hit's last block is computed again; None: no drafter.
+    dcp, pcp: ranks of decode and prefill context parallelism.
     """
     parallel = SimpleNamespace(
         pipeline_parallel_size=stages,
@@ -84,8 +79,7 @@ def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
 
 
 def test_each_layer_kind_is_a_known_group() -> None:
-    """Converts a KV cache group of each kind from vLLM's form to hotkv's. A group that vLLM does
-    not cache must be left out, and the others must keep their numbers."""
+    """An uncached group is left out; others keep their numbers."""
     specs = [
         SimpleNamespace(prefix_cacheable=False),
         full_spec(),
@@ -100,7 +94,7 @@ def test_each_layer_kind_is_a_known_group() -> None:
         CacheGroup(2, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
         CacheGroup(3, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
         CacheGroup(4, GroupKind.MAMBA, 32),
-        # This group has Mamba's mode "align", the only one in which vLLM names the states to store.
+        # The only mode in which vLLM names the states to store.
         CacheGroup(5, GroupKind.MAMBA, 32, states_by_handoff=True),
     )
 
@@ -141,18 +135,14 @@ def test_unrestorable_hit_is_refused_with_reason(
 
 
 def test_an_engine_without_prefill_ranks_has_one() -> None:
-    """The config of an older vLLM has no setting for prefill context parallelism. hotkv must assume
-    one rank. The test uses a group of recurrent states, which hotkv refuses with two ranks."""
+    """With two ranks states would be refused."""
     engine = vllm_config()
     del engine.parallel_config.prefill_context_parallel_size
     assert kv_groups.cache_groups(engine, kv_config(group(states())))
 
 
 def test_blocks_shared_by_ranks_count_all_tokens() -> None:
-    """With decode context parallelism on two ranks, a block of a sharded group must count the
-    tokens of both ranks. For a group that vLLM does not cache, `group_block_tokens` and
-    `hit_block_tokens` must return 0, because vLLM allocates its blocks also for the tokens of a
-    hit. For recurrent states, only `group_block_tokens` must return 0."""
+    """It is 0 where vLLM allocates also for a hit's tokens."""
     specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
     config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)
@@ -168,21 +158,18 @@ def test_blocks_shared_by_ranks_count_all_tokens() -> None:
 @pytest.mark.parametrize(
     "drops, stages, marked, is_draft, dropping",
     [
-        # No group drops the last block of a hit: there is no drafter, or the
-        # drafter does not require it.
+        # No group drops a hit's last block.
         (None, 1, False, [False] * 3, set()),
         (False, 1, False, [False] * 3, set()),
         (None, 2, False, [False] * 3, set()),
         (False, 2, False, [False] * 3, set()),
-        # If vLLM has marked a group as the drafter's, only that group drops the last block of a
-        # hit. Otherwise all groups except those of recurrent states do.
+        # vLLM's marked group does, else all but states.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
-        # In a pipeline, only one stage sees which group vLLM has marked as the drafter's. So all
-        # groups except those of recurrent states must drop a block.
+        # In a pipeline one stage sees the mark, so all but states do.
         (True, 2, True, [True, True, False], {0, 1}),
         (True, 2, False, [True, True, False], {0, 1}),
-        # vLLM has marked a group as the drafter's, but by its setting no block is dropped.
+        # Marked, but no block is dropped.
         (False, 1, True, [False, True, False], set()),
     ],
 )

@@ -1,6 +1,4 @@
-"""Tests the connector's reports to the server's statistics of hits and misses (`hotkv savings`):
-the reason of a miss, the time that a hit saves, and how long requests wait. The server is a fake,
-so that tests can delay its answers."""
+"""Reports for `hotkv savings`."""
 
 import time
 from typing import Any
@@ -36,7 +34,7 @@ def test_reports_say_misses_and_load_ends(engine: Any, server: Any) -> None:
         assert hit.hit_tokens > hit.device_hit_tokens == 0 and hit.report_id == end.report_id > 0
         assert end.wait_s > 0 and end.failed == fails
     assert len(server.load_ends) == 2
-    # A request is aborted while its load is in progress. The load must be reported as failed.
+    # An aborted load counts as failed.
     server.hold, one = {"load"}, engine()
     one.add("aborted", PROMPT, 2)
     while not server.held:
@@ -48,9 +46,7 @@ def test_reports_say_misses_and_load_ends(engine: Any, server: Any) -> None:
 
 @pytest.mark.parametrize("load", ["auto", "always"])
 def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: str) -> None:
-    """The report of a hit must say how much time the hit saves, computed from the prefill speed
-    that the engine has measured. The engine must report the speed itself only with the setting
-    `load = "auto"`."""
+    """Prefill speed is reported only with `load = "auto"`."""
     engine().generate("cold", PROMPT, 2)
     one = engine(max_tokens_per_step=1024, extra={"load": load})
     one.generate("slow", prompt(2, 500), 2)
@@ -65,9 +61,6 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
 
 
 class Reported:
-    """A request's state, and a `UseReports`, which reports the request's hits and misses to a fake
-    server."""
-
     def __init__(self, prefill: PrefillSpeed | None = None, one: Any = None) -> None:
         self.parts = parts = Parts()
         self.state = parts.state(one or request("a", 64))
@@ -164,9 +157,7 @@ def test_savings_begin_behind_the_device_hit() -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
-    """The engine decides to compute a hit instead of loading it, either before it acquires a lease
-    or (`asks`) after the lease is granted. It must report the miss as COMPUTED_SOONER, and release
-    a granted lease."""
+    """asks: decided after the lease is granted."""
     parts = Parts()
     parts.put("a", range(3))
     state, choice = parts.state(request("a", 64)), LoadChoice(None, parts.stats)

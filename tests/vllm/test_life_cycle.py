@@ -1,9 +1,4 @@
-"""Follows an engine's connector from its start until after its end. All resources must be released,
-and no order of calls may break the engine.
-
-Some tests use a real hotkv server (`shared_daemon`), so that the descriptors, threads and mappings
-are those of the real client.
-"""
+"""A connector from start to end: all is released, no order of calls breaks it."""
 
 import functools
 import gc
@@ -37,14 +32,11 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Returns a function that makes engines at a real server. They share a key space of this test.
-    The test must shut them down."""
     return functools.partial(engine_at, shared_daemon, tmp_path, monkeypatch)
 
 
 def held(pid: int | str = "self") -> Counter[str]:
-    """Counts the resources that hotkv and engines use in a process, by kind: open descriptors, and
-    mappings of shared files. For this process, also counts threads and shared files."""
+    """Of this process it counts threads and shared files too."""
     found = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -78,9 +70,7 @@ ENGINES = pytest.mark.parametrize(
 def test_engines_one_after_another_leave_nothing_behind(
     shared_daemon: Daemon, at_daemon: Make, model: Any, settings: dict[str, Any]
 ) -> None:
-    """Runs three engines in turn, in one process and at one server, and shuts each down while it
-    stores and loads. The second and third must leave behind no descriptor, mapping, thread or
-    session (connection), neither in this process nor in the server."""
+    """Each engine is shut down amid transfers."""
 
     gc.collect()
     others = held()
@@ -94,7 +84,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
         wait_for(lambda: len(shared_daemon.admin("sessions")) == 2, "both sessions")
         one.shutdown()
-        # `shutdown` must free hotkv's resources at once, although the engine object still exists.
+        # At once, although the engine object lives on.
         left = held() - others
         assert not [what for what in left if "hotkv" in what], left
         return weakref.ref(one)
@@ -107,8 +97,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         ended = life(name)
         gc.collect()
         assert ended() is None
-        # Waits, because the server releases the resources of a session (connection) a moment after
-        # its end.
+        # The server releases a moment after a session's end.
         wait_for(lambda: not held() - before, "the release of the engine's own resources")
         wait_for(lambda: not held(shared_daemon.pid) - at_server, "the release by the server")
         wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
@@ -143,8 +132,6 @@ def test_shutdown_at_any_time_and_twice(
     pipelined: bool,
     worker_first: bool,
 ) -> None:
-    """Shuts both sides of an engine's connector (scheduler and worker, in either order) down twice,
-    after 0 to 5 steps. The engine must continue without hotkv and answer correctly."""
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True
@@ -171,8 +158,7 @@ def test_shutdown_at_any_time_and_twice(
 def test_engine_without_server_waits_as_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts an engine whose server does not exist. The engine may wait only at its start, at most
-    `startup_wait_s`, and its closed sessions (connections) must leave no thread running."""
+    """It waits only at its start, and closed sessions leave no thread."""
     target = f"unix:{tmp_path}/none.sock"
     server: Any = RealServer(target)
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
@@ -200,9 +186,7 @@ def test_engine_without_server_waits_as_set(
 def test_memory_that_is_registered_twice(
     engine: Any, server: FakeServer, model: Any, settings: dict[str, Any], busy: bool
 ) -> None:
-    """Registers the KV memory a second time, while the engine is idle or (`busy`) has transfers in
-    progress. This must end the worker's first session (connection) with its transfers, and open
-    another."""
+    """The first session ends with its transfers, and another opens."""
     one = engine(specs=model(), extra={"store_timeout_s": 0.1}, **settings)
     one.fill(PROMPT)
     one.drop_local()
@@ -216,7 +200,7 @@ def test_memory_that_is_registered_twice(
     one.worker.register_kv_caches(one.tensors)
     workers = [session for session in server.sessions if session.layout is not None]
     assert [session.closed for session in workers] == [True, False]
-    # Allows two more descriptors: the fake server has one per session (connection).
+    # The fake server has a descriptor per session.
     assert (held() - before).total() <= 2, held() - before
     server.resume()
     one.run()

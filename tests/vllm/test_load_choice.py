@@ -1,5 +1,4 @@
-"""Tests `LoadChoice`, by which an engine chooses between loading a hit and computing it. It decides
-by the measured times of earlier loads and prefills. The clock is simulated."""
+"""`LoadChoice`: load a hit or compute it. Simulated clock."""
 
 import math
 from concurrent.futures import Future
@@ -29,7 +28,7 @@ TOKENS_PER_S = 1000.0
 
 
 class Groups:
-    """A fake of hotkv's KV cache groups, in which a hit covers whole blocks."""
+    """A hit covers whole blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -39,11 +38,8 @@ class Groups:
 
 
 class Finder:
-    """A fake of the finder of hits.
-
-    ask_s: the time from a lookup until the server answers, seconds. The engine looks for the answer
-        after each of its steps.
-    hit: the length of the hit that the finder finds, tokens.
+    """ask_s: until the answer, seconds.
+    hit: tokens.
     """
 
     def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
@@ -64,8 +60,7 @@ class Finder:
         return self.hit - computed_tokens, True
 
     def look_again(self, state: Any, step_s: float) -> None:
-        """Advances the clock of the lookup by a step of the engine. Its answer counts as having
-        taken `ask_s`, even if the engine looks for it later."""
+        """The answer took `ask_s`, even if it is seen later."""
         self.waited.seconds = min(self.waited.seconds + step_s, self.ask_s)
         if self.waited.seconds == self.ask_s:
             state.hit.answer.set_result(None)
@@ -80,13 +75,10 @@ def state_of(num_tokens: int) -> RequestState:
 
 
 class World:
-    """A simulated engine, which computes TOKENS_PER_S tokens per second, and a simulated server.
-
-    fixed_s, token_s: a load of n tokens takes `fixed_s` + n * `token_s` seconds.
-    ask_s: the time from a lookup until the server answers.
-    cancel_s: the time from a load's cancel until the server ends the load.
-    step_s: the interval at which the engine looks for answers.
-    learns: if False, `LoadChoice` gets no prefill speed, so that every hit is loaded.
+    """fixed_s, token_s: time of a load, and of each token in it.
+    ask_s, cancel_s: until a lookup's answer, and a cancelled load's end.
+    step_s: interval at which answers are seen.
+    learns: False: all hits are loaded.
     """
 
     def __init__(self, *, learns: bool = True) -> None:
@@ -95,8 +87,7 @@ class World:
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
         self.step_s, self.cancel_s, self.block_tokens = 0.001, 0.0, 16
-        # True if the last request's hit was loaded because the engine expected this to be faster
-        # than computing (and not as a trial).
+        # Expected to be faster than computing, not a trial.
         self.was_taken = False
         for _ in range(3):
             self.compute(1000)
@@ -109,9 +100,9 @@ class World:
         self.prefill.last_end_s = self.now_s
 
     def request(self, num_tokens: int, hit: int | None = None) -> float:
-        """Runs a request. Returns the seconds until its first token.
+        """Seconds until the first token.
 
-        hit: the length of its hit, tokens; by default, the whole prompt.
+        hit: None: the whole prompt.
         """
         hit = num_tokens if hit is None else hit
         state, finder = state_of(num_tokens), Finder(self.ask_s, hit, self.block_tokens)
@@ -148,9 +139,6 @@ class World:
         return [self.request(num_tokens) for _ in range(count)]
 
     def begun(self, num_tokens: int, hit: int, block_tokens: int = 16) -> tuple[Any, Any]:
-        """Starts a request of `num_tokens` tokens, of which the server has `hit`. The server
-        answers its lookup at once. Returns the request's state, and hotkv's answer to vLLM about
-        its hit."""
         state, finder = state_of(num_tokens), Finder(0.0, hit, block_tokens)
         return state, self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
 
@@ -162,7 +150,7 @@ def test_hits_that_win_are_loaded() -> None:
     world = World()
     assert max(world.many(10, 1000)) < 0.05
     assert not world.count("left_requests") and not world.count("tried_requests")
-    # This load takes exactly as long as computing. It must count as a right choice to load.
+    # Exactly as long as computing counts as right.
     state, _ = world.begun(1000, 1000)
     world.choice.update({"a": state}, {"a": state.choice.prefill_s})
     world.choice.end(state, False)
@@ -187,7 +175,7 @@ def test_earlier_times_are_forgotten_with_the_server() -> None:
 
 GOOD = {"fixed_s": 0.001, "token_s": 1e-5, "ask_s": 0.001}
 NO_END = {"cancel_s": math.inf}
-"""The server never ends a load because of a cancel."""
+"""A cancel never ends a load."""
 TWENTY = 20 / TOKENS_PER_S
 
 
@@ -199,14 +187,11 @@ TWENTY = 20 / TOKENS_PER_S
         (200, {"ask_s": 0.3}, {}, 2, 0.1),
         (200, {"fixed_s": 0.2, "token_s": 2e-3, "ask_s": 0.05, "cancel_s": 0.5}, {}, 2, 0.1),
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
-        # With blocks of 2,000 tokens, a hit can't be loaded in part.
+        # Too large for a load in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # The engine limits the time of a trial load (which only measures whether loading is fast
-        # again). This limit is too short at first: a load takes longer, also after the server has
-        # recovered. The engine must notice the recovery nevertheless.
+        # A trial's limit is too short even after the recovery.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
-        # Most of a load's time does not depend on its tokens. So a trial load with few tokens takes
-        # nearly as long as a load of many, and costs much of what loads could save.
+        # A trial of few tokens costs much of what loads could save.
         *(
             (size, {"fixed_s": fixed, "token_s": TWENTY, **NO_END}, {"fixed_s": fixed}, 4, most)
             for size, fixed, most in (
@@ -226,13 +211,8 @@ def test_slow_server_costs_little_recovery_is_found(
     num_first: int,
     most_share: float,
 ) -> None:
-    """Makes a fast server slow, then fast again. While the server is slow, requests may take only a
-    little longer than computing them would. The engine computes most hits, and finds out by trial
-    loads that the server has recovered. After that, requests must be fast again.
-
-    slow, well: attributes of `World` while the server is slow, and after it has recovered.
-    num_first: number of requests before the limit holds.
-    most_share: the limit for the time of the last requests, as a share of the time of computing.
+    """num_first: requests before the bound holds.
+    most_share: of computing, for the last requests.
     """
     world = World()
     world.many(5, num_tokens)
@@ -240,7 +220,7 @@ def test_slow_server_costs_little_recovery_is_found(
     computing_s = num_tokens / TOKENS_PER_S
     first_s = world.request(num_tokens)
     if "block_tokens" not in slow and world.cancel_s < math.inf:
-        # The first slow load may cost at most as much time as computing the prompt.
+        # The first slow load costs at most as much as computing.
         assert first_s <= 2.1 * computing_s + 0.05 + world.cancel_s
     world.many(num_first - 1, num_tokens)
     assert sum(world.many(200, num_tokens)) <= 1.05 * 200 * computing_s + 0.6 * computing_s
@@ -259,9 +239,7 @@ def test_slow_server_costs_little_recovery_is_found(
     )
 )
 def test_trials_spend_at_most_their_share(steps: list[Any]) -> None:
-    """Runs random requests at a server whose speed changes at random. Trial loads (which only
-    measure whether loading is faster again) may cost at most TRIED_SHARE of the time of computing
-    the prompts. Any other load must take at most twice the time of computing."""
+    """Other loads may take twice the time of computing."""
     world = World()
     computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:
@@ -303,7 +281,7 @@ def test_miss_and_instant_failure_say_nothing() -> None:
     world = World()
     assert world.request(1000, hit=0) >= 1.0
     assert world.choice.costs.load_s(1000) == 0
-    # The server disconnects before it answers the lookup.
+    # The server disconnects before it answers.
     state, finder = state_of(1000), Finder(9.0, 0)
     for finder.ask_s, answer in ((9.0, ASK_AGAIN), (0.0, NO_HIT)):
         assert world.choice.match(finder, state, 0, world.now_s) == answer  # type: ignore[arg-type]
@@ -316,9 +294,7 @@ def test_miss_and_instant_failure_say_nothing() -> None:
 
 
 def test_requests_without_a_hit_cost_no_trials() -> None:
-    """The engine allows itself some time for trial loads (which measure whether a slow server has
-    recovered). A request without a hit can't measure anything, so it must not use up this time.
-    Otherwise an engine whose requests mostly have no hit would never notice the recovery."""
+    """Else the recovery would go unnoticed."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
     world.many(60, 500)
@@ -370,9 +346,7 @@ def test_untimed_trial_has_share_and_wins() -> None:
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
     assert world.choice.costs.load_s(1000) > 1.0
-    # A load's time is measured from its mark (the point in the device's queue at which it may
-    # begin). This load ended before the engine saw that the device had reached the mark. So its
-    # time was not measured, and it must count as fast.
+    # It ended before its mark was seen: its time counts as fast.
     assert not world.choice.end(state, False)
     assert world.choice.costs.load_s(1000) == 0
 
@@ -381,9 +355,9 @@ def test_untimed_trial_has_share_and_wins() -> None:
 
 
 def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
-    """Returns a `World` whose fast server has just become too slow to load from.
+    """The server has become too slow.
 
-    stall_s: the time by which its loads also stall.
+    stall_s: by which loads also stall.
     """
     world = World()
     world.many(5, num_tokens)
@@ -395,8 +369,7 @@ def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
 
 
 def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000) -> int:
-    """Runs requests until `happens`, called with a request's time, returns True, `most` requests at
-    most. Returns the number of requests before that."""
+    """Number of requests before `happens`."""
     for number in range(most):
         if happens(world.request(num_tokens)):
             return number
@@ -407,11 +380,7 @@ def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000
 def test_stall_silences_hits_for_bounded_requests(
     stall_s: float, num_tokens: int, num_trials: int
 ) -> None:
-    """A server stalls for `stall_s`, then recovers. The engine continues to compute its hits until
-    a trial load shows the recovery. The number of requests until then must be bounded.
-
-    num_trials: the number of trial loads before the stall.
-    """
+    """num_trials: before the stall."""
     world = fallen(num_tokens)
     tried = world.count("tried_requests")
     requests_until(world, num_tokens, lambda _: world.count("tried_requests") >= tried + num_trials)
@@ -420,9 +389,8 @@ def test_stall_silences_hits_for_bounded_requests(
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
     vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
-    # Each computed hit adds TRIED_SHARE of its time to the time allowed for trial loads. If earlier
-    # trials took longer than allowed, this debt must be repaid before the next trial; it is at most
-    # that of DEBT_TRIALS trials.
+    # Each computed hit earns TRIED_SHARE of its time, after a debt of at most DEBT_TRIALS
+    # trials.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 

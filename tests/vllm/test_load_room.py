@@ -1,7 +1,4 @@
-"""Tests that loads never fill the device so far that no request can run. vLLM alone would allow
-this, because it counts too few blocks for sliding windows and chunked attention. Also tests that of
-several requests with a common prefix only one loads it, so that the device holds its blocks once.
-"""
+"""Loads leave room for a request to run. Requests with a common prefix load it once."""
 
 import random
 import time
@@ -24,7 +21,7 @@ MODELS = pytest.mark.parametrize("model", HYBRIDS)
 
 
 def blocks_for_one(one: Engine, num_tokens: int = LONGEST) -> int:
-    """Returns the largest number of blocks that a prompt of `num_tokens` tokens holds at once."""
+    """The most blocks that it holds at once."""
     managers = one.scheduler.kv_cache_manager.coordinator.single_type_managers
     return sum(
         min(
@@ -38,16 +35,13 @@ def blocks_for_one(one: Engine, num_tokens: int = LONGEST) -> int:
 def stored(
     engine: Any, model: Any, prompts: dict[str, list[int]]
 ) -> tuple[Engine, dict[str, list[int]]]:
-    """Runs the prompts in an engine with many blocks, which stores their KV. Returns the engine and
-    its answers."""
     roomy = engine(specs=model(), max_tokens_per_step=128, blocks=400)
     return roomy, {name: roomy.fill(tokens, 2) for name, tokens in prompts.items()}
 
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
 def test_request_needs_the_blocks_vllm_reserves(engine: Any, num_tokens: int) -> None:
-    """hotkv counts the blocks that a request needs, including those for draft tokens. The count
-    must equal vLLM's own, which is right as long as the request holds no blocks."""
+    """vLLM's count is right while the request holds nothing; drafts are included."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     one = engine(specs=hybrid_model(), blocks=96, speculative_config=ngram)
     room = one.connector._scheduler.requests.room
@@ -59,18 +53,15 @@ def test_request_needs_the_blocks_vllm_reserves(engine: Any, num_tokens: int) ->
 
 @pytest.mark.parametrize(("held", "need", "beside"), [(6, 6, 0), (7, 6, 0), (4, 6, 2)])
 def test_load_may_take_the_last_spare_block(engine: Any, held: int, need: int, beside: int) -> None:
-    """A new request wants to load while another request is admitted. If the device has exactly as
-    many blocks as both need, the load may begin; with one block fewer, it must wait.
-
-    held, need: blocks that the other request holds, and needs in all.
-    beside: blocks that it still lacks.
+    """held, need: of the other request.
+    beside: what it still lacks.
     """
     one = engine(specs=hybrid_model(), blocks=96)
     room = one.connector._scheduler.requests.room
     request = one.add("a", prompt(1, 92))
     room.comes(request)
     room.holders["other"] = Holder(held, need)
-    # The pool has one block more, because vLLM's null block is one of its blocks.
+    # One is vLLM's null block.
     fitting = room._needs["a"] + held + beside + 1
     for blocks, has_room in ((fitting, True), (fitting - 1, False)):
         room._manager.block_pool.num_gpu_blocks = blocks
@@ -128,9 +119,7 @@ def test_fitting_loads_go_together_failures_make_room(
 def test_only_vllms_preferred_requests_pass_room_waiters(
     engine: Any, server: Any, model: Any, policy: str
 ) -> None:
-    """Two small requests fit on the device together; the large one fits only alone. First a small
-    one loads, then the large one must wait for room. The late small request must wait behind the
-    large one, unless the scheduling policy is "priority", by which it precedes the large one."""
+    """Only the small ones fit together; with "priority" the late one precedes the large one."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
     roomy, answers = stored(engine, model, prompts)
     blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
@@ -150,9 +139,7 @@ def test_only_vllms_preferred_requests_pass_room_waiters(
 
 
 def test_unasked_request_delays_no_load(engine: Any, server: Any) -> None:
-    """hotkv delays a request's load for lack of room. Then vLLM skips this request, because a
-    running request uses the only LoRA adapter that a batch may have. When there is room again, the
-    load of another request must begin, although it came later."""
+    """vLLM skips the delayed one for its adapter."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
     adapters = {"large": lora(2, "b", "/b")}
     roomy = engine(specs=hybrid_model(), max_tokens_per_step=128, blocks=400)
@@ -188,10 +175,8 @@ def test_unasked_request_delays_no_load(engine: Any, server: Any) -> None:
 def test_requests_with_a_common_prefix_load_it_once(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, how: str
 ) -> None:
-    """Three requests with a common prefix arrive together (in hybrid models, with equal prompts).
-    One of them loads the prefix; the others wait, and then hit it on the device. If the load fails
-    or is aborted, the others must load together. If the load reaches its time limit, the others are
-    computed. Without vLLM's own prefix cache they can't hit on the device, so none waits."""
+    """Others then hit on the device, load after a failure, or compute at the time limit. Without
+    a prefix cache none waits."""
     monkeypatch.setattr(loads, "ADMISSION_PATIENCE_S", 60.0)
     prefix = prompt(1, 192)
     caches = how != "no prefix cache"
@@ -205,8 +190,7 @@ def test_requests_with_a_common_prefix_load_it_once(
         one.add(name, tokens, 4)
     one.steps(4)
     assert server.count("load") == (1 if caches else 3)
-    # The time for which hotkv makes a request wait does not count as a wait for vLLM's admission:
-    # the time limit for that begins again at each step.
+    # A wait for room is no wait for vLLM's admission.
     state = our_connector(one.connector)._scheduler.requests.states["b"]
     granted_s = state.hit.granted_s
     one.steps(1)
@@ -234,9 +218,7 @@ def test_requests_with_a_common_prefix_load_it_once(
 
 
 def test_no_waiting_for_windows_vllm_drops(engine: Any, server: Any) -> None:
-    """Two requests of a hybrid model have a common prefix and then differ. For the second to hit
-    the first one's load, vLLM would have to keep the sliding-window blocks of the prefix, which it
-    does not. So the second must begin its own load at once."""
+    """vLLM would have to keep the prefix's windows."""
     one = engine(specs=hybrid_model(), blocks=200)
     one.fill(prompt(1, 192))
     one.drop_local()

@@ -1,9 +1,5 @@
-"""Tests real vLLM engines with LoRA adapters. An engine reuses the KV that another engine has
-computed with an adapter only if the adapter has the same name, path and bytes in both.
-
-The weights of the model and of the adapters are random but large, so that KV of another adapter
-changes the log probabilities. Each engine keeps only one adapter in memory: the next one evicts it.
-"""
+"""Real engines share an adapter's KV only under one name, path and bytes. Each keeps one
+adapter."""
 
 import random
 from collections.abc import Iterator
@@ -24,11 +20,6 @@ LENGTH, HIT = 333, 320
 
 
 class Three(NamedTuple):
-    """Two engines with LoRA (`one`, `other`) and one without (`plain`), all at the same server.
-
-    folder: the folder for adapters.
-    """
-
     one: EngineProcess
     other: EngineProcess
     plain: EngineProcess
@@ -49,8 +40,6 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> dict[str, Any]:
-    """Runs a prompt, with the LoRA adapter in the folder `path` if given. Waits until the server
-    has stored all its blocks. Returns the answer."""
     answer = engine.ask(
         "generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path)
     )
@@ -65,8 +54,7 @@ def test_adapter_alone_is_found_in_another_engine(three: Three) -> None:
     base = ask(three.plain, prompt(1))
     other = ask(three.one, prompt(1), b)
     assert cold["cached"] == base["cached"] == other["cached"] == [0]
-    # Checks that the test can fail: another adapter changes the logprobs by
-    # far more than the tolerance.
+    # So the test can fail.
     assert (
         min(difference(cold, base), difference(other, base), difference(cold, other)) > 100 * NOISE
     )

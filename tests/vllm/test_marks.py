@@ -1,7 +1,4 @@
-"""Tests `Marks`, which creates marks. A mark is a point in the device's queue of work that must be
-reached before a transfer begins. Covers the kinds of marks that the engine offers to the server,
-the content of each mark, and when a CUDA event may be recorded again. There is no engine, and the
-device is a fake."""
+"""`Marks`, with a fake device."""
 
 from typing import Any
 
@@ -40,8 +37,6 @@ def test_wanted_and_possible_orders_are_offered(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_mark_is_of_the_sessions_kind(kind: OrderKind) -> None:
-    """Makes three marks (points in the device's queue for which transfers wait). They must be of
-    the kind that the server has chosen. Marks by CUDA events must use three different events."""
     marks = Marks(ScriptedDevice(), "auto")
     made = [marks.make(kind).after for _ in range(3)]
     assert {after.kind for after in made if after} == {kind} - {OrderKind.HOST}
@@ -90,8 +85,7 @@ def test_mark_passes_with_device_and_stays_passed() -> None:
     assert not mark.passed() and not mark.lets_send() and not mark.has_passed
     device.run()
     assert mark.passed() and mark.lets_send()
-    # Records the event again, for another mark. The first mark (point in the device's queue) must
-    # still count as reached.
+    # The first stays passed.
     device.give(lambda: None)
     device.record(mark.event)
     assert mark.passed()
@@ -110,9 +104,7 @@ def test_each_stream_has_a_word_that_counts_up() -> None:
     assert told == [(0, 1), (1, 1), (0, 2), (0, 3), (2, 1)]
     device.run()
     assert device.words is not None and device.words.words[:4].tolist() == [3, 1, 1, 0]
-    # There are words (numbers in device memory that show the server how far the device is) for
-    # NUM_WORDS streams. Marks on further streams have no word, so the worker itself must wait for
-    # their events.
+    # NUM_WORDS streams have words; for others the worker waits itself.
     for stream in range(10, 10 + NUM_WORDS):
         device.stream = stream
         mark = marks.make(OrderKind.FLAGS)

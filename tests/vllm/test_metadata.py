@@ -1,5 +1,4 @@
-"""Tests how the reports of several ranks and steps (`StepReport`) are joined into one report, and
-that each counts once."""
+"""Reports of ranks and steps are joined, and each counts once."""
 
 import copy
 import dataclasses
@@ -49,8 +48,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
         {"a": frozenset({1}), "b": frozenset({1})},
         {"a": frozenset({0, 1}), "b": frozenset({1})},
     ),
-    # How long a load took in each rank. The longest time counts. A negative number says that the
-    # load was late in that rank; then the joined number must be negative too.
+    # The longest time counts, negative if any was late.
     "load_seconds": (
         {"a": 0.5, "b": -0.3, "c": -0.5},
         {"a": 0.3, "b": 0.5, "c": 0.3, "d": 0.3},
@@ -64,12 +62,12 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
     ),
     "weights": tuple({n: WeightsReport(n) for n in ranks} for ranks in ((0,), (1,), (0, 1))),
 }
-"""For each field of the report: the values of two reports, and the joined value."""
+"""Two values of each field, and the joined one."""
 
 
 NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
 WHOLE = st.integers(0, 9).map(float)
-"""Whole numbers, because their floating-point sums are the same in any order."""
+"""Their float sums are equal in any order."""
 
 
 def positions() -> st.SearchStrategy[Any]:
@@ -108,12 +106,11 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         RANKS, st.builds(WeightsReport, st.integers(0, 2), NAMES, st.booleans(), st.booleans())
     ),
 }
-"""For each field of the report: the possible values in a rank's report."""
+"""Values of each field in a rank's report."""
 
 
 def plain(value: Any) -> Any:
-    """Returns the value in a form that `==` can compare: arrays become lists with their dtype,
-    dataclasses become dicts."""
+    """Makes values comparable."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -134,7 +131,7 @@ def test_reports_are_joined_field_by_field() -> None:
     before = copy.deepcopy(plain([one, two]))
     assert plain(one.join(two)) == plain(both)
     assert plain([one, two]) == before and not one.is_empty()
-    # Joining with another connector's report must change nothing.
+    # Another connector's report changes nothing.
     said = HotKVWorkerMetadata({(0, 0): one})
     assert said.aggregate(object()) is said  # type: ignore[arg-type]
 
@@ -146,7 +143,7 @@ def test_each_field_names_its_tried_join() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SAID if name != "counters"])
 def test_report_joined_with_itself_stays(name: str) -> None:
-    """Counters are the only field that adds up."""
+    """Only counters add up."""
 
     @given(SAID[name])
     def twice(said: Any) -> None:
@@ -186,7 +183,6 @@ def of_door(data: st.DataObject, number: int) -> Any:
 
 
 def heard(said: Any, before: SeenReports) -> Any:
-    """Returns what the scheduler side acts on."""
     if isinstance(said, HotKVWorkerMetadata):
         return plain(said.joined(before))
     fresh = said.fresh(before)
@@ -204,13 +200,13 @@ def test_messages_joined_anyhow_and_repeatedly_say_the_same(
     again = data.draw(st.lists(st.sampled_from(said)))
     shuffled = data.draw(st.permutations([*said, *again]))
     while len(shuffled) > 1:
-        # Joins neighbouring messages in any order, as aggregators in a tree may.
+        # As aggregators in a tree may.
         at = data.draw(st.integers(0, len(shuffled) - 2))
         shuffled[at : at + 2] = [shuffled[at].aggregate(shuffled[at + 1])]
     known = SeenReports()
     assert heard(shuffled[0], known) == expected
     assert plain(said) == before, "a message was changed by being joined"
-    # A later step repeats some of the reports.
+    # A later step repeats some.
     nothing = heard(make(data, 0), SeenReports()) and heard(type(said[0])(), SeenReports())
     for one in (shuffled[0], *said):
         assert heard(one, known) == nothing

@@ -1,5 +1,4 @@
-"""A request counts as a miss only if a full block beyond the device's own hit could have come from
-a cache."""
+"""A miss counts only if a cache could have had a full block beyond the device's hit."""
 
 from typing import Any
 
@@ -17,17 +16,17 @@ from tests.vllm.tiny import BLOCK_TOKENS
 @pytest.mark.parametrize(
     ("num_tokens", "on_device", "in_server", "counted"),
     [
-        # vLLM computes a prompt's last token, so its last block can't come from a cache.
+        # The last token is computed, so its block can't.
         (1, 0, 0, {}),
         (BLOCK_TOKENS, 0, 0, {}),
         (BLOCK_TOKENS + 1, 0, 0, {"miss": 1}),
         (3 * BLOCK_TOKENS, 0, 0, {"miss": 1}),
-        # vLLM's own cache serves the prompt as a whole, or up to the last block.
+        # vLLM's own cache serves all, or all but the last block.
         (3 * BLOCK_TOKENS, 3, 0, {}),
         (3 * BLOCK_TOKENS, 2, 0, {}),
         (3 * BLOCK_TOKENS + 1, 3, 0, {}),
         (3 * BLOCK_TOKENS + 1, 2, 0, {"miss": 1}),
-        # A hit that is shorter than it could be is no miss.
+        # A short hit is no miss.
         (3 * BLOCK_TOKENS + 1, 0, 1, {"hit": 1}),
         (3 * BLOCK_TOKENS + 1, 1, 2, {"hit": 1}),
         (3 * BLOCK_TOKENS + 1, 2, 2, {"miss": 1}),
@@ -41,8 +40,7 @@ def test_unanswerable_misses_do_not_count(
     in_server: int,
     counted: dict[str, int],
 ) -> None:
-    """The first `on_device` blocks of the prompt are in vLLM's own cache, the first `in_server`
-    blocks in the server."""
+    """on_device, in_server: number of first blocks."""
     one, tokens = engine(), prompt(1, num_tokens)
     if in_server:
         one.fill(tokens[: in_server * BLOCK_TOKENS + 1])
@@ -90,8 +88,8 @@ def test_a_miss_counts_like_a_naive_count(
     for group in range(len(specs)):
         parts.put("a", sorted(in_server), group)
     on_device = min(on_device, (num_tokens - 1) // TOKENS)
-    # A hit may end after each block that is full and does not have the last token. With a drafter,
-    # the block behind it must be full too.
+    # A hit may end after full blocks without the last token; with a drafter the next must be
+    # full too.
     ends = [
         end
         for end in range(1, num_tokens // TOKENS + 1)

@@ -1,5 +1,4 @@
-"""Runs real vLLM with tiny models of real architectures. Compares the logprobs of an engine that
-loads KV from hotkv with those of the engine that stored it."""
+"""Tiny models in real vLLM: logprobs of a load against those of the store."""
 
 import random
 from typing import Any
@@ -20,25 +19,22 @@ ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 CHUNKED = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 NGRAM |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-# With these settings, hits in vLLM's own cache may end inside a block, but hits from hotkv only at
-# the end of a block. The test hits both: hotkv must extend a shorter hit of vLLM's own.
+# vLLM's hits may end inside a block, hotkv's not: it must extend a shorter hit of vLLM's.
 TAILS = ALIGN | {"block_size": 64, "prefix_match_unit": 32}
 MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
 if torch.cpu._is_amx_tile_supported():
-    # vLLM's kernels for AMX do not support float32, and require blocks of whole tiles.
+    # AMX kernels lack float32 and need whole tiles.
     MLA |= {"block_size": 32, "dtype": "bfloat16"}
 else:
-    # Without AMX, vLLM's kernels give other answers after a prefix hit. So vLLM forbids prefix
-    # caching here, and hotkv would be off (`test_reuse`). The test switches hotkv on nevertheless,
-    # and compares an answer after a hit in vLLM's cache with an answer after a hit in hotkv.
+    # Without AMX answers differ after a hit, so vLLM forbids reuse. hotkv is forced on, two hits
+    # are compared.
     MLA |= {"despite_vllm": True}
 GATED = ALIGN | {"dtype": "bfloat16", "max_model_len": 4096}
 
 
 @pytest.mark.long
 def test_wrong_kv_would_be_seen(start: Starter) -> None:
-    """Checks that this file's comparisons can fail: a changed token in the middle of a prompt must
-    change the logprobs by more than any tolerance here."""
+    """A token changed in mid-prompt must exceed every tolerance here."""
     one = start("gemma3")
     (prompt,) = prompts(9, (500,))
     other = [*prompt[:300], 5, *prompt[301:]]
@@ -57,15 +53,13 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("llama4", {}, 32, marks=LONG),
         pytest.param("two_windows", {}, 32, marks=CAMPAIGN),
         pytest.param("mistral", {}, 32, marks=CAMPAIGN),
-        # These models get one prompt at a time, because batching changes their answers (by vLLM's
-        # CPU kernels, or by bfloat16 rounding). With all of them except lfm2, a hit changes the
-        # answer too. So the answer to compare with is one after a hit in vLLM's own cache.
+        # Batching changes their answers. With all but lfm2 a hit does too, so two hits are
+        # compared.
         pytest.param("lfm2", ALIGN, 32, id="lfm2", marks=CAMPAIGN),
         pytest.param("lfm2", TAILS, 64, id="lfm2-partial-tails", marks=LONG),
         pytest.param("deepseek", MLA, MLA["block_size"], id="deepseek", marks=LONG),
         pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="bfloat16", marks=CAMPAIGN),
-        # A model with gated delta nets (recurrent states). A block is as large as a state: 1056 or
-        # 1088 tokens, depending on the processor. Hits end only at the end of a block.
+        # Blocks of 1056 or 1088 tokens, by processor.
         pytest.param("qwen3_next", GATED, 0, id="qwen3_next", marks=LONG),
     ],
 )
@@ -102,9 +96,7 @@ def test_warm_is_as_good_as_cold(
     "interval", [0, pytest.param(256, marks=LONG), pytest.param(1 << 20, marks=CAMPAIGN)]
 )
 def test_states_are_kept_at_intervals_and_ends(start: Starter, interval: int) -> None:
-    """Runs a conversation on a model with recurrent states; each prompt extends the previous one.
-    Each turn must hit up to the last full block of the previous turn's prompt, whatever the setting
-    `state_interval_tokens` (distance between stored states) is."""
+    """Each turn hits up to the previous prompt's last full block."""
     dice = random.Random(4)
     settings = ALIGN | {"max_num_batched_tokens": 64, "max_num_seqs": 2}
     settings |= {"prefix_cache_retention_interval": 32}
@@ -118,9 +110,7 @@ def test_states_are_kept_at_intervals_and_ends(start: Starter, interval: int) ->
         settled(one)
         one.ask("reset")
     assert [answer["cached"] for answer in plain] == [[0], [96], [192], [288]]
-    # The server must have 12 attention blocks and these numbers of states. With interval 0 there is
-    # a state at the end of each step of 64 tokens and of each prompt; with 256, at multiples of 256
-    # tokens and at the ends of prompts; with other intervals, only at the ends of prompts.
+    # There are 12 attention blocks besides.
     ends = {96, 192, 288, 384}
     states = {0: {64, 160, 256, 352} | ends, 256: {256} | ends}.get(interval, ends)
     assert settled(one)["stored_blocks"] == 12 + len(states)

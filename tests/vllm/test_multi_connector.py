@@ -1,6 +1,4 @@
-"""Tests hotkv as the first and as the second connector in vLLM's MultiConnector, with vLLM's real
-scheduler and the simulated model of the test harness. `tests/pairs` runs random traffic in both
-orders."""
+"""hotkv in vLLM's MultiConnector, in the harness. Random traffic: `tests/pairs`."""
 
 import copy
 import importlib.util
@@ -39,9 +37,6 @@ def plan() -> Iterator[Plan]:
 def test_beside_one_that_checks_its_handshake(
     engine: Make, server: FakeServer, ours_first: bool
 ) -> None:
-    """Runs hotkv beside a connector that accepts only its own handshake. Each connector must
-    receive its own handshake. hotkv must store from the first request on, serve hits to a second
-    engine, and recompute the prompt if a load fails."""
     within = beside("CheckingConnector", ours_first=ours_first)
     one, other = engine(within=within), engine(within=within)
     assert children(one.connector)[1].seen == {(0, 0): CheckedHandshake(0)}
@@ -52,16 +47,14 @@ def test_beside_one_that_checks_its_handshake(
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
     assert other.counters["failed_loads"] == 1 and "callback_errors" not in other.counters
-    # The other connector can't receive handshakes by pipeline stage; vLLM's base class refuses
-    # them. hotkv must then send no handshake.
+    # vLLM's base class refuses handshakes by stage: hotkv sends none.
     beside_another = engine(within=beside("LoadingConnector", ours_first=ours_first))
     assert beside_another.worker.get_handshake_metadata() is None
 
 
 @BOTH_ORDERS
 def test_hit_counts_only_if_loaded_from_hotkv(engine: Make, plan: Plan, ours_first: bool) -> None:
-    """Both connectors offer a hit for a prompt. vLLM uses that of the connector that is listed
-    first. hotkv must count hit tokens only if it is the first."""
+    """vLLM takes the hit of the first connector."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     expected = one.fill(PROMPT)
     one.drop_local()
@@ -75,9 +68,7 @@ def test_hit_counts_only_if_loaded_from_hotkv(engine: Make, plan: Plan, ours_fir
 def test_another_connectors_prompt_is_left_to_it(
     engine: Make, plan: Plan, ours_first: bool
 ) -> None:
-    """hotkv has the first blocks of a prompt, and the request says that another connector can fetch
-    all its blocks. MultiConnector loads from only one connector. So hotkv must offer no hit, unless
-    the request says that the other connector has already tried (its load may have failed)."""
+    """MultiConnector loads from one connector. After the other's try hotkv may offer."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     one.fill(PROMPT[:96])
     plan.tokens["fetched"], plan.fill = USABLE, loads_into(one)
@@ -112,10 +103,7 @@ def _config(*names: str) -> Any:
 
 
 def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
-    """When hotkv registers the KV cache of a CPU engine, it moves the cache in memory. A connector
-    that registered before and remembers addresses, such as NIXL, would then read at the old ones.
-    So hotkv must refuse to be listed after such a connector, and warn if it does not know the
-    earlier connector. On GPUs any order is allowed."""
+    """On CPU registering moves the KV cache; NIXL remembers addresses."""
     inner = _config("ExampleConnector", "HotKVConnector", "Behind")
     outer = _config("NixlConnector", "MultiConnector", "Behind")
     assert checks.earlier_connectors(()) == ()
@@ -133,9 +121,8 @@ def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
 def test_a_rank_that_never_answers(
     engine: Make, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank sends no handshake. The first request waits for it for a while, then the engine
-    computes it without hotkv. When the handshake arrives, hotkv must switch on, unless the
-    handshake has no key space."""
+    """The first request waits, then runs without hotkv, which comes on with the handshake,
+    unless that has no key space."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
     worker, scheduler = children(one.worker)[0]._worker, children(one.connector)[0]._scheduler
     answer = worker.handshake
@@ -159,9 +146,7 @@ def test_a_rank_that_never_answers(
 
 
 def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: FakeServer) -> None:
-    """In a MultiConnector, the scheduler side learns its key space with the first step. A reset
-    that was requested earlier must take effect then: the first request must find no blocks from
-    before the reset, and its own blocks must be stored."""
+    """The key space is known with the first step."""
     engine().fill(PROMPT)
     one = engine(within=beside("LoadingConnector", ours_first=True))
     assert one.scheduler.reset_prefix_cache(reset_connector=True)
@@ -175,10 +160,7 @@ def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: F
 def test_reset_before_handshakes_ends_before_first_request(
     engine: Make, server: FakeServer
 ) -> None:
-    """Resets the cache in the server before the engine's first step. The idle engine must run the
-    steps in which it gets the ranks' handshakes and deletes its blocks in the server. If it deleted
-    them only with its first request, it would delete blocks that another engine has stored since.
-    """
+    """Else the first request's flush would delete what another engine stored since."""
     other, one = engine(), engine(within=beside("LoadingConnector", ours_first=True))
     other.fill(PROMPT)
     assert one.scheduler.reset_prefix_cache(reset_connector=True)
@@ -190,8 +172,7 @@ def test_reset_before_handshakes_ends_before_first_request(
 
 
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector looks up a connector's class by name. Importing `hotkv_vllm.connector` must
-    register the name, because VLLM_PLUGINS may exclude hotkv's plugin."""
+    """VLLM_PLUGINS may exclude hotkv's plugin."""
     monkeypatch.delitem(KVConnectorFactory._registry, "HotKVConnector", raising=False)
     spec = importlib.util.find_spec("hotkv_vllm.connector")
     assert spec is not None and spec.loader is not None
@@ -203,8 +184,6 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """If the other connector requires a KV cache layout, MultiConnector must use it. If it requires
-    none, MultiConnector must use hotkv's layout."""
     monkeypatch.setattr(checks, "preferred_layout", lambda _: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
@@ -221,9 +200,7 @@ def test_layouts_do_not_conflict(
 def test_asynchronous_load_of_another(
     engine: Make, server: FakeServer, plan: Plan, ending: str
 ) -> None:
-    """If another connector loads tokens asynchronously, vLLM counts them as computed as soon as the
-    load starts. hotkv must not store their blocks before the load ends. If that load fails, hotkv
-    must not count it as a failure of its own."""
+    """vLLM counts tokens as computed when the load starts."""
     one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
     expected = other.generate("alone", PROMPT, 4)[0]
     server.blocks.clear()
@@ -242,7 +219,6 @@ def test_asynchronous_load_of_another(
         assert not server.blocks
     else:
         assert one.outputs["a"] == expected and len(server.blocks) >= USABLE // BLOCK_TOKENS
-    # Another engine loads the stored blocks, and checks each value.
     other.hit(PROMPT)
 
 
@@ -256,9 +232,7 @@ def test_synchronous_load_of_another(
     fails: bool,
     pipelined: bool,
 ) -> None:
-    """Another connector loads blocks within a step. If this load fails, vLLM learns of it only
-    after the step has used the blocks. hotkv must store the step's blocks only once the load's
-    result is known, and never if the load failed."""
+    """vLLM learns of the failure after the step has used the blocks."""
     within = beside("LoadingConnector", ours_first=False)
     one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]
@@ -268,16 +242,14 @@ def test_synchronous_load_of_another(
         one._cells(layer)[:] = 7
     plan.tokens["a"], plan.fails, plan.fill = USABLE, fails, loads_into(one)
     with monkeypatch.context() as lax:
-        # Turns off the harness's check of KV values: the step computes with blocks that were not
-        # loaded, as a real model would.
+        # As a real model would.
         lax.setattr(one, "_check", lambda *_: None)
         one.add("a", PROMPT, 40)
         one.add("shares", PROMPT, 40)
         one.step()
         assert not any(meta.metadata[1].stores for meta in one.metas[-1:])
         if fails and not pipelined:
-            # vLLM's scheduler drops the tokens that the failed step sampled, so the test drops them
-            # from the harness's records too.
+            # vLLM drops what the failed step sampled.
             one.tokens |= {"a": list(PROMPT), "shares": list(PROMPT)}
         one.step()
     one.run()
@@ -285,7 +257,6 @@ def test_synchronous_load_of_another(
         assert one.outputs["a"] == one.outputs["shares"] == expected
     assert bool(server.blocks) is not fails
     other.hit(PROMPT, 40)
-    # Blocks of later requests must be stored.
     stored = len(server.blocks)
     one.generate("c", prompt(3, 200), 40)
     assert len(server.blocks) >= stored + 6 and "callback_errors" not in one.counters

@@ -1,5 +1,4 @@
-"""Runs real engines of the newest supported vLLM with both connectors. They must answer as the same
-vLLM without hotkv."""
+"""The newest supported vLLM with both doors, against the same without."""
 
 import functools
 from collections.abc import Callable
@@ -26,8 +25,7 @@ Start = Callable[..., EngineProcess]
 def start(
     request: pytest.FixtureRequest, daemon: Daemon, engines: Engines, tmp_path: Path
 ) -> Start:
-    """Returns a function that starts engines with a connector at the server, or with
-    `is_alone=True` without a connector."""
+    """is_alone: without connector."""
     ours = transfer_config(target=daemon.target, weights_identity="random", lookup_timeout_s=30.0)
     identity: dict[str, Any] = {"hotkv.weights_identity": "random"}
     door = door_config(daemon.target, **identity)
@@ -42,7 +40,7 @@ def start(
 
 
 def kept(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
-    """Returns the answers to prompts that the server does not have, when it has stored them."""
+    """Returns once the server has stored them."""
     before = daemon.counter("stored_blocks_total")
     answers = engine.ask_each(batch, 6)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)

@@ -1,5 +1,4 @@
-"""Tests disaggregated prefill with two real engines that transfer KV with NIXL. hotkv runs beside
-NIXL in the same MultiConnector."""
+"""Disaggregated prefill with NIXL and hotkv in one MultiConnector."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ def beside_nixl(engines: Engines, model: Path, target: str) -> EngineProcess:
 
 
 def test_a_prefill_that_nixl_hands_over(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
-    """The prefill engine and the decode engine use separate hotkv servers. The decode engine
-    receives the prompt's blocks through NIXL. hotkv must store these blocks, so that the next
-    request with this prompt hits."""
+    """What NIXL brings must be stored in the decode engine's server."""
     model = write_model(tmp_path / "model")
     batch = prompts(1, (333,))
     with own_daemon() as far:

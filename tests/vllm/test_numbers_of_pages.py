@@ -1,4 +1,4 @@
-"""Tests that pages promise the times and numbers that the code has."""
+"""Pages promise the times and numbers that the code has."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_a_page_says_the_number(page: str, words: str, number: float, value: flo
 
 
 def test_what_one_time_needs_of_another() -> None:
-    # A node that knows a lost flush connects again before others trust the store.
+    # A node that knows a lost flush connects before others trust the store.
     assert GRACE_S >= 2 * LONGEST_WAIT_S
-    # A load has time to end before its lease does.
+    # A load ends before its lease.
     assert LEASE_SHARE_BEFORE_LOAD <= 0.5

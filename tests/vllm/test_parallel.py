@@ -1,6 +1,5 @@
-"""Runs real engines with tensor, pipeline or data parallelism at one hotkv server; each rank is a
-process. Except for the model deepseek, the ranks load weights from a file, so an answer changes if
-a shard of KV is stored in the wrong place."""
+"""Real engines with tensor, pipeline or data parallelism. Weights of a file show misplaced
+shards; deepseek has none."""
 
 import os
 import signal
@@ -29,12 +28,7 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start_ranks(start: Starter) -> Start:
-    """Returns a function that starts an engine with several ranks.
-
-    kind: the kind of tiny model.
-    shape: changes to the model's config.
-    settings: arguments of vLLM.
-    """
+    """shape: changes of the model's config."""
 
     def make(kind: str, *, shape: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
         settings = {"kv_cache_memory_bytes": 32 << 20, "driver": "parallel_driver.py"} | settings
@@ -49,15 +43,13 @@ def start_ranks(start: Starter) -> Start:
 
 
 def blocks_of(batch: list[list[int]], new_tokens: int) -> int:
-    """Returns the number of full blocks that the prompts and their answers fill. The last token of
-    an answer does not count, because it has no KV."""
+    """An answer's last token has no KV."""
     return sum((len(prompt) + new_tokens - 1) // 32 for prompt in batch)
 
 
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:
-    """Kills the engine's last rank, then the rest of the engine. Waits until the server has
-    released all that the engine held. If the engine is a pipeline, first stops the last stage with
-    SIGSTOP, and waits until the first stage has stored its shard of the prompt's blocks."""
+    """Waits until the server has released all. A pipeline's last stage first stops, until the
+    first has stored its shard."""
 
     def counters() -> dict[str, float]:
         counted: dict[str, float] = daemon.admin("info")["counters"]
@@ -88,11 +80,9 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
     ("kind", "settings"),
     [
         pytest.param("llama", TP, id="tp2"),
-        # A model with six groups, each of one layer, on two pipeline stages. Each group is in one
-        # stage only, so the other stage's shard of its blocks is empty.
+        # Each of six groups is in one stage: the other's shard is empty.
         pytest.param("gemma3", PP, id="pp2-hybrid", marks=pytest.mark.long),
-        # The model has one KV head, so both ranks have the same KV. vLLM does not report this
-        # (`kv_tp_replicas` is 1), so each rank stores a shard.
+        # Both ranks have the same KV, but `kv_tp_replicas` is 1: each stores a shard.
         pytest.param(
             "llama", TP | {"shape": {"num_key_value_heads": 1}}, id="head", marks=pytest.mark.long
         ),
@@ -122,10 +112,8 @@ def test_warm_equals_cold_until_a_rank_dies(
 
 @pytest.mark.long
 def test_first_of_ranks_with_same_kv_writes(shared_daemon: Daemon, start_ranks: Start) -> None:
-    """With latent attention (MLA) both ranks hold the same KV. Only the first rank must store it,
-    as the only shard of each slot, and both ranks must load it. On CPUs a hit changes the answer,
-    so the test compares a hit in hotkv with a hit in vLLM's own cache."""
-    # vLLM's kernels for AMX require bfloat16.
+    """On CPUs a hit changes the answer, so two are compared."""
+    # AMX kernels need bfloat16.
     settings = {"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": True}
     is_forbidden = not torch.cpu._is_amx_tile_supported()
     one = start_ranks("deepseek", despite_vllm=is_forbidden, **settings, **TP)
@@ -144,9 +132,6 @@ def test_first_of_ranks_with_same_kv_writes(shared_daemon: Daemon, start_ranks: 
 
 @pytest.mark.long
 def test_data_parallel_siblings_blocks_hit(shared_daemon: Daemon, start_ranks: Start) -> None:
-    """Starts two data-parallel engines, each with its own engine id and its own connections to the
-    server. They share a key space, so the second engine must hit all blocks that the first has
-    stored."""
     batch = prompts(9, LENGTHS)
     both = start_ranks("llama", driver="dp_driver.py", data_parallel_size=2)
     cold = both.ask("generate", prompts=batch, max_tokens=14, rank=0)

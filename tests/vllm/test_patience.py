@@ -1,5 +1,4 @@
-"""Tests of `Patience`, which limits how long a scheduler step waits for the server's answers.
-Compares its waits with those of a simple model, on a simulated clock."""
+"""`Patience` against a simple model."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -12,17 +11,14 @@ from hotkv_vllm.scheduler.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patienc
 from tests.vllm.parts import TOKENS, Parts, request
 
 SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])
-"""Times until the server answers, as multiples of the time that a step may wait for it."""
+"""Multiples of what a step may wait."""
 
 
 WAKING_S = 1e-6
-"""Wake-up delay: each simulated wait takes this much longer than it should."""
+"""Each simulated wait takes this much longer."""
 
 
 class Server:
-    """A fake server with a simulated clock. Its answer to each call comes after the time that the
-    test gives."""
-
     def __init__(self) -> None:
         self.clock_s = 100.0
         self.needs_s = dict[int, float]()

@@ -1,4 +1,4 @@
-"""Tests of `PrefillSpeed`, which measures an engine's prefill speed from its steps."""
+"""`PrefillSpeed`, measured from an engine's steps."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,10 +8,7 @@ from hotkv_vllm.stats import HotKVStats
 
 
 def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
-    """Reports the end of a step to `PrefillSpeed`, as the scheduler side does.
-
-    number: the step's number; 0 for a step that is not measured.
-    """
+    """number: 0 if not measured."""
     if number:
         speed.end_step(number, now_s)
     speed.last_end_s = now_s
@@ -24,8 +21,7 @@ def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
 def test_speed_is_the_steps_whatever_between_them(
     steps: list[tuple[int, int]], is_pipelined: bool
 ) -> None:
-    """Runs prefill steps at 1000 tokens/s, with pauses between them. A pipelined engine plans a
-    step before the previous step has ended. The measured speed must be 1000 tokens/s."""
+    """A pipelined engine plans a step before the previous has ended."""
     speed, free_s, ended_s, results = PrefillSpeed(HotKVStats()), 0.0, 0.0, []
     for num_tokens, pause_s in steps:
         planned_s = (max(0.0, free_s - 0.1) if is_pipelined and not pause_s else free_s) + pause_s
@@ -53,8 +49,7 @@ def test_decode_small_and_lost_steps_dont_count() -> None:
     for at in range(2 * MAX_OPEN):
         assert speed.begin_step([(1000, 0)], float(at))
     assert len(speed._open) == MAX_OPEN
-    # Only the last MAX_OPEN steps without an end are remembered. The end of an earlier step must be
-    # ignored.
+    # Older steps are forgotten.
     end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
     number = speed.begin_step([(1000, 0)], 600.0)
@@ -68,9 +63,7 @@ def test_decode_small_and_lost_steps_dont_count() -> None:
 
 
 def test_longer_context_costs_more_if_measured() -> None:
-    """Runs prefill steps in which a token takes 1 ms, plus 1 us for each token before it, as with
-    attention. Predictions for other prompts must be right within 2 %, although one of the steps
-    took 9 s too long."""
+    """1 ms a token and 1 us for each before it; one step takes 9 s too long."""
     speed, now_s = PrefillSpeed(HotKVStats()), 0.0
     for computed in range(0, 8192, 1024):
         number = speed.begin_step([(1024, computed)], now_s)

@@ -1,6 +1,4 @@
-"""Tests of `PrefillWait`, for prefill and decode in separate engines. If a request reaches the
-decode engine before the prefill engine has computed its prompt, the decode engine waits for the
-blocks."""
+"""`PrefillWait`: a decode engine waits for a prompt computed elsewhere."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +16,7 @@ from tests.vllm.parts import TOKENS, Parts, request
 
 BLOCKS = 6
 PROMPT_TOKENS = (BLOCKS + 1) * TOKENS
-"""Length of the prompt: a hit covers BLOCKS blocks, but not the last one, which contains the
-prompt's last token."""
+"""A hit covers BLOCKS of it."""
 STEP_S = 0.002
 
 
@@ -53,18 +50,12 @@ def test_waiting_never_exceeds_computing(
     remote: Any,
     fetches: bool,
 ) -> None:
-    """Lets a request wait for its prompt's blocks. The wait must end once they are ready, or after
-    about `prefill_s`. Without tiers, the block table shows all blocks, so the engine must not ask
-    the server.
-
-    come_s: the time at which each block becomes ready.
-    prefill_s: the time that computing the prompt would take.
-    leaves_s: the time at which the connection to the server breaks.
-    has_table, has_tiers: whether the engine reads the block table; whether the server has tiers.
-    decodes_only: the engine has the role `kv_consumer`.
-    remote: the request's `do_remote_prefill`.
-    fetches: the request names another engine from which another connector fetches the blocks, so it
-        must not wait.
+    """come_s: when each block is ready.
+    prefill_s: what computing would take.
+    leaves_s: when the connection breaks.
+    decodes_only: `kv_consumer`.
+    remote: `do_remote_prefill`.
+    fetches: another connector fetches, so no wait.
     """
     parts = Parts(lookup_timeout_s=9.0)
     parts.server.table, parts.server.has_tiers = has_table, has_tiers
@@ -98,8 +89,7 @@ def test_waiting_never_exceeds_computing(
     if waited_s == 0 or waited_s >= leaves_s:
         assert waited_s or not parts.stats.data
         return
-    # How late the engine may notice a new block: in its next step if it reads the block table,
-    # otherwise after it has asked the server.
+    # A block is seen a step later by the table, else with an answer.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
     assert waited_s < come_s[-1] + late_s + 1e-6
     assert parts.hit(state) == there * TOKENS
@@ -112,9 +102,7 @@ def test_waiting_never_exceeds_computing(
 def test_decoding_engine_hits_blocks_coming_meanwhile(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """An engine of role `kv_consumer` must wait for the prompt's blocks, which another engine
-    computes, and hit them. A `kv_both` engine must compute at once, unless the router says that
-    another engine computes the prompt (`do_remote_prefill`)."""
+    """A `kv_both` engine waits only if the router says so."""
     tokens = prompt(1, 200)
     first = engine()
     second = engine(within=lambda ours: ours | {"kv_role": role})
@@ -134,8 +122,7 @@ def test_decoding_engine_hits_blocks_coming_meanwhile(
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
-        # If all its requests wait, the engine must sleep once per step instead of stepping without
-        # a pause.
+        # If all wait, one sleep per step.
         assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)
@@ -145,7 +132,7 @@ def test_decoding_engine_hits_blocks_coming_meanwhile(
         assert (reports_to(server)[-1].wait_s > 0) == is_waiting
         tokens = prompt(2, 200)
         rests.clear()
-    # If another request is computed, the engine must not sleep.
+    # No sleep while another is computed.
     second.add("busy", prompt(3, 40), 9, transfer={"do_remote_prefill": False})
     second.step()
     second.add("waits", prompt(4, 200), 1, transfer={"do_remote_prefill": True})

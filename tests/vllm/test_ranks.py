@@ -1,6 +1,5 @@
-"""Tests that all ranks of an engine reach the same decision: all use the same key space, or none
-uses hotkv. The ranks exchange notes (`RankNote`: a rank's description of its KV memory) in any
-order, and some ranks fail."""
+"""Ranks decide alike: one key space, or none uses hotkv. `RankNote`s come in any order, and some
+ranks fail."""
 
 import threading
 from collections.abc import Callable
@@ -35,12 +34,9 @@ def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpac
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
-    """Returns the notes of all ranks. A note (`RankNote`) is a rank's description of its KV memory.
-
-    stages: for each pipeline stage, the number of layers of each KV cache group. A layer has 8
-        bytes in each rank.
-    tp_size: number of tensor-parallel ranks in a stage.
-    replicas: number of neighbouring ranks that have the same KV.
+    """stages: layers of each group, by stage; a layer has 8 bytes per rank.
+    tp_size: tensor-parallel ranks per stage.
+    replicas: neighbours with the same KV.
     """
     notes = []
     for stage, layers in enumerate(stages):
@@ -124,14 +120,7 @@ def test_ranks_decide_alike_whatever_the_order(shape: Any, data: st.DataObject) 
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks how the ranks agreed to divide a block's slot. Each rank that writes must have a
-    separate shard, as large as the rank's part of a block. A rank whose KV equals that of the rank
-    before it writes no shard: it must use that rank's shard.
-
-    found: the key space on which the ranks agreed.
-    notes: the ranks' descriptions of their KV memory.
-    places: the shard of each rank.
-    """
+    """A replica uses the shard of the rank before it."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1
@@ -152,19 +141,13 @@ def test_differently_cut_or_packed_stages_dont_share() -> None:
     other = notes_of([[2], [2]], 1, 1)
     other[1] = other_space(page_format="packed")(other[1])
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
-    # All stages report the same page format and extras. Where stages agree, the joined text must be
-    # that of a single rank.
+    # What stages agree on stands once, as for one rank.
     stages = ("stage 0: layers of 0", "stage 1: layers of 1")
     assert even.page_format == "format 0" and even.extra == ("all", *stages)
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """Lets these ranks exchange their notes (`RankNote`: a rank's description of its KV memory)
-    concurrently over one key-value store. Returns the decision of each rank: a key space's
-    fingerprint, or why hotkv is off.
-
-    num_ranks: number of ranks of the engine; those beyond `notes` never post a note.
-    """
+    """Fingerprints, or why hotkv is off. Ranks beyond `notes` post none."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:
@@ -201,8 +184,7 @@ def test_ranks_meet_in_the_process_groups_store(monkeypatch: pytest.MonkeyPatch)
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     assert ranks.process_group_store() is store
-    # This rank can't use hotkv (`why_off`). It must say so at once, without waiting for the notes
-    # (descriptions) of other ranks.
+    # It says so without waiting for others.
     with pytest.raises(Unsupported, match="no room"):
         ranks.agree(replace(note, space=None, why_off="no room"), 2, "engine")
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
@@ -234,9 +216,7 @@ def test_rank_tells_others_whatever_breaks(
 
 
 def test_rank_that_missed_a_note_tells_others(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank misses the other rank's note (`RankNote`, a description of its KV memory). Then the
-    engine sleeps and wakes up, after which the ranks exchange notes again. The rank's new note must
-    say that it missed one, so that the other ranks switch hotkv off too."""
+    """At wake-up it tells the others."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

@@ -1,5 +1,4 @@
-"""Tests how vLLM joins the outputs and handshakes of several ranks, and how hotkv's scheduler side
-uses the result. The workers are real, and so is vLLM's aggregator."""
+"""What vLLM's aggregator makes of ranks, and the scheduler side of that."""
 
 import functools
 import random
@@ -39,8 +38,7 @@ def ranked(make: Any) -> Ranked:
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
-    """Makes the fake server answer those calls of this kind and rank that it has delayed. Returns
-    their number. (A transfer's name ends with its rank.)"""
+    """A transfer's name ends with its rank."""
     mine = [one for one in server.held if one[0] == kind and one[1].endswith(f"-k{rank}")]
     later = [one for one in server.held if one not in mine]
     server.held = mine
@@ -50,7 +48,6 @@ def settle(server: FakeServer, kind: str, rank: int) -> int:
 
 
 def outputs_of(one: RankedEngine) -> list[KVConnectorOutput]:
-    """Returns a list to which each later output of vLLM's aggregator is appended."""
     given: list[KVConnectorOutput] = []
     aggregate = one.aggregator.aggregate
 
@@ -103,9 +100,7 @@ def test_ranks_share_out_tokens_of_a_block(make: Any, model: Any) -> None:
 def test_ranks_that_lag_at_random(
     ranked: Ranked, server: FakeServer, model: Any, stages: bool
 ) -> None:
-    """Runs random requests on engines with two ranks, which are pipeline stages if `stages` is
-    True. Loads and stores end at different times in each rank, or fail in a single rank. All
-    answers must be right, and no lease may remain."""
+    """Transfers end differently in each rank."""
     dice = random.Random(f"{model.__name__}{stages}")
     blocks = 48 if model is hybrid_model else 20
     engines = [
@@ -155,9 +150,7 @@ def end_all(server: FakeServer, engines: list[RankedEngine]) -> None:
 def test_hung_loads_blocks_stay_held_over_failures(
     ranked: Ranked, server: FakeServer, monkeypatch: pytest.MonkeyPatch, repeats: int
 ) -> None:
-    """A load hangs in rank 1 and has ended in rank 0, which says so in each step. vLLM joins the
-    outputs of failed steps with those of the next. The blocks may return to the pool only when rank
-    1's load has ended too."""
+    """vLLM joins a failed step's outputs with the next; rank 0 repeats that it is done."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     ranked().fill(PROMPT)
     one = ranked(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
@@ -192,13 +185,12 @@ def quarantine_of(one: RankedEngine) -> Any:
 @BOTH_MODELS
 @given(seed=st.integers(0, 1 << 16))
 def test_failed_steps_change_no_answer_and_leave_nothing(model: Any, seed: int) -> None:
-    """Like `test_ranks_that_lag_at_random`, with hung loads, and with steps in which a rank
-    fails."""
+    """`test_ranks_that_lag_at_random`, with hung loads and failing ranks."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
         patch.setattr(rekeying, "PATIENCE_S", 60.0)
         server = FakeServer()
-        # The server ends no revoked store, so each wait for one takes the whole time.
+        # No revoked store ends, so each wait takes the whole time.
         patch.setattr(rank_stores, "FENCE_GRACE_S", 0.0)
         extra = {"load_timeout_s": 0.0, "store_timeout_s": 0.05}
         one = RankedEngine(server, Path(folder), patch, specs=model(), extra=extra)
@@ -247,7 +239,7 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
     (lambda found: found | {(1, 0): HotKVHandshake(None, "no room")}, "no room"),
     (other_weights, "do not agree"),
     (lambda found: found | {(1, 0): replace(found[1, 0], host="elsewhere")}, "different machines"),
-    # A handshake of another connector must be ignored.
+    # Another connector's.
     (lambda found: found | {(3, 0): object()}, ""),
 ]
 
@@ -271,9 +263,7 @@ def test_disabled_rank_tells_others_at_wake_up(
 
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, warnings: list[str]) -> None:
-    """Passes the handshakes of three pipeline stages to the scheduler side, changed in several
-    ways. hotkv must be off, with a warning, if a handshake is missing, has no key space or
-    contradicts another."""
+    """hotkv is off, with a warning, if one is missing or contradicts."""
     one = ranked(num_ranks=3, stages=True)
     handshakes = one.handshakes()
     assert [handshake.rank for handshake in handshakes.values()] == [0, 1, 2]

@@ -1,5 +1,4 @@
-"""Tests of rekeying: after weights have changed, the scheduler side and the ranks agree on a new
-key space. They must agree for any order of steps, writes of weights and lost reports."""
+"""After weights have changed, scheduler side and ranks agree on a new key space."""
 
 import contextlib
 import threading
@@ -29,9 +28,7 @@ PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 
 
 class Machine(RuleBasedStateMachine):
-    """A hypothesis state machine that writes weights between an engine's steps. In each step all
-    ranks execute the orders of the scheduler's `Rekeying`, such as to hash their weights. Their
-    reports reach the scheduler at the step's end, or are lost."""
+    """Ranks obey the scheduler's `Rekeying`; their reports come at the step's end or are lost."""
 
     @initialize(
         num_ranks=st.integers(1, 3),
@@ -40,22 +37,20 @@ class Machine(RuleBasedStateMachine):
         late=st.booleans(),
     )
     def start(self, num_ranks: int, unseen: bool, in_doubt: bool, late: bool = False) -> None:
-        """Creates the scheduler and the ranks.
-
-        unseen: if True, no rank notices writes.
-        in_doubt: if True, the weights of a rank may differ from the model's files.
-        late: if True, steps have run before the ranks' handshakes.
+        """unseen: no rank notices writes.
+        in_doubt: a rank's weights may not be those of the files.
+        late: steps came before the handshakes.
         """
         self.now_s = 0.0
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
-        # One rank that is in doubt about its weights is enough, so only the last one is.
+        # One rank in doubt is enough.
         self.ranks = [RankWeights(None if unseen else watch) for watch in self.watches]
         for number, rank in enumerate(self.ranks, 1):
             rank.begin(ORIGINAL, in_doubt and number == num_ranks)
         self.scheduler = Rekeying(num_ranks)
         self.encoded: set[tuple[int, ...]] = set()
-        """The weights with which vLLM's cached encodings of media were computed."""
+        """Weights of vLLM's cached encodings."""
         if late:
             self.scheduler.is_fresh = False
             self.encoded.add(tuple(watch.weights for watch in self.watches))
@@ -65,10 +60,9 @@ class Machine(RuleBasedStateMachine):
         self.under: dict[str, Any] = {
             ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)
         }
-        """For each identity (hash of weights): the weights that were in use when a block was stored
-        under it."""
+        """Weights in use when a block was stored under an identity."""
         self.on_device: set[tuple[int, ...]] = set()
-        """The weights that computed those blocks on the device that hotkv may store."""
+        """Weights of the device's blocks that may be stored."""
 
     @rule(weights=st.integers(0, 2))
     def write(self, weights: int) -> None:
@@ -140,9 +134,8 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.reported(reports, self.now_s)
 
     def use(self) -> None:
-        """Checks that all ranks store under the same identity (hash of weights), and that this
-        identity always stood for the same weights. Checks nothing while any rank delays its stores.
-        """
+        """All have one identity, which always stood for the same weights. Not while any rank
+        holds."""
         if self.scheduler.under_way or any(rank.held for rank in self.ranks):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
@@ -207,7 +200,7 @@ def test_repeated_check_after_pause_finds_no_media(
     one.arrive()
     if is_overtaken:
         one.scheduler.suspect()
-    # Lets the time pass, without steps, until the scheduler would ask again.
+    # Without steps, until the scheduler would ask again.
     one.now_s += ASK_AGAIN_S
     one.teardown()
     assert not one.scheduler.media_are_old
@@ -230,8 +223,7 @@ def test_requests_wait_once_for_the_ranks() -> None:
 
 
 def refuse_threads(server: Any, monkeypatch: pytest.MonkeyPatch, *roles: Role) -> list[Role]:
-    """Makes the next session (connection to the server) of each of these roles fail, because the
-    system refuses to start a thread. Returns a list of the roles whose failure is still to come."""
+    """No thread can start. Returns the roles still to fail."""
     refused = list(roles)
 
     def opened(config: Any, *more: Any) -> Any:
@@ -255,9 +247,7 @@ def test_start_refused_a_thread_is_retried(
 
 
 def test_weights_change_in_pause_before_handshakes(updated: Any) -> None:
-    """In a MultiConnector the ranks send their handshakes only with the first step. Before that,
-    pauses an engine and changes its weights, which hotkv does not notice. The blocks that the
-    engine then stores must not be hit by an engine with the original weights."""
+    """Handshakes come with the first step."""
     one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
     with pausing():
         one.connector.reset_cache()
@@ -285,15 +275,8 @@ def test_media_encoded_before_handshakes_are_in_doubt(
 def test_engines_with_other_weights_never_meet(
     updated: Any, server: Any, monkeypatch: Any, model: Any, pipelined: bool, told: str
 ) -> None:
-    """Two engines share a prompt's blocks, then one of them loads other weights. It must miss the
-    old blocks, and share its new blocks with a third engine that loads the same weights. The
-    harness fails at the first KV value of other weights.
-
-    told: how hotkv learns of the new weights. "noticed": by the call of `load_weights`. "no
-        thread": likewise, but at first no session (connection to the server) can be opened.
-        "reset": only at a later reset. "owed": likewise, while there is no server. "paused": only
-        because the engine was in a pause.
-    """
+    """told: "noticed": by `load_weights`. "no thread": and at first no session opens. "reset":
+    at a later reset. "owed": without a server. "paused": by the pause."""
     one, two, three = (updated(specs=model(), pipelined=pipelined) for _ in range(3))
     one.fill(PROMPT)
     assert two.hit(PROMPT) == 192
@@ -308,8 +291,7 @@ def test_engines_with_other_weights_never_meet(
     elif told == "noticed":
         load(one, 7)
     else:
-        # Changes the weights without a call that hotkv watches. hotkv must notice it at a reset or
-        # a pause.
+        # A reset or pause must find it.
         if told == "paused":
             with pausing():
                 one.connector.reset_cache()
@@ -326,11 +308,10 @@ def test_engines_with_other_weights_never_meet(
     one.fill(PROMPT)
     assert one.hit(PROMPT) == 192, "it finds what it has computed itself"
     assert two.hit(PROMPT) == (0 if told in ("reset", "owed") else 192)
-    # A third engine gets the same new weights. It must hit the first engine's new blocks.
+    # It must hit the first engine's new blocks.
     load(three, 7)
     three.generate("begin", prompt(5, 10), 2)
     assert three.hit(PROMPT) == 192
-    # Load the original weights again.
     load(one, 0)
     assert not any("callback_errors" in engine.counters for engine in (one, two, three))
 
@@ -374,9 +355,7 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
 def test_engines_with_older_files_share_by_memory(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's files may have been replaced while two engines loaded them, so the files may not
-    describe their weights. These engines must share blocks with each other (they identify weights
-    by the content in memory), but not with an engine that is sure of its files."""
+    """So these engines identify weights in memory."""
     sure = updated()
     sure.fill(PROMPT)
     monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
@@ -395,16 +374,13 @@ def test_engines_with_older_files_share_by_memory(
 
 
 def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> None:
-    """Changes the weights during stores, loads and running requests. No KV of the old weights may
-    be stored under the key space of the new ones, and no new KV under the old key space."""
     one, two = updated(blocks=40), updated()
     two.fill(PROMPT)
     server.hold = {"store", "load"}
     one.add("loading", [*PROMPT, 5, 6, 7], 4)
     one.add("running", prompt(3, 150), 60)
     one.steps(6)
-    # The harness checks KV against one set of weights at a time. So the test aborts the running
-    # request before the weights change.
+    # The harness checks against one set of weights at a time.
     one.abort("running")
     load(one, 7)
     server.resume()
@@ -418,9 +394,7 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
 
 
 def test_old_weights_leftovers_are_not_stored(updated: Any) -> None:
-    """After a change of weights, vLLM keeps its own prefix cache until it is reset, and continues
-    running requests. Such KV comes from old weights, so hotkv must not store it under the key space
-    of the new ones."""
+    """vLLM keeps its prefix cache and its running requests."""
     one = updated()
     one._check = lambda *_: None
     one.generate("a", PROMPT, 4)
@@ -441,9 +415,10 @@ def test_old_weights_leftovers_are_not_stored(updated: Any) -> None:
 def test_media_are_shared_once_encodings_are_dropped(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writes weights several times: after a reset in a pause (`pauses` True), after a reset without
-    a pause (False), or while the engine runs (None). Requests with media may share blocks again
-    only after a reset in a pause, because in it vLLM drops its encodings of media."""
+    """vLLM drops encodings only in a pause.
+
+    pauses: None: no reset.
+    """
     one = updated()
     one._check = lambda *_: None
     sharing = one.connector._scheduler.sharing
@@ -457,12 +432,12 @@ def test_media_are_shared_once_encodings_are_dropped(
         one.fill(OTHER)
         shown = SimpleNamespace(mm_features=["picture"], prompt_is_token_ids=None)
         assert sharing.cache.finder.groups.may_share(shown) == bool(pauses)
-    # Switches hotkv off, and on again with the ranks' handshakes.
+    # Off, and on with the handshakes.
     handshakes = sharing._handshakes
     sharing.turn_off()
     sharing.connect(handshakes)
     assert not sharing.cache.finder.groups.may_share(shown)
-    # Resets in a pause, after which media may be shared. Then writes the same weights again.
+    # Media may be shared; then the same weights are written.
     monkeypatch.setattr(checks, "is_pausing", lambda: True)
     one.connector.reset_cache()
     assert sharing.cache.finder.groups.may_share(shown)
@@ -478,14 +453,7 @@ def test_media_are_shared_once_encodings_are_dropped(
 def test_weights_change_for_a_step_and_return(
     updated: Any, pipelined: bool, told: str, in_decode: bool
 ) -> None:
-    """The weights change for one step, then the original weights return before the ranks check
-    them. Blocks computed meanwhile, or from such blocks, must not be shared. The harness fails at
-    the first KV value of other weights.
-
-    told: whether the ranks notice the change at once ("noticed"), are just being asked for their
-        weights ("while asked"), or their reports get lost ("reports lost").
-    in_decode: the change happens during decode instead of prefill.
-    """
+    """The original weights return before the ranks check."""
     one = updated(max_tokens_per_step=40, pipelined=pipelined, blocks=128, max_model_len=2048)
     one._check = lambda *_: None
     original = {name: value.clone() for name, value in one.model.state_dict().items()}
@@ -507,12 +475,11 @@ def test_weights_change_for_a_step_and_return(
     one.generate("reports", OTHER, 2)
     whole = [*prompt(1, 150 if in_decode else 1000), *one.outputs["a"]]
     for _ in range(2):
-        # The first of these two engines stores the blocks that the server lacks.
+        # The first of these engines stores what the server lacks.
         other = updated(blocks=128, max_model_len=2048)
         assert other.connector._scheduler.sharing.weights.identity == weights.identity
         assert other.hit(whole) >= 128
         other.generate("reports", OTHER, 2)
-    # The engines must still share blocks.
     one.drop_local()
     one.fill(prompt(4, 150))
     assert other.hit(prompt(4, 150)) == 128

@@ -1,5 +1,4 @@
-"""Tests the connector's reports to the server: a request's hits in the engine's own prefix cache,
-its retention hints (priority, time to live, pin), and the token ids of stored blocks."""
+"""Reports to the server: hits in the engine's own cache, retention, token ids."""
 
 from typing import Any
 
@@ -24,7 +23,7 @@ def stored(server: Any) -> list[BlockRun]:
 def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -> None:
     server.up = False
     one = engine(max_tokens_per_step=1024)
-    # There is no server yet. Reports of requests must be dropped, not sent later.
+    # Without a server reports are dropped.
     one.generate("unheard", prompt(9, 50), 2)
     server.come_back()
     one.generate("cold", PROMPT, 40)
@@ -37,7 +36,7 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
     assert list(reports_to(server)[2].hashes) == list(request.block_hashes[: 250 // BLOCK_TOKENS])
     assert all(r.age_s >= 0 and r.retention == NO_RETENTION for r in reports_to(server))
     assert one.counters["reported_requests"] == 3
-    # All reports of a step must be sent in one message.
+    # One message a step.
     server.calls.clear()
     for index in range(4):
         one.add(f"r{index}", prompt(index, 100))
@@ -47,9 +46,7 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_hints_go_with_report_and_every_store(engine: Any, server: Any, pipelined: bool) -> None:
-    """One of two requests has hints: a priority, a time to live and a pin. The hints must arrive
-    with that request's report and with all its stores, including those of blocks that fill during
-    decode."""
+    """Also blocks that fill during decode."""
     one = engine(pipelined=pipelined, max_tokens_per_step=1024)
     hints = {"hotkv.priority": 3, "hotkv.ttl_s": 60, "hotkv.pin": True}
     transfer = {"do_remote_decode": True, "remote_host": "x", **hints}
@@ -73,8 +70,7 @@ def test_hints_go_with_report_and_every_store(engine: Any, server: Any, pipeline
 def test_stores_carry_exactly_the_tokens_of_their_blocks(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """Stores a request of a hybrid model, whose sliding-window groups skip blocks and whose groups
-    have different block sizes. The token ids in each store must be those of the stored blocks."""
+    """Windows skip blocks, and block sizes differ."""
     server.wants_token_ids = True
     one = engine(specs=model(), max_tokens_per_step=96)
     tokens = prompt(1, 420)
@@ -95,9 +91,7 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_stores_say_hashed_extras_if_tokens_wanted(engine: Any, server: Any, wanted: bool) -> None:
-    """Stores a request with a cache salt. If the server wants token ids, the store of the first
-    block must also name the salt, because vLLM hashes it into the first block. (Routers need all
-    that is hashed.)"""
+    """vLLM hashes the salt into the first block; routers need all that is hashed."""
     server.wants_token_ids = wanted
     one = engine(specs=hybrid_model())
     one.add("salted", PROMPT, 2, cache_salt="mine")
@@ -112,10 +106,7 @@ def test_stores_say_hashed_extras_if_tokens_wanted(engine: Any, server: Any, wan
 
 @pytest.mark.parametrize("length", [1, MAX_IDENTIFIER, MAX_IDENTIFIER + 1])
 def test_stores_name_the_adapter_whose_kv_they_have(engine: Any, server: Any, length: int) -> None:
-    """Stores a request with a LoRA adapter. The stores must name the adapter, so that routers don't
-    treat its blocks as blocks of the model without adapter. The server accepts names of at most
-    MAX_IDENTIFIER characters, so blocks of an adapter with a longer name must be stored without
-    token ids."""
+    """Else routers take its blocks for the plain model's. Too long a name: no token ids."""
     server.wants_token_ids = True
     one = engine(specs=hybrid_model())
     with_adapters(one, {"/a": 1})

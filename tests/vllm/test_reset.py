@@ -1,5 +1,4 @@
-"""Tests vLLM's reset of external caches: after the reset no lookup may find earlier blocks, and no
-store that was in progress may store them again."""
+"""After a reset no lookup finds earlier blocks, and no store brings them back."""
 
 from typing import Any
 
@@ -24,7 +23,7 @@ def under_way(one: Engine) -> bool:
 
 @pytest.fixture
 def filled(engine: Any) -> Any:
-    """Returns a function that starts an engine which has stored all of PROMPT's blocks."""
+    """Has stored PROMPT."""
 
     def make(**settings: Any) -> Engine:
         one: Engine = engine(**settings)
@@ -51,8 +50,6 @@ def test_reset_empties_the_cache_and_it_fills_again(
 
 
 def test_a_reset_of_the_device_is_noticed_once(engine: Any) -> None:
-    """`DeviceClears` watches vLLM's own prefix cache. After vLLM has emptied it, the method
-    `since_last` must return True once."""
     one, clears = engine(), DeviceClears()
     manager = one.scheduler.kv_cache_manager
     assert not clears.since_last(None) and not clears.since_last(manager)
@@ -63,8 +60,7 @@ def test_a_reset_of_the_device_is_noticed_once(engine: Any) -> None:
 
 
 def test_hit_from_before_a_reset_isnt_loaded(filled: Any, server: Any) -> None:
-    """Lets the server grant a request's hit, and resets the cache before the request has seen the
-    grant. The request must not load the blocks, although its lease still pins them."""
+    """The lease still pins its blocks."""
     one = filled()
     one.drop_local()
     server.hold = {"acquire"}
@@ -84,8 +80,7 @@ def test_reset_without_an_answer_is_not_a_success(
     one = filled(extra={"reset_timeout_s": 0.01})
     server.hold = {"flush"}
     assert not resets(one)
-    # The server has not answered the flush (deletion of the engine's blocks). Until then, blocks
-    # must be neither loaded nor stored.
+    # Unanswered: blocks are neither loaded nor stored.
     stores = server.count("store")
     assert one.hit(PROMPT) == 0 and server.count("store") == stores
     assert server.count("flush") == 1, "its answer is awaited"
@@ -99,10 +94,7 @@ def test_reset_without_an_answer_is_not_a_success(
 def test_a_reset_that_failed_is_made_good_later(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """Resets the cache while the server is absent, or while it refuses the flush (deletion of the
-    engine's blocks). In the first case the reset must succeed: hotkv sends the flush when the
-    server is back, before any load. In the second it must fail, and hotkv must repeat the flush
-    until it succeeds."""
+    """The flush is owed, or repeated."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one = filled()
     if trouble == "absent":
@@ -122,12 +114,10 @@ def test_a_reset_that_failed_is_made_good_later(
 def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Resets the cache in the server while a request runs. If vLLM keeps its own cache, this
-    request must store nothing any more, because its KV builds on KV from before the reset. The same
-    holds for a later request that hits vLLM's cache.
+    """The request's KV builds on KV from before, and later hits on that.
 
-    how: "kept": vLLM keeps its own cache; "computed anew": it empties its cache and computes the
-        request again; "broken": hotkv's callback (method that vLLM calls) for the reset raises.
+    how: "kept": vLLM keeps its cache; "computed anew": it empties it; "broken": hotkv's callback
+        raises.
     """
     one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)
@@ -149,10 +139,7 @@ def test_a_request_that_goes_on_over_a_reset(
 def test_a_request_that_loads_during_a_reset(
     filled: Any, engine: Any, server: Any, how: str
 ) -> None:
-    """Resets the cache in the server while a request loads its hit. If the load is cancelled, the
-    request computes all its blocks after the reset, so it must store them. If a part of its prompt
-    is in vLLM's own cache, or its load had already ended, the request depends on KV from before the
-    reset, so it must store nothing."""
+    """With a cancelled load all is computed after the reset."""
     one = filled(pipelined=True)
     one.drop_local()
     one.add("other", prompt(5, 10), 15)
@@ -175,10 +162,7 @@ def test_a_request_that_loads_during_a_reset(
 
 
 def test_idle_engines_reset_ends_before_next_request(engine: Any, server: Any) -> None:
-    """Resets the cache in the server while the engine is idle and its scheduler does not know yet
-    that its last stores have ended. The engine must run the steps in which it learns this and
-    deletes its blocks once more. If it did so with its next request, it would delete blocks that
-    another engine has stored since."""
+    """Else the next request would delete what another engine stored since."""
     one, other = engine(), engine()
     server.hold = {"store"}
     one.generate("a", PROMPT)
@@ -192,9 +176,7 @@ def test_idle_engines_reset_ends_before_next_request(engine: Any, server: Any) -
 
 
 def test_late_confirmed_reset_is_not_repeated(engine: Any, server: Any) -> None:
-    """The server confirms a reset after the engine has stopped waiting for the confirmation. The
-    engine must not repeat the reset with its next request, because it would delete blocks that
-    another engine has stored since."""
+    """A repeated one would delete what another engine stored since."""
     one, other = engine(extra={"reset_timeout_s": 0.01}), engine()
     one.fill(PROMPT)
     server.hold = {"flush"}

@@ -1,6 +1,5 @@
-"""Tests residency in real vLLM on CPU with a real server: a request's context is larger than the
-device's block pool and is in the server's host memory. The tokens must equal those of sparse decode
-with all blocks on the device."""
+"""Residency in real vLLM on CPU: tokens equal those of sparse decode with all blocks on the
+device."""
 
 import pytest
 
@@ -35,8 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_tokens_equal_a_device_that_holds_everything(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Runs two requests whose contexts together are about twice as long as the device's block pool.
-    Their tokens must equal those of an engine whose device holds all blocks."""
+    """Contexts are together about twice the device."""
     one = start(
         RESIDENT,
         target=daemon.start().target,
@@ -53,9 +51,7 @@ def test_tokens_equal_a_device_that_holds_everything(
 def test_a_prefix_hit_moves_next_to_nothing(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Hits 4,000 tokens in an engine with residency (contexts in host memory). The engine must load
-    only the first and the latest blocks, and copy the other blocks' sketches (compact
-    summaries of their keys). The other blocks stay in host memory."""
+    """Only first and latest blocks are loaded; of the others the sketches are copied."""
     target = daemon.start().target
     first, second = (
         start(RESIDENT, target=target, num_gpu_blocks_override=POOL_BLOCKS) for _ in range(2)
@@ -69,11 +65,10 @@ def test_a_prefix_hit_moves_next_to_nothing(
     assert found["cached"] == [4000]
     assert same(found, references.ask(engine=REFERENCE, prompts=[base + tail], max_tokens=30))
     totals = second.ask("stats")["totals"]
-    # A token's KV takes 2 KiB: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes each.
+    # 2 KiB a token: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
-    # The sketches (compact summaries of keys) of the hit's blocks are copied. Only those of
-    # the blocks after the hit are built, at most five in each of four layers.
+    # Sketches are built only behind the hit, at most five in each of four layers.
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
@@ -87,9 +82,6 @@ def test_a_prefix_hit_moves_next_to_nothing(
 def test_sparse_rows_are_those_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:
-    """Runs requests with sparse decode. In every step, the requests for which attention selects
-    blocks must be those that the scheduler counts as inexact. Covers prompts and last chunks of one
-    token, hits that leave one token, and preempted requests."""
     one = start(
         RESIDENT if is_resident else SPARSE,
         target=daemon.start().target,
@@ -113,9 +105,7 @@ def test_sparse_rows_are_those_the_scheduler_counts(
 def test_possibly_long_requests_run_and_finish(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Four requests start together and may grow to 62 blocks each, but the server can pin only 98
-    blocks. When these are used up, all requests pause until one of them releases its blocks. All
-    must end with the right tokens."""
+    """Each needs 62 blocks; the server pins 98."""
     daemon.flags = ["--residency.share", "0.1"]
     params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}
     requests = [{"tokens": tokens} for tokens in prompts(5, 660, 665, 670, 675)]
@@ -138,10 +128,7 @@ def test_possibly_long_requests_run_and_finish(
 def test_context_within_hot_slots_is_not_staged(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Answers a prompt of 1,500 tokens, whose blocks all fit into the request's hot slots (device
-    blocks for copies of old KV). Then decode must not use the staging area (device memory where
-    pages are copied side by side for one call of attention): answers of 1 and of 30 tokens must
-    stage equally many pages."""
+    """Answers of 1 and 30 tokens stage as many pages."""
     one = start(EXACT, target=daemon.start().target, num_gpu_blocks_override=2 * EXACT_POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(6, 1500)
@@ -150,14 +137,12 @@ def test_context_within_hot_slots_is_not_staged(
     staged, pulled = [], []
 
     def totals() -> dict[str, float]:
-        """Returns the engine's counters. Runs a short request first, because a request's last
-        counters arrive with a later step."""
+        """Counters come with a later step."""
         one.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
         found: dict[str, float] = one.ask("stats")["totals"]
         return found
 
-    # Waits until the server has the prompt's blocks. On a busy machine
-    # this may be after the answer.
+    # On a busy machine perhaps after the answer.
     wait_for(lambda: totals().get("stored_blocks", 0) >= 1500 // BLOCK_TOKENS, "the prompt", 60.0)
     for max_tokens in (1, 30, 1):
         counted = totals()

@@ -1,7 +1,5 @@
-"""Tests `"residency": "auto"` in real vLLM on CPU with a real server: a request's context stays on
-the device until the block pool is full, then moves to host memory. The tokens must equal those of
-sparse decode with all blocks on the device, at whatever step a request moves, and after any fault
-of the server."""
+"""`"residency": "auto"` in real vLLM on CPU: tokens equal those of sparse decode on the device,
+whenever requests move."""
 
 import pytest
 
@@ -26,8 +24,7 @@ __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 POOL = POOL_BLOCKS + 41
-"""Number of device blocks; they hold 3,328 tokens. With asynchronous scheduling, a request that has
-moved to host memory still holds 41 of them."""
+"""3,328 tokens. A moved request still holds 41 with asynchronous scheduling."""
 EXACT_AUTO = EXACT | {"residency": "auto"}
 TROUBLES = {"failed_residencies", "lost_residencies", "callback_errors", "failed_loads"}
 
@@ -40,8 +37,7 @@ def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[flo
 def test_requests_move_once_pool_is_full(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Runs two requests of 145 blocks together, in a pool of 104 blocks: a request must move to
-    host memory. Then runs a request that fits the pool, which must not move."""
+    """Two requests of 145 blocks in a pool of 104; then one that fits."""
     one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, alone = prompts(1, 2503, 1901), prompts(2, 1900)
@@ -61,9 +57,7 @@ def test_requests_move_once_pool_is_full(
 def test_moves_at_any_step_change_no_token(
     start: Start, shared_daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Moves requests to host memory in every third step, then less often, in prefill and in decode.
-    Later makes the moved bytes unreadable, so that they must be recomputed. Decode attends to the
-    whole context here, so the tokens must be those of dense attention."""
+    """Decode attends to everything here, so tokens are those of full attention."""
     one = start(
         EXACT_AUTO,
         target=shared_daemon.target,
@@ -79,7 +73,7 @@ def test_moves_at_any_step_change_no_token(
         one.ask("move", every=every)
         found = one.ask("generate", prompts=batch, max_tokens=50, salt=f"{every}")
         assert same(found, references.ask(prompts=batch, max_tokens=50))
-        # Loses bytes that were moved to host memory. They must be recomputed.
+        # Lost bytes are recomputed.
         one.ask("lose", steps=[14, 9, 1])
         found = one.ask("generate", prompts=lost, max_tokens=50, salt=f"{every}")
         assert same(found, references.ask(prompts=lost, max_tokens=50))
@@ -106,7 +100,7 @@ def test_hit_loads_whole_if_there_is_room(
         assert found["cached"] == [4000]
         assert same(found, references.ask(engine=REFERENCE, prompts=[base + tail], max_tokens=30))
         loaded, staged = grown(engine, before, "load_bytes", "resident_staged_pages")
-        # A token's KV takes 2 KiB: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes each.
+        # 2 KiB a token: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes.
         assert least <= loaded / (4000 * 2048) <= most
         assert bool(staged) == (engine is small)
 
@@ -116,9 +110,7 @@ def test_hit_loads_whole_if_there_is_room(
 def test_a_server_is_killed_while_requests_are_whole(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Kills the server while a request's blocks are all on the device; the request must finish.
-    After the server's restart, requests must store their blocks again and be able to move to host
-    memory."""
+    """After the restart, requests store anew and can move."""
     one = start(
         AUTO,
         target=daemon.start().target,

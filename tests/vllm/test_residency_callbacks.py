@@ -1,6 +1,5 @@
-"""Makes hotkv's functions for residency (contexts in host memory) raise, one at a time, in a real
-engine with a real server. Afterwards a request's tokens must be right, or the request must end with
-an error, and the engine must answer the next request."""
+"""Each function of residency raises in a real engine: tokens are right or the request ends with
+an error."""
 
 import random
 import re
@@ -14,9 +13,8 @@ from tests.vllm.sparse_runs import References
 __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 6
-"""Number of tokens of each answer. The first prompt's answer begins another block."""
+"""The first answer begins another block."""
 EVERY = 6
-"""Each case of the test makes every sixth function raise."""
 MODULES = [
     "compat.residency",
     "residency.calls",
@@ -34,13 +32,11 @@ MODULES = [
     "sparse.rank",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
-"""Classes that vLLM calls directly, not through the connector's callbacks, and a function that
-these classes call."""
+"""vLLM calls them without callbacks."""
 
 
 FORMS = {"async-later": (True, True, 0), "sync-first": (False, False, 0), "moves": (True, True, 5)}
-"""The forms of the test by name, each with: asynchronous scheduling; functions raise later than at
-their first call; number of steps between moves to host memory (0: none)."""
+"""By name: asynchronous; at a later call than the first; steps between moves (0: none)."""
 
 
 @pytest.mark.parametrize(
@@ -65,13 +61,8 @@ def test_whatever_breaks_no_token_is_wrong(
     moves: int,
     first: int,
 ) -> None:
-    """Makes every sixth function for residency raise once, from index `first` on, one function
-    after another.
-
-    later: if True, a function raises at its first call after a random number of steps; otherwise
-        at its first call.
-    moves: requests begin on the device, and in every step whose number is a multiple of `moves`,
-        running requests are moved to host memory; 0: requests begin in host memory.
+    """later: at the first call after some steps.
+    moves: steps between moves; 0: requests begin in host memory.
     """
     one = start(
         EXACT | ({"residency": "auto"} if moves else {}),
@@ -84,7 +75,6 @@ def test_whatever_breaks_no_token_is_wrong(
     one.ask("rewrite_always")
     if moves:
         one.ask("move", every=moves)
-    # The first batch misses. The second batch hits a prefix that the first has stored.
     (base, other) = prompts(21, 764, 640)
     batches = [[base, other], [[*base, *other[:80]]]]
     expected = [references.ask(prompts=batch, max_tokens=TOKENS) for batch in batches]

@@ -1,6 +1,4 @@
-"""Tests faults of the server in real vLLM, while requests' contexts are larger than device memory
-and are stored in the server. After any fault a request must continue, be recomputed, or end with an
-error; its tokens must be right."""
+"""Faults of the server while contexts exceed the device."""
 
 import os
 import signal
@@ -40,11 +38,9 @@ def begun(
     blocks: int = POOL_BLOCKS,
     **more: Any,
 ) -> EngineProcess:
-    """Starts the server and an engine with residency (contexts in host memory), and makes the
-    engine begin to answer `batch`. Returns the engine.
+    """Returns an engine that has begun to answer `batch`.
 
-    pace_s: the shortest duration of a step.
-    more: arguments of vLLM.
+    pace_s: shortest step.
     """
     one = start(sparse, target=daemon.start().target, num_gpu_blocks_override=blocks, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
@@ -72,10 +68,8 @@ def test_a_server_is_killed_and_comes_back(
     reference: dict[str, Any],
     is_async: bool,
 ) -> None:
-    """Kills and restarts the server while a request's context is in its memory. Meanwhile the
-    engine still reads this memory, which it has mapped; then the new server pins the blocks again.
-    The tokens must be right. In prefill the request may begin anew on the device, so that its
-    tokens are right only with a budget that covers its context."""
+    """The engine reads the old memory meanwhile. In prefill the request may begin anew on the
+    device; then tokens are equal only if the budget covers it."""
     batch = prompts(11, 1900)
     one = begun(start, daemon, batch, 0.05, sparse, blocks, async_scheduling=is_async)
     until_stored(daemon, stored)
@@ -88,12 +82,9 @@ def test_a_server_is_killed_and_comes_back(
 
 @pytest.mark.long
 def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
-    """Kills the server during a long request and does not restart it. Decode continues as long as
-    the device has room for blocks that can't be stored; then the request must end with an error.
-    The engine must still answer a short request."""
+    """Decode goes on while the device has room."""
     settings = {"residency_timeout_s": 3.0}
-    # Steps are slow, so that the server is killed before the prompt is computed, also if the
-    # machine is busy.
+    # The kill must come before the prompt is computed.
     one = begun(start, daemon, prompts(12, 4000), 0.1, connector_settings=settings)
     until_stored(daemon, 30)
     daemon.kill()
@@ -107,10 +98,8 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
 def test_requests_fitting_the_device_need_no_server(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Runs requests of about 700 tokens in a pool with room for all, without a server, and with a
-    server that is frozen or killed under them. Afterwards a longer request needs the server again.
-    A request that is computed anew attends to other blocks than before, unless the hot set covers
-    its context. So only the first engine decodes with a smaller budget."""
+    """A recomputed request selects other blocks unless the hot set covers it: only the first
+    engine has a smaller budget."""
     more: dict[str, Any] = {
         "connector_settings": {"residency_timeout_s": 4.0},
         "num_gpu_blocks_override": 2 * EXACT_POOL,
@@ -143,9 +132,6 @@ def test_requests_fitting_the_device_need_no_server(
 def test_bytes_are_lost_again_and_again(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Several times, in prefill and in decode, reports bytes in host memory as lost after a step
-    has read them. Each time the step's tokens are dropped and the requests recomputed, so the
-    tokens must be right."""
     one = start(
         EXACT,
         target=daemon.start().target,
@@ -155,7 +141,7 @@ def test_bytes_are_lost_again_and_again(
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(14, 1700, 1503)
     one.ask("rewrite_always")
-    # Steps are slow, so that the server has stored blocks before the steps read them.
+    # Blocks must be stored before they are read.
     one.ask("pace", seconds=0.03)
     one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
@@ -169,8 +155,7 @@ def test_bytes_are_lost_again_and_again(
 def test_requests_are_preempted_and_resume(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Admits five requests to a device with room for two. vLLM preempts some; all must resume and
-    end with the right tokens."""
+    """Five requests on a device for two."""
     one = start(
         EXACT,
         target=daemon.start().target,

@@ -1,7 +1,4 @@
-"""Tests residency (contexts in host memory) with LoRA adapters, in real vLLM on CPU with a real
-server. Covers adapters whose blocks engines share, and an adapter that is not shared because its
-files have changed. The tokens must equal those of an engine whose device holds the whole
-context."""
+"""Residency with adapters in real vLLM on CPU."""
 
 import functools
 from collections.abc import Iterator
@@ -26,16 +23,11 @@ from tests.vllm.sparse_runs import begin
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 3001
-"""Tokens of a prompt: 1.5 times as many as the device's pool holds. The answer begins another
-block."""
+"""1.5 times the pool. The answer begins another block."""
 
 
 class Two(NamedTuple):
-    """Two engines: `one` keeps contexts in the server's memory, `reference` keeps them on its
-    device.
-
-    folder: the folder for adapters.
-    """
+    """`one` keeps contexts in the server's memory, `reference` on its device."""
 
     one: EngineProcess
     reference: EngineProcess
@@ -87,9 +79,6 @@ def test_adapters_context_in_host_memory_hits(two: Two) -> None:
 
 
 def test_unshared_adapter_still_outgrows_the_device(two: Two) -> None:
-    """Changes an adapter's files while the engine runs, so its requests can't share blocks with
-    other engines. These requests must still move their old blocks to host memory, and give the
-    right tokens without hits."""
     path = write_adapter(two.folder / "live", 6)
     short, long = prompts(2, 40, LENGTH)
     ask(two.one, short, path)

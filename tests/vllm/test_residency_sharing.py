@@ -1,5 +1,4 @@
-"""Tests that an engine with residency and a dense engine share one key space in real vLLM on CPU:
-each hits the other's exact KV, and never KV of sparse steps."""
+"""Resident and dense engines hit each other's exact KV, never KV of sparse steps."""
 
 from typing import Any
 

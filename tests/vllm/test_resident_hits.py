@@ -1,6 +1,4 @@
-"""Tests the scheduler side of residency (requests whose KV stays in host memory), with a fake
-server and without an engine: which of these requests may begin, and which blocks of their hits are
-leased and loaded."""
+"""Residency in the scheduler side: who may begin, and what of a hit is loaded."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +17,7 @@ from tests.vllm.parts import TOKENS, Parts, request
 __all__ = ["desk"]
 
 LEFT_OUT = range(1, 3)
-"""Indices of the blocks that stay in host memory if a request hits four blocks. The engine loads
-only the first and the last one."""
+"""Blocks of a hit of four that stay in host memory."""
 
 
 def test_residents_server_blocks_are_neither_leased() -> None:
@@ -39,12 +36,7 @@ def test_residents_server_blocks_are_neither_leased() -> None:
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_failed_load_hides_only_its_blocks(is_named: bool) -> None:
-    """A load of the first and the last block of a hit fails. (With residency the blocks between
-    stay in host memory.) Later lookups must miss these two blocks, but not the blocks between them.
-
-    is_named: False while the ranks check the request's adapter again; then its blocks have no keys,
-        and none can be hidden from lookups.
-    """
+    """is_named: False while the ranks check the adapter: its blocks have no keys."""
     parts = Parts(left_out=LEFT_OUT)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
@@ -79,9 +71,6 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 
 @pytest.mark.parametrize("num_blocks", [0, 2, 4])
 def test_hit_offers_no_more_than_usable(desk: Any, num_blocks: int) -> None:
-    """A request with residency (its KV stays in host memory) can use only the first `num_blocks`
-    blocks of its hit. The connector must offer vLLM a hit of just these blocks, with a lease on
-    just these."""
     one = desk()
     resident = SimpleNamespace(
         arrived=lambda *_: None, usable_tokens=lambda _, hit: min(hit, num_blocks * TOKENS)
@@ -98,7 +87,7 @@ def test_hit_offers_no_more_than_usable(desk: Any, num_blocks: int) -> None:
 
 
 class SmallPool:
-    """A fake device pool that is too small for any request's whole context."""
+    """Too small for any context."""
 
     spec = object()
 
@@ -144,9 +133,7 @@ def test_outgrowing_without_keeper_ends_as_error(desk: Any, why: str) -> None:
 def test_preempted_between_steps_resumes_two_steps_later(
     desk: Any,
 ) -> None:
-    """A request was preempted between two steps. The next step must first report the preemption to
-    the scheduler side's records and to the workers. So the request must not begin in that step, but
-    in the one after it."""
+    """The next step first reports the preemption."""
     one = desk()
     first = request("a", 20)
     one.arrive(first)
@@ -159,8 +146,7 @@ def test_preempted_between_steps_resumes_two_steps_later(
 
 
 def test_resident_streamed_input_ends_as_error(desk: Any) -> None:
-    """A request with streamed input no longer fits on the device. It must end with an error: vLLM
-    does not ask the connector about later input, so the request would otherwise wait for ever."""
+    """vLLM asks nothing about later input: the request would wait for ever."""
     one = desk()
     first = request("a", 20)
     first.resumable = True
@@ -180,9 +166,7 @@ def test_broken_callback_ends_the_resident_request(desk: Any) -> None:
 
 
 def test_last_block_of_outgrowing_request_isnt_stored(desk: Any) -> None:
-    """Ends a request that has outgrown the device, so that its old blocks are in host memory. Its
-    last block must not be stored, because steps in progress may have failed to read the old blocks.
-    """
+    """Steps under way may have failed to read its old blocks."""
     one = desk()
     first = request("a", 32, computed=32)
     one.arrive(first)

@@ -1,6 +1,4 @@
-"""Tests hotkv's block manager and KV cache spec for residency (`ResidentManager`, `ResidentSpec`),
-with which vLLM keeps only a part of a request's blocks on the device. Tests the checks before an
-engine starts, and the number of device blocks that a request holds."""
+"""`ResidentManager` and `ResidentSpec`: checks before the start, and device blocks held."""
 
 import itertools
 from dataclasses import replace
@@ -29,8 +27,7 @@ from tests.vllm.specs import full_spec
 
 
 def test_specs_of_other_kinds_do_not_merge() -> None:
-    """Merging a `ResidentSpec` with a plain FullAttentionSpec must fail. vLLM's own merge would
-    accept the subclass and return full attention."""
+    """vLLM's own merge would return full attention."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     one = spec_of("host")
     with pytest.raises(AssertionError):
@@ -41,9 +38,7 @@ def test_specs_of_other_kinds_do_not_merge() -> None:
 def test_engine_with_hotkv_off_has_vllms_spec(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If hotkv is off, the engine must keep vLLM's KV cache spec, with which vLLM refuses a block
-    pool that is too small. With hotkv's spec, vLLM would accept requests that it can never finish.
-    """
+    """vLLM would accept requests that it can't finish."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     extra: dict[str, bool] = {}
     vllm_config = SimpleNamespace(
@@ -61,9 +56,7 @@ def test_engine_with_hotkv_off_has_vllms_spec(
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
 def test_engine_unfit_for_residency_learns_why(residency: str) -> None:
-    """Checks an engine whose settings do not allow residency (KV in host memory). It must not
-    start, and the error must give the reason. For example, in an engine that stores nothing, long
-    requests would fill the device and wait for ever."""
+    """For example, an engine that stores nothing would fill its device and wait for ever."""
 
     def check(is_producer: bool = True, num_blocks: int = 28, **more: Any) -> None:
         transfer = SimpleNamespace(is_kv_producer=is_producer, kv_role="kv_consumer")
@@ -117,10 +110,8 @@ def test_engine_starts_only_with_its_memory(
 
 
 def test_device_holdings_follow_from_the_settings() -> None:
-    """Computes how many device blocks a request with residency holds. Always: one block of sinks
-    (the first block), a recent window of one block, 2 + 2 blocks for two steps in progress, and one
-    partly filled block. For copies of old blocks: hot slots for two selections of 6 blocks, and
-    spare ones."""
+    """Sinks, a recent window, 2 + 2 for two steps and a partial block; hot slots for two
+    selections of 6, and spare ones."""
     spec = spec_of("host")
     assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
     assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1
@@ -143,11 +134,9 @@ def test_hits_allocate_sinks_and_window() -> None:
     engine.run(25)
     name = engine.arrive(660, 9)
     answers, stored_tokens = itertools.count(), engine.manager.stored_tokens
-    # Makes `stored_tokens` return another number at each call. vLLM first counts the blocks that a
-    # request needs and then allocates them; the two must agree nevertheless.
+    # vLLM counts blocks, then allocates them: both must agree although the answer changes.
     engine.manager.stored_tokens = lambda name: 0 if next(answers) % 2 else stored_tokens(name)
     while not engine.device.has_blocks(name):
         engine.step()
     away = [at for at, one in enumerate(engine.manager.req_to_blocks[name]) if one.is_null]
-    # The request's blocks that stay in host memory, and only these, must have no device blocks.
     assert away == [*engine.spec.gap(40 * TOKENS)]

@@ -1,6 +1,4 @@
-"""Tests parts of `ResidentWorker`, the worker side of residency (old KV only in host memory).
-`PageCopier` copies pages by address, and `KeptRows` stores the sketches (compact summaries
-of keys) of blocks that have left the device."""
+"""Parts of `ResidentWorker`, such as `PageCopier` and `KeptRows`."""
 
 import gc
 import threading
@@ -166,9 +164,7 @@ def resident_worker() -> ResidentWorker:
 
 
 def test_request_ending_before_key_change_is_forgotten() -> None:
-    """The worker must forget a request that ends just before the key space changes. Only the step's
-    `SparseRows` name this request as ended, because the scheduler side's new `ResidentRequests` do
-    not know it."""
+    """Only `SparseRows` names this request."""
     worker = resident_worker()
     worker.begin_resident(ResidentStep((ResidentRow("a", 7, 3, True, 0),)))
     worker.begin_step(SparseRows(ended=("a",)))
@@ -176,9 +172,7 @@ def test_request_ending_before_key_change_is_forgotten() -> None:
 
 
 def test_lost_preemption_message_begins_request_anew() -> None:
-    """The worker has reported a request as lost (its bytes in host memory can't be read), but the
-    message that preempts the request never arrives. A later step lists the request as having all
-    its blocks on the device. So it has begun again, and must not count as lost."""
+    """All its blocks are on the device again."""
     worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))
@@ -189,9 +183,7 @@ def test_lost_preemption_message_begins_request_anew() -> None:
 
 
 def test_row_planned_before_known_loss_reports_once() -> None:
-    """The worker reports a lost request (whose bytes in host memory can't be read) by the id of its
-    first block. Steps that were planned before this report still list the request. They must not
-    cause a second report, because another request may have got the block by then."""
+    """A loss is reported by the first block, which may be another's by then."""
     worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)
@@ -200,7 +192,7 @@ def test_row_planned_before_known_loss_reports_once() -> None:
     worker.begin_resident(step)
     worker.gave_up(*worker.layers)
     assert worker.residents.is_lost("a") and not worker.residents.take_lost()
-    # Two steps later, a new request begins in block 3. If it is lost, it must be reported.
+    # Two steps later another begins in block 3.
     worker.begin_resident(ResidentStep())
     worker.begin_resident(ResidentStep((ResidentRow("b", 6, 3, True, 5),)))
     for lost in ({3}, set()):
@@ -220,9 +212,7 @@ def test_unnamed_rows_needing_the_arena_are_lost() -> None:
 def test_arena_blocks_sketches_are_read_or_built(
     monkeypatch: pytest.MonkeyPatch, missing: list[int]
 ) -> None:
-    """The worker needs the sketches (compact summaries of keys) of blocks that are only in
-    the arena. It must read them from the arena, except those in `missing`, which it must build from
-    the blocks' pages. The layer's own pages stand for slots of the arena."""
+    """The layer's pages stand for the arena."""
     monkeypatch.setattr(resident_worker_module, "BUILD_PAGES", 2)
     worker, positions = resident_worker(), np.arange(2, 6)
     (layer,) = worker.layers.values()
@@ -260,10 +250,6 @@ def some_axes() -> Axes:
 
 
 def arena_of(path: Path, start_number: int) -> Arena:
-    """Returns the mapped arena of a server, in a new file.
-
-    start_number: a number that identifies the server's run.
-    """
     size = 1 << 20
     numbers = np.zeros(words.WORD_COUNT, np.uint64)
     numbers[[words.OLDEST_START, words.LATEST_START, 1]] = start_number, start_number, 1
@@ -273,9 +259,7 @@ def arena_of(path: Path, start_number: int) -> Arena:
 
 
 def test_request_stored_anew_reads_new_arena_only(tmp_path: Path) -> None:
-    """With residency "auto", a request's blocks are all still on the device when the server comes
-    back with an empty arena. So the request stores them there again. When it later reads them
-    there, it must not count as lost, and the earlier server's arena must not stay mapped."""
+    """With "auto" the request is whole on the device when the server comes back empty."""
     residents = resident_worker().residents
     for name, start_number in (("old", 2), ("new", 1)):
         arena = arena_of(tmp_path / name, start_number)
@@ -296,11 +280,9 @@ def test_request_stored_anew_reads_new_arena_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("freed", [10, 20])
 def test_row_with_broken_selection_spoils_no_other(freed: int) -> None:
-    """Two requests have blocks only in host memory. The selection of blocks for the second request
-    raises, after which the hot sets (blocks in device slots) of both requests are discarded. Each
-    must attend to its own whole context.
+    """Both hot sets are discarded.
 
-    freed: the device no longer has the blocks between the first one and this index.
+    freed: blocks from the first up to this index have left the device.
     """
     num_blocks, hot = 24, 24
     layer = Cache(2 * (num_blocks + hot) + 1, 64, torch.float32).layer()
@@ -312,8 +294,7 @@ def test_row_with_broken_selection_spoils_no_other(freed: int) -> None:
     memory = pages.view(torch.uint8).reshape(-1).numpy()
     arena: Any = SimpleNamespace(memory=memory, file_id=(1, 1), holds=lambda _: True)
     worker.residents.arena_of = lambda: arena
-    # The layer's pages also stand for the slots of the arena: each block of the two requests is the
-    # copy of itself in host memory.
+    # They stand for the arena too: each block is its own copy.
     blocks = np.arange(1, 2 * num_blocks + 1, dtype=np.int32).reshape(2, num_blocks)
     slots = 2 * num_blocks + 1 + np.arange(2 * hot).reshape(2, hot)
     context, nowhere = num_blocks * TOKENS - 5, np.full(num_blocks, -1, np.int64)

@@ -1,6 +1,5 @@
-"""Tests residency (old blocks of long contexts only in host memory) with vLLM's real scheduler and
-a fake server. The harness checks that each block that a step reads in host memory has the right
-bytes, and that the server pins it until the step has ended."""
+"""Residency in vLLM's real scheduler: what a step reads in host memory is right, and pinned
+until it ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,6 @@ BOUND_S = 150.0
 def test_blocks_stay_pinned_until_last_step_ends(
     make: Callable[..., Any], server: FakeServer, pipelined: bool, role: str
 ) -> None:
-    """Aborts a request while a step that reads its blocks in host memory is in progress. The
-    harness fails if the server unpins one of these blocks before the step has ended."""
     one = make(Residents, pipelined=pipelined, within=lambda ours: ours | {"kv_role": role})
     one.add("a", prompt(1, 900), 60)
     one.add("b", prompt(2, 700), 60)
@@ -38,9 +35,7 @@ def test_blocks_stay_pinned_until_last_step_ends(
 def test_requests_behind_a_room_waiter_still_run(
     make: Callable[..., Any], server: FakeServer, pipelined: bool
 ) -> None:
-    """The server has room for one long request, which runs. A second long request waits for room;
-    it may not read the prefix cache, for example because it returns prompt logprobs. A short
-    request behind it must run meanwhile."""
+    """The waiter reads no prefix cache."""
     server.residencies.most_blocks = 40
     one = make(Residents, pipelined=pipelined)
     one.add("a", prompt(1, 900), 60)
@@ -62,8 +57,7 @@ def test_requests_behind_a_room_waiter_still_run(
 def test_parked_requests_fitting_the_device_need_no_server(
     make: Callable[..., Any], server: FakeServer, pipelined: bool, residency: str, how: str
 ) -> None:
-    """Requests of up to 700 tokens run in a pool of some 1,500. Meanwhile the server is away, or
-    answers nothing."""
+    """Up to 700 tokens each, in a pool of 1,500."""
     if how == "absent":
         server.die(empty=True)
     one = make(Residents, pipelined=pipelined, residency=residency, blocks=96)

@@ -1,6 +1,5 @@
-"""Tests of `ResidentRequests`, the scheduler side of requests whose KV stays in host memory, with
-vLLM's real block pool and a fake server. Workers must be able to read every block that has left the
-device, no request may reserve room in the server twice, and every request must end."""
+"""`ResidentRequests` with vLLM's real block pool: all that left the device can be read, no room
+is reserved twice, every request ends."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,10 +24,9 @@ from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, Residen
 
 CALLS = ["open_residency", "extend_residency"]
 SMALL_POOL = 40
-"""Number of device blocks, fewer than the longest context has."""
+"""Smaller than the longest context."""
 QUANTUM_BLOCKS = 4
-"""Number of blocks by which a request's reserved room in the server grows. Small, so that contexts
-outgrow their room several times."""
+"""Contexts outgrow their room often."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,9 +102,7 @@ ASKED = st.tuples(
 
 
 class Residents(RuleBasedStateMachine):
-    """A hypothesis state machine. Requests of all lengths arrive, run and are aborted, while the
-    server stores late, has little room, hangs, dies, and comes back with or without its blocks.
-    Their KV stays in the server's memory."""
+    """Requests come, run and are aborted, while the server is late, full, hung, dead and back."""
 
     @initialize(
         residency=st.sampled_from(["host", "auto"]),
@@ -131,7 +127,6 @@ class Residents(RuleBasedStateMachine):
 
     @property
     def resident(self) -> list[str]:
-        """Returns the ids of the running requests that have blocks in the server."""
         return [
             one.request_id
             for one in self.engine.running
@@ -182,8 +177,7 @@ class Residents(RuleBasedStateMachine):
 
     @rule()
     def resets_the_cache(self) -> None:
-        """Resets the cache for each request that has blocks in the server. Afterwards the server
-        must not pin blocks for a request that has none on the device."""
+        """Nothing may stay pinned for a request without blocks on the device."""
         for name, one in self.engine.requests.items():
             if self.engine.books.is_resident(name):
                 self.engine.books.reset(name)
@@ -217,9 +211,7 @@ class Residents(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.server.residencies.open)
     @rule(data=st.data())
     def server_closes_a_residency(self, data: st.DataObject) -> None:
-        """Makes the server close a request's residency (its pinned blocks and reserved room). When
-        the engine opens the residency again, other requests may have got the room, so the request
-        may end with an error."""
+        """Others may get the room, so the request may fail."""
         residencies = self.engine.server.residencies.open
         engine_id, residency_id = data.draw(st.sampled_from(sorted(residencies)))
         del residencies[engine_id, residency_id]
@@ -269,8 +261,7 @@ class Residents(RuleBasedStateMachine):
             assert {name for _, name in told} <= known
 
     def teardown(self) -> None:
-        """Ends all requests, either with a working server or with a server that never comes back.
-        Then all device blocks must be free."""
+        """All requests end, even with a server that never returns."""
         if not hasattr(self, "engine"):
             return
         engine = self.engine
@@ -328,8 +319,7 @@ def test_hit_begins_whole_or_as_if_moved() -> None:
 def test_partly_pinned_hit_is_used_in_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A lookup finds 40 blocks of a prompt, but the server pins only the first 20, because it has
-    to fetch the others from a tier. The request must begin with a hit of 20 blocks."""
+    """The server has to fetch the other half from a tier."""
     engine, hits = ResidentEngine("host"), list[int]()
     engine.arrive(40 * TOKENS, 1)
     engine.run(25)
@@ -351,8 +341,6 @@ def test_partly_pinned_hit_is_used_in_part(
 def test_outgrowing_request_waits_its_turn_for_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request outgrows the device's block pool while another request has reserved all of the
-    server's room. It must be preempted, wait for room in vLLM's queue, and finish later."""
     engine = ResidentEngine("auto", most_blocks=48, pool=SMALL_POOL)
     monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     engine.scheduler.max_num_active_reqs = 1
@@ -364,9 +352,7 @@ def test_outgrowing_request_waits_its_turn_for_room(
 
 
 def test_without_server_requests_preempt_and_end() -> None:
-    """Runs requests in an engine with a small block pool and without a server. Requests that fit
-    the pool must finish, after preemptions as in vLLM alone. A request that outgrows the pool must
-    end with an error."""
+    """Only one that outgrows the pool ends with an error."""
     engine = ResidentEngine(pool=SMALL_POOL)
     engine.die(empty=True)
     for family in "abc":
@@ -382,9 +368,6 @@ def test_without_server_requests_preempt_and_end() -> None:
 
 
 def test_waiting_begins_once_a_request_moved() -> None:
-    """A waiting request finds too few free device blocks. A running request must move its old
-    blocks to host memory, which frees enough, and the waiting request must begin in the same step.
-    """
     engine = ResidentEngine()
     first = engine.arrive(700, 30)
     engine.run(25)
@@ -405,8 +388,7 @@ def test_waiting_begins_once_a_request_moved() -> None:
 @pytest.mark.parametrize("how", ["absent", "frozen"])
 @pytest.mark.parametrize("residency", ["host", "auto"])
 def test_requests_fitting_the_device_need_no_server(residency: str, how: str) -> None:
-    """A request that needs more blocks than the pool waits, and ends with an error, within the
-    bound."""
+    """A request larger than the pool fails within the bound."""
     engine = ResidentEngine(residency)
     if how == "absent":
         engine.die(empty=True)
@@ -472,9 +454,7 @@ def test_on_cuda_no_request_begins_without_the_server() -> None:
 
 
 def test_nothing_moves_for_requests_vllm_may_not_run() -> None:
-    """vLLM may limit active requests (`max_num_active_seqs`) to fewer than `max_num_seqs`. A
-    running request must not move to host memory for a waiting request that this limit holds
-    back."""
+    """`max_num_active_seqs` below `max_num_seqs` holds them back."""
     engine = ResidentEngine("auto")
     engine.scheduler.max_num_active_reqs = 1
     engine.arrive(600, 100)
@@ -484,14 +464,11 @@ def test_nothing_moves_for_requests_vllm_may_not_run() -> None:
 
 
 def test_last_of_all_held_gives_up_room() -> None:
-    """Two requests fill the server's room, so both pause, each waiting for room. The second must
-    release its room, so that the first continues, but not while a step of the second is in
-    progress. A request whose bytes are lost must not pause: vLLM preempts only requests that it
-    schedules."""
+    """Not while a step of it reads the arena. vLLM preempts only what it schedules, so one with
+    lost bytes is never held."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
-    # A step of the second request is in progress and still reads the arena, so the request can't
-    # release its room yet.
+    # A step of it still reads the arena.
     engine.requests[second].num_in_flight_tokens = 1
     engine.run(200)
     assert engine.books.held(engine.now_s) == [first, second]
@@ -513,9 +490,6 @@ def test_last_of_all_held_gives_up_room() -> None:
 
 
 def test_least_priority_gives_its_room_up() -> None:
-    """Two requests fill the server's room. The first has a lower priority in vLLM's scheduler than
-    the second and than a later request. So the first must release its room, and get room again only
-    after the other two."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     engine.requests[first].priority = 1
@@ -532,9 +506,7 @@ def test_least_priority_gives_its_room_up() -> None:
 
 
 def test_unbegun_request_gives_room_to_running_ones() -> None:
-    """Two running and two waiting requests have reserved all room of the server. The first running
-    request needs more room, so the waiting requests must release theirs. As long as the second
-    running request runs, the first may pause only briefly. In the end all must finish."""
+    """While the second runs, the first may pause only briefly."""
     engine = ResidentEngine("host", most_blocks=92)
     engine.scheduler.max_num_active_reqs = 2
     first, second = engine.arrive(64, 400, "a"), engine.arrive(640, 64, "b")
@@ -550,10 +522,8 @@ def test_unbegun_request_gives_room_to_running_ones() -> None:
 
 
 def test_release_before_beginning_happens_at_once() -> None:
-    """Two waiting requests have reserved room in the server, which has pinned blocks of their hits.
-    A running request needs room for its next block. One of the two must release its room at once,
-    although with asynchronous scheduling a step is always in progress; the other must keep its
-    room."""
+    """With asynchronous scheduling a step is always under way, but not of those that have not
+    begun."""
     engine = ResidentEngine("host", most_blocks=100)
     for family in "cd":
         engine.arrive(400, 1, family)
@@ -578,9 +548,7 @@ def test_release_before_beginning_happens_at_once() -> None:
 
 
 def test_vllm_waits_for_no_unneeded_device_blocks() -> None:
-    """A waiting request has asked the server to pin the blocks of its hit, but the server hangs.
-    When another request needs a device block, vLLM must not wait for the first request, because it
-    has no device blocks that it could free."""
+    """The request waits for the server, and would free nothing."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
@@ -596,8 +564,6 @@ def test_vllm_waits_for_no_unneeded_device_blocks() -> None:
 
 
 def test_queued_requests_leave_room_to_other_engines() -> None:
-    """The server has room for all requests, but the device only for some at a time. The requests in
-    the queue must reserve little of the room, which other engines may need, and all must end."""
     engine = ResidentEngine("host")
     for number in range(12):
         engine.arrive(400, 30, f"family {number} ")
@@ -608,9 +574,7 @@ def test_queued_requests_leave_room_to_other_engines() -> None:
 
 
 def test_skipped_refused_request_keeps_no_other_waiting() -> None:
-    """The server refuses room to a request. Then vLLM skips the request, for example because all
-    LoRA adapters are in use. Once there is room for both, a later request must get room although
-    the refused one has waited longer."""
+    """vLLM skips a request, for example, when all adapters are in use."""
     engine = ResidentEngine("host", most_blocks=60)
     first, skipped = engine.arrive(640, 60, "a"), engine.arrive(400, 20, "b")
     engine.run(4)
@@ -627,9 +591,7 @@ def test_skipped_refused_request_keeps_no_other_waiting() -> None:
 
 
 def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
-    """A request is aborted while a step that reads its blocks in host memory is in progress. The
-    server must not unpin the blocks before the step has ended: the step might read other bytes, and
-    its KV may be stored."""
+    """The step might read other bytes."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -644,9 +606,7 @@ def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
 
 
 def test_preempted_request_uses_nothing_before_a_reset() -> None:
-    """The server has pinned blocks of a request, but the engine has not yet received their places
-    in the arena. After a preemption and a reset of the cache, the request must use none of these
-    blocks."""
+    """The blocks' places have not reached the engine."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(1)
@@ -657,8 +617,7 @@ def test_preempted_request_uses_nothing_before_a_reset() -> None:
 
 
 def test_loading_during_reset_uses_nothing_before_it() -> None:
-    """The cache is reset while a request loads its hit. So the load is cancelled and the request is
-    computed. It must use none of the blocks that the server has pinned for the hit."""
+    """The load is cancelled, so the request computes."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
@@ -672,9 +631,7 @@ def test_loading_during_reset_uses_nothing_before_it() -> None:
 
 
 def test_blocks_before_preemption_dont_stop_other_names() -> None:
-    """A request is preempted, and computed again without a hit. Meanwhile KV on the device becomes
-    inexact, so the request's blocks get other keys than before. The server still pins the earlier
-    blocks, and the engine does not know it. The request must still finish."""
+    """Keys change as KV becomes inexact, and the server pins the old ones."""
     engine = ResidentEngine("host")
     engine._hit = lambda one: 0  # type: ignore[method-assign]
     engine.arrive(400, 200)
@@ -704,9 +661,7 @@ def test_answer_before_restart_says_nothing_of_residency() -> None:
 
 
 def test_server_accepts_any_request_ids_residency() -> None:
-    """Request ids may be any text, because vLLM reads them from the header X-Request-Id. hotkv
-    makes the ids of residencies (room reserved for requests) from them. They must be valid and
-    unique for long, odd and empty request ids."""
+    """vLLM reads them from X-Request-Id."""
     books = ResidentEngine("host").books
     for request_id in ("r" * 300, "a\u00a0b\n", ""):
         first, second = (books._new_id(request_id) for _ in range(2))
@@ -714,9 +669,7 @@ def test_server_accepts_any_request_ids_residency() -> None:
 
 
 def test_request_awaiting_its_load_isnt_lost() -> None:
-    """Reports the bytes in a request's device blocks as lost, while the request waits for its load.
-    It must not count as lost: vLLM preempts only running requests, so it would wait for ever. Once
-    it runs, the same report must preempt it."""
+    """vLLM preempts only running requests: this one would wait for ever."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -735,11 +688,7 @@ def test_request_awaiting_its_load_isnt_lost() -> None:
 
 @pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
 def test_preempted_between_steps_resumes_with_hit(exact_blocks: int) -> None:
-    """Preempts a request between two steps. It must resume with a hit in the server, of which it
-    loads only the first and latest blocks; the others stay in host memory.
-
-    exact_blocks: number of exact blocks; only these can be hit.
-    """
+    """exact_blocks: only these can be hit."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 200, exact_blocks=exact_blocks)
     engine.run(60)
@@ -752,9 +701,7 @@ def test_preempted_between_steps_resumes_with_hit(exact_blocks: int) -> None:
 
 
 def test_reset_recomputes_nothing_on_the_device() -> None:
-    """Resets the cache while a request's blocks are all on the device. The request must not count
-    as lost (which means: to be preempted and computed again). For a lost request that has loaded
-    its hit and waits to run, vLLM would wait for ever."""
+    """A lost request that waits to run would wait for ever."""
     engine = ResidentEngine("auto")
     name = engine.arrive(400, 20)
     engine.run(5, stores=False)
@@ -769,10 +716,7 @@ def test_reset_recomputes_nothing_on_the_device() -> None:
 
 @pytest.mark.parametrize("num_blocks", [14, 18])
 def test_request_may_fill_all_possible_room(num_blocks: int) -> None:
-    """The server has 20 blocks in all. A request asks for room ahead of its need, and so for more
-    than 20 blocks: on arrival if it has 18 blocks, later if it has 14. The server's refusal comes
-    late, when the request has no room left for its next block. The request must continue until it
-    fills all 20 blocks."""
+    """The request asks for more than the server's 20 blocks, and the refusal is late."""
     engine, most = ResidentEngine("host", most_blocks=1000), 20
     add = engine.server.residencies.add
 
@@ -795,10 +739,8 @@ def test_request_may_fill_all_possible_room(num_blocks: int) -> None:
 
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
 def test_request_waiting_during_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
-    """A request waits to begin while the cache is reset; afterwards it must begin with a hit.
-
-    is_asked: if True, the call that pins the hit's blocks is in progress meanwhile.
-    dies: if True, the connection to the server breaks and returns instead of the reset.
+    """is_asked: being pinned meanwhile.
+    dies: the connection breaks, in place of a reset.
     """
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
@@ -833,11 +775,7 @@ def test_long_waiting_request_precedes_later_ones() -> None:
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_the_server_refuses_end_the_request(passed_s: float) -> None:
-    """A request that may not begin on the device must end with an error if the server has stored
-    none of its blocks for `TIMEOUT_S` seconds. A slow step counts as at most one second.
-
-    passed_s: the duration of each step.
-    """
+    """A step counts as a second at most."""
     engine = ResidentEngine("host")
     engine.device._may_begin_whole = False
     name = engine.arrive(400, 300)
@@ -888,8 +826,7 @@ def test_lost_store_report_costs_half_the_patience() -> None:
 
 
 def test_bytes_lost_repeatedly_end_the_request() -> None:
-    """Reports a request's bytes in host memory as lost, several times. The request must end with an
-    error after `MAX_LOSSES` losses in a row. A token between two losses resets the count."""
+    """It ends after MAX_LOSSES in a row; a token between resets the count."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)
@@ -906,8 +843,7 @@ def test_bytes_lost_repeatedly_end_the_request() -> None:
 
 @pytest.mark.parametrize("length", [2, 7])
 def test_answer_about_other_blocks_keeps_none(length: int) -> None:
-    """The engine asks the server to pin blocks; the answer has another number of blocks. The engine
-    must then treat no block as pinned, because it frees the device's copies of pinned blocks."""
+    """The device's copies of pinned blocks are freed."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     places = np.arange(length, dtype=np.int64)
@@ -961,11 +897,9 @@ def test_connection_breaking_during_comparison_loses_nothing() -> None:
 def test_empty_server_costs_only_off_device_blocks(
     residency: str, waits: bool, num_lost: int
 ) -> None:
-    """The server restarts with an empty arena. With residency "host" the request must be lost and
-    recomputed. With "auto" all its blocks are on the device, so it must continue.
+    """With "auto" the request is whole on the device.
 
-    waits: if True, vLLM has preempted the request before.
-    num_lost: the expected number of lost requests.
+    waits: preempted before.
     """
     engine = ResidentEngine(residency)
     engine.arrive(400, 300)

@@ -1,10 +1,5 @@
-"""Tests `reuse.why_forbidden`: hotkv must be off if vLLM itself forbids prefix caching, and stay on
-if only the user has switched vLLM's prefix caching off.
-
-The first tests compare hotkv's decision with vLLM's own for many configurations. The last tests run
-real engines: a model for which vLLM forbids prefix caching must give the same answers with hotkv
-configured.
-"""
+"""`reuse.why_forbidden`: off where vLLM forbids prefix caching, on where only the user has
+turned it off."""
 
 import itertools
 import json
@@ -55,11 +50,8 @@ PREFIX_LM = {
 
 
 class Model(ModelConfig):
-    """vLLM's `ModelConfig` with only the attributes from which vLLM decides whether it supports
-    prefix caching for the model.
-
-    info: the facts about the architecture that vLLM's model registry has.
-    pooling: sequence and token pooling type; None for a model that generates.
+    """info: of the model registry.
+    pooling: sequence and token type; None: generates.
     """
 
     def __init__(
@@ -87,8 +79,7 @@ class Model(ModelConfig):
 
 
 def vllms_flag(model: Model, asked: bool | None) -> bool:
-    """Returns the `enable_prefix_caching` that vLLM derives from the user's value `asked`. None:
-    the user gave no value."""
+    """asked: None: the user gave no value."""
     arguments = object.__new__(EngineArgs)
     arguments.enable_prefix_caching, arguments.enable_chunked_prefill = asked, None
     arguments._set_default_chunked_prefill_and_prefix_caching_args(model)
@@ -104,15 +95,9 @@ def engine(
     backend: str = "",
     experts: bool = False,
 ) -> tuple[Any, Any]:
-    """Returns stand-ins for an engine's vLLM config and KV cache config, with the parts that hotkv
-    reads.
-
-    model: the model's config.
-    specs: the KV cache spec of each group.
-    caches, chunks: vLLM's flags for prefix caching and chunked prefill.
-    encodes: the engine only encodes media.
-    backend: name of the attention backend; "": none.
-    experts: requests return the experts that were used.
+    """caches, chunks: prefix caching and chunked prefill.
+    encodes: media only.
+    experts: requests return the used experts.
     """
     layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
     return SimpleNamespace(
@@ -130,13 +115,8 @@ def engine(
 
 
 def answers_as_vllm(model: Model) -> None:
-    """Checks that hotkv allows reuse of KV for this model exactly if vLLM does, for every value of
-    `enable_prefix_caching` that the user may give.
-
-    A user may switch prefix caching on although it is off by default for the model. vLLM then
-    switches it on, but for pooling models it warns of a crash. With these models hotkv must stay
-    off.
-    """
+    """A user may turn it on against a default. For pooling models vLLM then warns of a crash, so
+    hotkv stays off."""
     is_supported = vllms_flag(model, None)
     for asked in (None, False, True):
         why = reuse.why_forbidden(*engine(model, caches=vllms_flag(model, asked)))
@@ -149,8 +129,6 @@ POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
 
 
 def test_every_model_and_pooling_answers_as_vllm() -> None:
-    """Compares hotkv's decision whether KV may be reused with vLLM's, for all combinations of
-    attention type, pooling type and model config on which vLLM's decision depends."""
     found: set[bool] = set()
     for attention, default, is_free, is_hybrid in itertools.product(
         get_args(AttnTypeStr), SEQ_POOLING_TYPES, (False, True), (False, True)
@@ -210,7 +188,7 @@ def test_outputs_that_a_hit_can_not_give() -> None:
     assert reuse.why_forbidden(*engine(experts=True)).startswith(
         "with enable_return_routed_experts"
     )
-    # Shows why hotkv refuses this setting: vLLM raises for a block that another engine has stored.
+    # Why: vLLM raises for a block that another engine stored.
     with pytest.raises(BlockObjectStoreError):
         BlockObjectStore(max_bytes=64, object_nbytes=64).get_concatenated(["another engine's"])
 
@@ -245,8 +223,7 @@ def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(**flags: bool) -> str:
         return reuse.why_forbidden(*engine(latent, **flags))
 
-    # With this model, reuse counts as forbidden only if both flags of vLLM are off: `caches`
-    # (prefix caching) and `chunks` (chunked prefill).
+    # Forbidden only if both flags are off.
     assert "latent attention (MLA) on a CPU without AMX" in why(caches=False, chunks=False)
     assert why(caches=True, chunks=True) == why(caches=False, chunks=True) == ""
     platform = SimpleNamespace(is_cpu=lambda: True, get_cpu_architecture=lambda: CpuArchEnum.RISCV)
@@ -266,8 +243,7 @@ def write_prefix_lm(folder: Path) -> Path:
 
 
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
-    """Sends two prompts alone, and again after other prompts with the same first 260 tokens.
-    Returns True if each prompt gets the same answer both times and never a hit."""
+    """Asks alone, and after others with the same 260 tokens."""
     for seed in (51, 61):
         known = requests(seed, (300,))[0]["tokens"]
         asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]
@@ -283,17 +259,14 @@ def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
 
 @pytest.mark.long
 def test_prefix_lm_answers_alike_whatever_others_asked(start: Starter, tmp_path: Path) -> None:
-    """Runs a prefix LM, in which the KV of each prompt token depends on the whole prompt, so that
-    prompts can't share a prefix. hotkv must be off, and other prompts must not change an answer."""
+    """A token's KV depends on the whole prompt."""
     engine = start(write_prefix_lm(tmp_path / "model"))
     assert answers_the_same_beside_a_known_prefix(engine)
     assert f"hotkv is off: {FORBIDDEN}" in engine.log()
 
 
 def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
-    """Requests a vector for each token (`token_embed`) twice. vLLM computes such requests without
-    cache hits, so both must be computed. But vLLM allows hits for other requests of the engine, so
-    hotkv must stay on."""
+    """Other requests of this engine may hit."""
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
     batch = requests(37)

@@ -1,6 +1,5 @@
-"""Tests the revocation of stores with vLLM's runner V2, which zeroes reallocated blocks before it
-notifies the connector's worker side. So the scheduler side must revoke the stores that are still
-reading these blocks, or the server would keep the zeroed bytes."""
+"""Runner V2 zeroes reallocated blocks before the worker hears of it, so the scheduler side
+revokes stores."""
 
 import os
 import random
@@ -40,10 +39,8 @@ def test_which_engines_need_it() -> None:
 
 
 class Words(RuleBasedStateMachine):
-    """A hypothesis state machine of stores by two ranks. Each rank has a page of shared memory (a
-    fence) with a word for each store; by setting the word, the scheduler revokes the store. A rank
-    may send a store late or never. The server may answer after the scheduler has ended the store.
-    """
+    """A word for each store, in each rank's page. Ranks send late or never, and the server may
+    answer after the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,9 +128,7 @@ def test_unreachable_fence_turns_hotkv_off(
 def test_fences_that_ranks_have_named_are_used(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler side must use fences (pages of shared memory in which it revokes stores)
-    exactly if the ranks' handshakes name them. For a model of which vLLM zeroes no blocks, the
-    ranks must have no fence."""
+    """A model of which vLLM zeroes nothing has none."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
@@ -152,9 +147,7 @@ def test_fences_that_ranks_have_named_are_used(
 def test_random_lag(
     engine: Any, server: Any, device: ScriptedDevice, kind: OrderKind, pipelined: bool
 ) -> None:
-    """Runs random requests in few blocks. vLLM's runner V2 then zeroes blocks while they are being
-    stored, before it passes the step's metadata to the worker. The server often ends its copies
-    just at that moment. No zeroed block may become ready."""
+    """The server often ends its copies just after the zeroing."""
     chance = random.Random(f"{kind}{pipelined}")
     server.order_kind = kind
     settings = {"blocks": 44, "specs": mixed_model(), "max_tokens_per_step": 128}
@@ -194,9 +187,7 @@ def test_a_step_whose_planning_broke_takes_all_back(
 
 
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begins a store with a real server. The store waits for the device, which zeroes the blocks
-    before the server copies them. The scheduler must revoke the store: a second engine must miss.
-    """
+    """The device zeroes the blocks before the server copies."""
     device, at = ScriptedDevice(), (daemon.start(), tmp_path, monkeypatch)
     one = engine_at(*at, v2=True, device=device, specs=mixed_model())
     assert worker_of(one).rank.session.order_kind is OrderKind.FLAGS
@@ -205,7 +196,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     (store,) = worker_of(one).stores.active.values()
     words = worker_of(one).rank.fence
     blocks = [int(block) for run in store.job.runs for block in run.block_ids]
-    # Plans a step that computes nothing and zeroes the store's blocks.
+    # Computes nothing, zeroes the store's blocks.
     zeroing = replace(
         scheduled,
         scheduled_new_reqs=[],

@@ -1,6 +1,4 @@
-"""Tests small classes of the scheduler side, each alone: `OtherLoads` (loads by other connectors),
-`CommonLoads` (loads of blocks that several requests need), `WrittenBlocks` (device blocks that a
-step writes) and `HiddenKeys` (block keys that lookups must miss, after failed loads)."""
+"""Small classes of the scheduler side."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +23,11 @@ PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
 def test_blocks_anothers_load_may_lack_arent_stored(
     steps: list[tuple[bool, int, str, bool]], behind: int
 ) -> None:
-    """Another connector loads in some steps, and its loads may fail. A request may have used such a
-    load. As long as the load's result is unknown, and if it has failed, the request's blocks must
-    not be stored. Each random step admits a request, which runs `delay` steps later. A step's
-    report arrives `behind` steps later, unless the report or the step's plan is lost."""
+    """Each step admits a request, which runs `delay` steps later; its report comes `behind`
+    steps later."""
     others, numbers = OtherLoads(), dict[int, int]()
-    # due, ran_in: for each request, the step in which it will run, and the one in which it ran.
-    # are_open: steps whose loads have no result so far. bad: steps whose loads may have failed.
+    # due, ran_in: steps by request. are_open: steps whose loads have no result. bad: steps whose
+    # loads may have failed.
     due, ran_in, are_open, bad = dict[str, int](), dict[str, int](), set[int](), set[int]()
     for at, (has_load, delay, outcome, ends) in enumerate(steps):
         if ends:
@@ -78,15 +74,7 @@ def test_blocks_anothers_load_may_lack_arent_stored(
 def test_load_is_awaited_if_it_brings_half(
     computed: int, hit: int, prompt: str, now_s: float, is_awaited: bool
 ) -> None:
-    """A load of the first 64 tokens of prompt `p` is in progress, until time 1 at most. A request
-    must wait for this load if the request's own hit contains these tokens, and if they are at least
-    half of what the request would load.
-
-    computed, hit: tokens of the request that are computed, and that its hit covers.
-    prompt: its prompt.
-    now_s: the time at which it asks.
-    is_awaited: whether it must wait.
-    """
+    """The first 64 tokens of `p` are loading, until time 1."""
     common = CommonLoads()
     common.begin("a", 64, b"p64", 1.0)
 
@@ -107,20 +95,18 @@ def asks(name: str, computed: int = 0) -> Any:
     [(0, 0, 0), (16, 0, 1), (31, 0, 1), (0, 32, 2), (16, 32, 2), (32, 16, 2)],
 )
 def test_blocks_behind_a_requests_hit_are_new(matched: int, computed: int, num_hit: int) -> None:
-    """Allocates blocks for a request with a hit. Only the blocks after the hit must count as
-    written by it; in a group of recurrent states, all must.
+    """States are written whole.
 
-    matched: tokens of a hit in vLLM's own cache.
-    computed: tokens of a finished load.
-    num_hit: number of blocks that these cover.
+    matched: local hit, tokens.
+    computed: of a finished load, tokens.
+    num_hit: blocks that both cover.
     """
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
-    # A request ends before its blocks are allocated. The record of its hit must be deleted, because
-    # a later request may have the same name.
+    # A later request may have the same name.
     written.matched("b", 32)
     written.ended("b")
     for name in "ab":

@@ -1,5 +1,4 @@
-"""Tests how parts of the connector work together: a scheduler side that connects to the server
-again, changed weights, revoked stores, and callbacks (methods that vLLM calls) that raise."""
+"""Parts of the connector together."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,15 +13,12 @@ PROMPT = prompt(1, 200)
 
 
 def connect_again(one: Engine) -> None:
-    """Connects the scheduler side to the server again, with a changed handshake, as if a rank's
-    handshake had changed during a sleep."""
+    """As if a handshake had changed during a sleep."""
     told = replace(one.worker.get_handshake_metadata(), sparse_layers=((0, 0),))
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
 
 def test_original_weights_after_second_start_differ(updated: Any) -> None:
-    """One engine's weights change, its scheduler side connects again, then the original weights
-    return. Now the engine must share blocks with an engine that never had other weights."""
     one, two = updated(), updated()
     load(one, 7)
     one.fill(PROMPT)
@@ -36,8 +32,6 @@ def test_original_weights_after_second_start_differ(updated: Any) -> None:
 
 
 def test_second_starts_old_reports_end_nothing(engine: Any, server: Any) -> None:
-    """Connects the scheduler side to the server again during stores and a load. The load must be
-    cancelled, and the workers' reports of the old stores must not end the new stores."""
     engine().generate("before", PROMPT, 1)
     one = engine()
     server.hold = {"store", "load"}
@@ -47,8 +41,7 @@ def test_second_starts_old_reports_end_nothing(engine: Any, server: Any) -> None
         one.step()
     worker = one.worker._worker
     assert (before := set(worker.stores.active))
-    # Ends the worker's stores, as if its session (connection to the server) had closed. The next
-    # step reports them.
+    # As if its session had closed.
     worker.stores.fail_all()
     connect_again(one)
     one.add("b", prompt(2, 100), 3)
@@ -75,9 +68,7 @@ def test_awaited_word_is_given_to_nobody_else() -> None:
 def test_rank_without_new_session_stores_nothing_old(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changes the weights, so that the rank must open another session (connection with another key
-    space). Opening it fails, and another thread has not closed the old session yet. Nothing may be
-    stored through the old session, whose key space stands for the old weights."""
+    """The old session, of the old weights, is not closed yet."""
     one, two = updated(), updated()
     one.fill(PROMPT)
     worker, closing = one.worker._worker, []

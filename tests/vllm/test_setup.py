@@ -1,5 +1,4 @@
-"""Tests how the connector reads its settings and starts, the reasons that switch hotkv off, its
-statistics, and how much it costs per step."""
+"""Settings, start, what turns hotkv off, cost per step."""
 
 import json
 import os
@@ -83,9 +82,7 @@ def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_of_arguments_with_dots() -> None:
-    """vLLM turns arguments with dots, such as
-    `--kv-transfer-config.kv_connector_extra_config.hotkv.load`, into nested objects. The connector
-    must read its settings from such objects too."""
+    """vLLM makes nested objects of them."""
     given = {"hotkv": {"load": "always", "sparse": {"sparse_topk": 0.5}}, "hotkv.tenant": "a"}
     config = ConnectorConfig.from_extra_config(given)
     assert (config.load, config.tenant) == ("always", "a")
@@ -99,10 +96,7 @@ def test_settings_of_arguments_with_dots() -> None:
 
 
 def test_connector_opens_the_named_tiers_session() -> None:
-    """A user may name hotkv's tier in vLLM's settings, for example to put it before another tier.
-    The connector must then pass its own settings to the tier, and mark it as one whose session
-    (connection to the server) the connector opens. Settings of the tier that contradict the
-    connector's must be refused."""
+    """Users name the tier to put it before another."""
     tier = {"type": "HotKVTier", "module_path": "hotkv_vllm.offloading.tier"}
     extra: dict[str, Any] = {"hotkv.tenant": "a", "secondary_tiers": [dict(tier), {"type": "fs"}]}
     for _ in range(2):
@@ -158,9 +152,7 @@ def test_a_wrong_setting_is_an_error_at_construction(engine: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
-    """Starts an engine, which must load hotkv's compiled kernels before the first request. Then
-    calls vLLM's `register_kernels`, as vLLM does when it starts an engine on a CPU. This function
-    reads all attributes of all loaded modules; those of the kernels must not make it fail."""
+    """vLLM's `register_kernels` reads all attributes of all modules."""
     pytest.importorskip("numba")
     engine()
     assert "hotkv_proto.table_reading" in sys.modules
@@ -223,8 +215,7 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
 
 
 def test_callbacks_cost_little_per_step(engine: Any, server: Any) -> None:
-    """Counts how often decode steps call functions of hotkv. The steps have 60 requests, which
-    neither hit nor fill a block. A step may make at most two calls per request."""
+    """60 requests that neither hit nor fill a block."""
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
     for index in range(60):
         one.add(f"r{index}", prompt(index, 33), 25)
@@ -240,6 +231,6 @@ def test_callbacks_cost_little_per_step(engine: Any, server: Any) -> None:
         one.steps(15)
     finally:
         sys.setprofile(None)
-    # Counts calls instead of seconds, which depend on the machine.
+    # Seconds would depend on the machine.
     per_step = calls.total() / (one.connector.clock.steps - steps)
     assert len(one.scheduler.running) == 60 and per_step <= 2 * 60, calls.most_common()

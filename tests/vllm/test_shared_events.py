@@ -1,5 +1,4 @@
-"""Tests `SharedEvents`, by which an engine publishes KV events not only for its own blocks, but
-also for the blocks in the server. So a router learns which blocks each engine can load."""
+"""`SharedEvents`: an engine also publishes the server's blocks."""
 
 import itertools
 from collections.abc import Iterator
@@ -42,12 +41,11 @@ GROUPS = [CacheGroup(number, GroupKind.FULL_ATTENTION, 16) for number in range(2
 MEDIA = st.sampled_from([(Medium.CPU, ""), (Medium.DISK, "disk")])
 BLOCKS = st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True)
 Location = tuple[int, Medium, str, int]
-"""A block and its place: group, medium, tier, and the block's number."""
+"""Group, medium, tier, block number."""
 
 
 class Wire:
-    """A fake session (connection to the server). Its calls return the answers of the server's event
-    reader (`EngineReader`)."""
+    """Answers as the server's `EngineReader`."""
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True
@@ -67,12 +65,7 @@ class Wire:
 
 
 class Telling(RuleBasedStateMachine):
-    """A hypothesis state machine of an engine that publishes KV events for the server's blocks
-    (`SharedEvents`). In the end a router's index must equal the server's blocks.
-
-    cached: the server's blocks.
-    index: a router's index of blocks, built from the engine's events.
-    """
+    """A router's `index` must equal the server's blocks (`cached`)."""
 
     @initialize()
     def begin(self) -> None:
@@ -108,8 +101,7 @@ class Telling(RuleBasedStateMachine):
 
     @rule()
     def clear_the_device(self) -> None:
-        """Simulates that vLLM empties its cache on the device and publishes this. Routers then
-        forget all blocks of the engine."""
+        """Routers then forget all of the engine."""
         self.index.clear()
         self.teller.device_was_cleared()
 
@@ -119,8 +111,7 @@ class Telling(RuleBasedStateMachine):
             case "other":
                 self.hub.publish([KeySpaceCleared(2)])
             case "full":
-                # Simulates an engine that did not read events for so long that the server has
-                # dropped some.
+                # The engine read too late: events were dropped.
                 self.change_unheard()
                 for feed in self.hub.feeds._open:
                     feed._lost += 1
@@ -147,14 +138,11 @@ class Telling(RuleBasedStateMachine):
             self.session.is_failing = True
 
     def change_unheard(self) -> None:
-        """Removes half of the server's blocks; the engine gets no event of this."""
         self.cached = dict.fromkeys(list(self.cached)[::2])
 
     @rule(lacking=st.sampled_from(["connected", "has_events"]))
     def be_alone(self, lacking: str) -> None:
-        """Runs the engine for a long time without events of the server, because the connection is
-        broken (`lacking` is "connected"), or because the server has restarted without events
-        ("has_events"). The router's index must then be empty."""
+        """The connection is broken, or the server came back without events."""
         if self.session is not None and self.session.connected:
             self.store(0, [1], (Medium.CPU, ""))
             self.settle()
@@ -199,10 +187,7 @@ TestTelling = Telling.TestCase
 
 
 def test_the_newest_blocks_of_a_store_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies many blocks to a shared store (tier), which evicts blocks without an event. The engine
-    remembers each block that it has published as stored, so their number must stay bounded: it must
-    publish the oldest ones of the store as removed. Blocks in host memory must stay published until
-    the server removes them."""
+    """A shared store evicts without events: the oldest are published as removed."""
     monkeypatch.setattr(events, "MOST_IN_STORE", 8)
     monkeypatch.setattr(events, "REMOVED_AT_ONCE", 3)
     hub, teller, told = EventHub(), SharedEvents(), dict[Any, int]()
@@ -254,9 +239,7 @@ def server() -> Iterator[Server]:
 def test_dynamo_credits_engines_with_shared_stores(
     server: Server, tmp_path: Path, connector: str
 ) -> None:
-    """Runs two real engines with Dynamo's indexer as the router. A block that either engine has
-    stored must count for both engines, and a reset must remove it for both. A router that starts
-    late must learn of the blocks from the replay of events."""
+    """A late router learns from the replay."""
     is_own = connector == "HotKVConnector"
     door = door_config(server.target, **{"hotkv.weights_identity": "events"})
     model = write_model(tmp_path / "model", "llama")
@@ -282,9 +265,8 @@ def test_dynamo_credits_engines_with_shared_stores(
     others = itertools.cycle(range(1, 400))
 
     def step(engine: EngineProcess) -> None:
-        """Runs some steps of the engine, which publish its events. The prompt of 8 tokens is too
-        short to fill a block. (With one or two tokens, vLLM 0.32 ends with an illegal instruction
-        on CPUs with AMX.)"""
+        """8 tokens fill no block. With one or two vLLM 0.32 dies of an illegal instruction on
+        CPUs with AMX."""
         engine.ask("generate", prompts=[[next(others)] * 8], max_tokens=6)
 
     def prompt(first: int) -> list[int]:
@@ -296,8 +278,7 @@ def test_dynamo_credits_engines_with_shared_stores(
         with closing(Indexer(tmp_path / "indexer.log", BLOCK_TOKENS, *workers)) as indexer:
 
             def credited(tokens: list[int], worker: int, expected: int) -> bool:
-                """Returns True if the router counts `expected` of these tokens as cached for this
-                engine, which does not have their blocks on its device."""
+                """The blocks are not on this engine's device."""
                 step(engines[worker - 1])
                 return indexer.credits(tokens, worker)[0] == expected
 
@@ -305,8 +286,7 @@ def test_dynamo_credits_engines_with_shared_stores(
             engines[0].ask("generate", prompts=[first], max_tokens=2)
             server.wait_for_stores()
             wait_for(lambda: credited(first, 2, len(first)))
-            # vLLM empties the device and publishes AllBlocksCleared. Then the engine must publish
-            # all blocks in the server again, including those of `first`.
+            # vLLM has published AllBlocksCleared.
             assert engines[1].ask("reset")["done"]
             third = prompt(300)
             engines[1].ask("generate", prompts=[third], max_tokens=2)
@@ -320,8 +300,7 @@ def test_dynamo_credits_engines_with_shared_stores(
             server.wait_for_stores()
             wait_for(lambda: credited(second, 1, len(second)))
             with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
-                # A router that starts late requests the messages that it has missed, but only when
-                # a first message arrives. So the test makes each engine publish a message.
+                # A late router asks for the replay at its first message.
                 for engine in engines:
                     engine.ask("generate", prompts=[prompt(700)], max_tokens=2)
                 wait_for(lambda: late.credits(second)[0] == len(second))

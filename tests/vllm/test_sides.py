@@ -1,6 +1,4 @@
-"""Tests `NoSide`, which stands in for the connector's scheduler side in worker processes for its
-worker side in the scheduler's process, and for both if hotkv is off. Its answers must have the
-types that the connector's calls expect."""
+"""`NoSide` stands in for the side that a process lacks."""
 
 import inspect
 import re
@@ -67,7 +65,7 @@ def test_broken_fallback_gives_vllm_its_last_answer(
 
 
 def fits(answer: Any, wanted: Any) -> bool:
-    """Returns True if a type checker would accept the answer for the annotation."""
+    """As a type checker would say."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is tuple:
         return isinstance(answer, tuple) and all(

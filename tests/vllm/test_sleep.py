@@ -1,6 +1,4 @@
-"""Tests vLLM's pause and sleep. The engine empties its own cache, but the server's blocks must
-stay, whatever transfers are in progress. vLLM's real `EngineCore` pauses and resets the scheduler
-of the test harness."""
+"""vLLM's pause and sleep, by its real `EngineCore`: the server's blocks stay."""
 
 import os
 from typing import Any
@@ -33,24 +31,21 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     getattr(core, way)()
     assert kept == set(server.blocks) and not server.flushes
     goes_on(core, way)
-    # The pause has emptied vLLM's own cache, so the hit must come from hotkv.
+    # The hit is hotkv's: vLLM's cache is empty.
     assert one.generate("c", PROMPT)[1] == engine(specs=model()).hit(PROMPT) == 192
-    # Pauses again while there is no server. The engine must continue, without a hit.
     server.die(empty=False)
     getattr(core, way)()
     goes_on(core, way)
     assert one.generate("e", PROMPT)[1] == 0
     server.come_back()
     assert one.hit(PROMPT) == 192 and not server.flushes
-    # A reset during a pause must delete the blocks in the server.
     getattr(core, way)()
     assert core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert not server.blocks
 
 
 def test_kept_requests_go_on_and_share(engine: Any, server: Any) -> None:
-    """Sleeps in mode "keep" during a request, which vLLM recomputes after the wake-up. The answer
-    must be right, and the request's blocks must be stored."""
+    """vLLM recomputes it after the wake-up."""
     one = engine()
     core = Core(one)
     one.add("a", PROMPT, 60)
@@ -70,7 +65,7 @@ def test_server_holds_no_memory_of_sleeping_engine(
     one.fill(PROMPT)
     worker, scheduler = one.worker._worker, one.connector._scheduler
     session, fds, link = worker.rank.session, dict(worker.rank.memory.fds), scheduler.cache.session
-    # Only the scheduler side's session (connection) may use the block table.
+    # Only the scheduler side may use the block table.
     assert link.config.use_table and not session.config.use_table
     with monkeypatch.context() as patch:
         patch.setattr("hotkv_vllm.worker.side.logger.error", pytest.fail)
@@ -86,8 +81,7 @@ def test_server_holds_no_memory_of_sleeping_engine(
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.hit(PROMPT) == 192
-    # At the next sleep the system refuses to start a thread, so no new session (connection to the
-    # server) can be opened. The engine must withdraw its memory from the server all the same.
+    # No thread can start, so no session opens.
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         patch.setattr("hotkv_vllm.link.open_session", refuse)
@@ -96,8 +90,7 @@ def test_server_holds_no_memory_of_sleeping_engine(
     assert reopened.closed and worker.rank.memory is None
     core.wake_up()
     reopened = worker.rank.session
-    # Now withdrawing the memory raises at a sleep: the session (connection to the server) must end.
-    # Then sharing the memory again raises at the wake-up: hotkv must switch off.
+    # A failing withdrawal ends the session; a failing export turns hotkv off.
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_withdraw", lambda: 1 // 0)
         core.sleep()
@@ -124,8 +117,6 @@ UNDER_WAY = {
 
 
 def begin(one: Any, server: Any, what: str) -> None:
-    """Makes the engine begin `what` (a load, a store, ...) for a request "a", and makes the fake
-    server delay its end."""
     server.ack_cancels = what != "a hung load"
     if what.endswith("tail"):
         one.add("a", prompt(3, 60), 5)
@@ -158,8 +149,7 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a store of runner V2", "sleep", 0),
         ("a tail", "sleep", 1),
         ("a store behind the device", "sleep", 0),
-        # vLLM itself does not sleep while a request waits for a load. If it did, the request would
-        # have to be computed, and its six blocks to stay in the server.
+        # vLLM does not sleep then. If it did, the request would be computed.
         ("a load", "sleep", 6),
         ("an ended load", "sleep", 6),
         ("a hung load", "sleep", 6),
@@ -173,13 +163,8 @@ def test_what_is_under_way_brings_nothing_wrong(
     event: str,
     num_stored: int,
 ) -> None:
-    """Resets the cache, or lets the engine sleep and wake up, while `what` is in progress. Then
-    checks answers, both caches, and that no transfer remains.
-
-    event: the reset or sleep.
-    num_stored: the number of the request's blocks that the server must have in the end.
-    """
-    # The engine must wait for the end of a hung load even if the machine is busy.
+    """num_stored: blocks of the request in the end."""
+    # On a busy machine too.
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 60.0)
     if what.split()[-1] in ("load", "lease"):
         engine().generate("before", PROMPT, 4)
@@ -211,8 +196,7 @@ def test_what_is_under_way_brings_nothing_wrong(
     assert scheduler.cache.reset.under_way or not late
     if what == "a hung load":
         one.steps(4)
-        # The server now ends the load late. Until then its device blocks must not be used for
-        # anything else.
+        # Until this late end, its blocks must not be used.
         assert not one.outputs["a"] and worker.loads
         server.cancelled.clear()
         server.settle("load")
@@ -233,15 +217,12 @@ def test_what_is_under_way_brings_nothing_wrong(
     server.hold = set()
     one.scheduler.reset_prefix_cache()
     check_stored(server, [one])
-    # Afterwards, requests must be stored and hit as usual.
     one.fill(PROMPT)
     assert one.hit(PROMPT) == 192
 
 
 def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
-    """Resets the cache while the server is absent, so the engine has to send the flush (deletion of
-    its blocks) later. The engine then sleeps and wakes up, still with the same session, and checks
-    its weights. The flush must reach the server when it returns."""
+    """The session stays, but the engine checks its weights."""
     one = updated()
     session = one.connector._scheduler.cache.session
     one.fill(PROMPT)
@@ -261,11 +242,9 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
 def test_load_vllm_put_off_leaves_no_store(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
-    """vLLM 0.33 may admit a request with a load, but call `update_state_after_alloc` some steps
-    later (`Scheduler.deferred_loads`), or never. Meanwhile the load's blocks must not be stored.
+    """vLLM 0.33 may make that call later (`Scheduler.deferred_loads`) or never.
 
-    is_reset: if True, a reset was requested, but its callback raised. So the lease of the load
-        still protects blocks from before the reset.
+    is_reset: its callback raised; the lease protects old blocks.
     """
     answer = engine().fill(PROMPT)
     one, late = engine(), list[Any]()
@@ -278,8 +257,7 @@ def test_load_vllm_put_off_leaves_no_store(
         if is_reset:
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
             assert not one.scheduler.reset_prefix_cache(reset_connector=True)
-    # Empties the server. If hotkv wrongly counted the load's blocks as computed, it would store
-    # them.
+    # Wrongly counted blocks would be stored.
     server.blocks.clear()
     if not is_reset:
         one.abort("b")

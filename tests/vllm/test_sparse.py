@@ -1,6 +1,4 @@
-"""Tests sparse decode in real vLLM on CPU. If the budget (number of tokens to attend to) covers the
-context, answers must be exact; otherwise the number of attended blocks must stay within the budget.
-After a failure, attention must be dense."""
+"""Sparse decode in real vLLM on CPU: exact if the budget covers the context, else within it."""
 
 from typing import Any
 
@@ -37,9 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_covering_budget_is_exact_in_mixed_batches(
     start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
-    """Runs prompts of six lengths in chunks of 128 tokens. So, in the same step, some requests
-    decode, sparsely or (short contexts) densely, while others prefill. The tokens must be those of
-    dense attention."""
+    """Some requests prefill while others decode, sparsely or not."""
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
     one = start(sparse, **settings)
     batch = prompts(1, LENGTHS)
@@ -59,9 +55,7 @@ def test_a_covering_budget_is_exact_in_mixed_batches(
 
 @pytest.mark.long
 def test_local_prefix_hits_and_preemption(start: Start, dense: References) -> None:
-    """Runs two long prompts on a device that has too few blocks for both and their answers. vLLM
-    preempts a request, which resumes in other blocks. The tokens must be those of dense
-    attention."""
+    """A preempted request resumes in other blocks."""
     settings = {
         "num_gpu_blocks_override": 61,
         "max_num_seqs": 2,
@@ -98,11 +92,9 @@ def test_layers_with_windows_stay_dense(
     lengths: tuple[int, ...],
     noise: float,
 ) -> None:
-    """Runs two models with sliding windows; the second model's softmax has learned sinks (logits
-    without tokens). Only the layers without windows may decode sparsely.
+    """The second model's softmax has learned sinks.
 
-    settings, lengths: the engine's settings, and the lengths of the prompts.
-    layers: indices of the layers that must decode sparsely.
+    layers: that decode sparsely.
     noise: tolerance of log probabilities.
     """
     one = start(SELECTING | {"max_correction_blocks": 3}, **settings)
@@ -134,15 +126,14 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     counted = totals(one)
     check_counters(counted, 2)
     assert one.ask("sparse")["layers"] == [1, 2, 3]
-    # Two long prompts with 39 decode steps each, in three layers.
+    # Two prompts, 39 decode steps, three layers.
     assert counted["sparse_selects"] == 3 * 39 * 2
-    # A step selects half of the budget of 16 blocks, the first step the whole.
+    # A step selects half of 16 blocks, the first step all.
     selected = 16 if more.get("cache_policy") == "none" else 8
     assert counted["sparse_selected_blocks"] <= (selected * counted["sparse_selects"]) + 3 * 2 * 8
     assert counted["sparse_attended_blocks"] <= 16 * counted["sparse_selects"]
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
-    # In each of three sparse layers, the sketch (compact summary of keys) of each complete
-    # block must be built once.
+    # Once for each complete block in each of three layers.
     assert counted["sparse_built_blocks"] == 3 * sum(
         (length + 39) // BLOCK_TOKENS for length in (1400, 800)
     )
@@ -153,9 +144,6 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_hit_brings_sketches_builds_nothing_again(start: Start, daemon: Daemon) -> None:
-    """A second engine with the same settings must load blocks with their sketches (compact
-    summaries of their keys), and answer as the first engine does. An engine with another format of
-    sketches must share only the blocks."""
     target = daemon.start().target
     batch = prompts(4, (700, 1100))
     num_hit = sum((length - 1) // BLOCK_TOKENS for length in (700, 1100))
@@ -173,8 +161,7 @@ def test_hit_brings_sketches_builds_nothing_again(start: Start, daemon: Daemon) 
     assert found["cached"] == expected["cached"] == apart["cached"] == [672, 1088]
     assert same(found, expected)
     counted = totals(second)
-    # In each of three sparse layers, the sketches (compact summaries of keys) of the hit's
-    # blocks must be loaded, and only those of the blocks after the hit must be built.
+    # Three layers.
     assert counted["sparse_loaded_blocks"] == 3 * num_hit
     assert counted["sparse_built_blocks"] == 3 * (
         739 // BLOCK_TOKENS + 1139 // BLOCK_TOKENS - num_hit
@@ -194,8 +181,7 @@ def test_a_fault_falls_back_to_dense_attention(start: Start, dense: References) 
     found = one.ask("generate", prompts=batch, max_tokens=30)
     assert same(found, dense.ask(prompts=batch, max_tokens=30))
     counted = totals(one)
-    # Each of the three sparse layers fails in three steps, attends densely for 16 steps, and fails
-    # again at the next try: four faults per layer.
+    # Three faults, 16 dense steps and a fourth fault, by layer.
     assert counted["sparse_faults"] == 3 * 4 and "sparse_selects" not in counted
     assert (
         one.log().count("RuntimeError: injected") == 3

@@ -1,7 +1,4 @@
-"""Tests the descriptions by which engines share sketches (compact summaries of a block's
-keys): only engines with equal descriptions share them. If the format, the layers or the centre (a
-layer's mean key) differ, the description must differ. Also tests that a centre must fit the model.
-"""
+"""Engines share sketches of equal description: format, layers, centre."""
 
 from typing import Any
 
@@ -57,12 +54,10 @@ def test_kind_distinguishes_all_that_gives_bytes_meaning() -> None:
     assert kinds[3].format == "rot2u+rot3u"
     assert kinds[5].format == "mean+rot2u"
     assert described(plain[::-1]).kinds == described(plain).kinds
-    # Formats that summarise a whole block instead of single tokens (quest) use no centre (mean
-    # key), so it must not change the description.
+    # quest uses no centre.
     summaries = [layer_of(1, ("quest",), mu=random_mu)]
     assert described(summaries, centres).kinds == described([layer_of(1, ("quest",))]).kinds
-    # Each rank has the centre (mean key) of its KV heads only. The description must be the same on
-    # all ranks.
+    # A rank has its own heads only, but the description of all.
     half = [layer_of(1, ("rot2u",), mu=random_mu[:1]), layer_of(2, ("rot2u",))]
     assert described(half, centres, 2).kinds[0].version == kinds[6].version
     assert described(half, centres, 2).kinds[0].shard_bytes == kinds[6].shard_bytes * 2

@@ -1,7 +1,4 @@
-"""Tests layers that calibrate themselves from the first prompt: from its keys and queries they
-compute the axes (directions) along which sketches (compact summaries of a block's keys) are
-encoded. Tests when they do so, from which tokens, and to which blocks requests attend before and
-after."""
+"""Layers that compute their sketches' axes from the first prompt."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,11 +45,7 @@ CONFIG = SparseConfig(
 
 
 def batch_of(rows: list[tuple[int, int]]) -> Batch:
-    """Returns a `Batch` with a row per request.
-
-    rows: for each request, the number of context tokens, and how many of these are new (have
-        queries).
-    """
+    """rows: context tokens and new ones, by request."""
     starts = np.concatenate([[0], np.cumsum([queries for _, queries in rows])]).astype(np.int32)
     lengths = np.array([context for context, _ in rows], np.int32)
     none = np.zeros((len(rows), 1), np.int32)
@@ -60,8 +53,7 @@ def batch_of(rows: list[tuple[int, int]]) -> Batch:
 
 
 def tokens(dice: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Returns random keys [count tokens, 2 KV heads, 16 channels] and queries [count, 6 query
-    heads, 16]."""
+    """Keys [count, 2 KV heads, 16 channels] and queries [count, 6 query heads, 16]."""
     shapes = (count, 2, 16), (count, 6, 16)
     keys, queries = (dice.standard_normal(shape).astype(np.float32) for shape in shapes)
     return keys * np.linspace(0.2, 3, 16, dtype=np.float32) + 1, queries
@@ -87,8 +79,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
     one = FirstPrompt({3: (2, 16)}, turning, lambda *found: given_axes.append(found))
     expected = AxesEstimate(2, 16)
     for rows in steps:
-        # A row (request) has at most as many queries (new tokens) as tokens. Rows without queries
-        # occur too, and padding after the last row.
+        # Also rows without queries, and padding.
         rows = [(context, min(context, queries)) for context, queries in rows]
         keys, queries = tokens(dice, sum(count for _, count in rows))
         counted, positions, place = [], [], 0
@@ -105,7 +96,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
         one.see(3, batch_of(rows), keys, queries)
     assert one.waiting[3].num_tokens == expected.num_tokens and not given_axes
     keys, queries = tokens(dice, FIRST_TOKENS + ENOUGH_TOKENS)
-    # Tokens whose keys are NaN or infinite must not count.
+    # NaN and infinity don't count.
     one.see(3, batch_of([(FIRST_TOKENS + ENOUGH_TOKENS,) * 2]), keys * np.nan, queries)
     where = np.arange(FIRST_TOKENS, FIRST_TOKENS + ENOUGH_TOKENS)
     expected.add_moved(
@@ -123,8 +114,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
 
 
 def shown(engine: Engine, count: int) -> None:
-    """Passes `count` tokens of a prompt to the calibration of both layers. Their keys are similar
-    to the keys in the layers' pages."""
+    """Keys like those in the pages."""
     dice = np.random.default_rng(5)
     queries = dice.standard_normal((count, QUERIES, 64)).astype(np.float32)
     keys = dice.standard_normal((count, HEADS, 64)).astype(np.float32)
@@ -165,8 +155,7 @@ def test_rows_are_dense_until_their_layer_calibrates() -> None:
 
 
 def test_the_blocks_that_matter_are_found() -> None:
-    """Decodes with a query that matches the keys of a single block. A calibrated layer must select
-    this block."""
+    """The query matches the keys of one block."""
     engine = self_calibrating()
     shown(engine, FIRST_TOKENS + ENOUGH_TOKENS)
     table, layer = engine.table("a"), engine.layers[0]
@@ -180,9 +169,7 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """Calibrates a layer with two formats of sketches (compact summaries of keys), rot2u and
-    mix2. Calibration gives the layer a centre (mean key), which both formats use, so it also
-    changes the meaning of rot2u's bytes. All sketches must be built again."""
+    """rot2u gets a centre too, so its bytes mean something else."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})
@@ -225,8 +212,7 @@ def test_files_axes_are_part_of_a_kind() -> None:
             layer = layer_of(1, (name,), mu=mu)
             layers.append(replace(layer, shape=replace(layer.shape, axes=axes)))
         kinds += [described([layer], centres).kinds[0].version for layer in layers]
-    # Other axes (directions of keys) must change the description only for the format mix2, the only
-    # one that uses them.
+    # Only mix2 uses axes.
     assert len({kinds[0], kinds[1], kinds[2]}) == 3 and kinds[1] == kinds[3]
 
 
@@ -245,9 +231,7 @@ def test_files_axes_are_part_of_a_kind() -> None:
 def test_engine_calibrates_itself_exact_within_budgets(
     start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
-    """Runs prompts twice, in chunks of 128 tokens. Together they are long enough to calibrate the
-    layers. The budget (number of tokens to attend to) covers the contexts, so the tokens must be
-    those of dense attention."""
+    """The prompts together calibrate; the budget covers each."""
     run = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "enable_prefix_caching": False}
     one = start(sparse | {"scorer": "mix2"}, **run)
     if sparse is SELECTING:
@@ -273,8 +257,7 @@ def test_an_engine_without_kernels_decodes_densely(monkeypatch: pytest.MonkeyPat
 
 
 def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
-    """Returns a stand-in for vLLM's rotary embedding module. Its table has a row per position, with
-    cosines before sines."""
+    """Rows of the table are positions, cosines before sines."""
     angles = np.arange(4)[:, None] * theta ** -np.arange(0, 1, 2 / head_size)
     table = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
     given = {"head_size": head_size, "is_neox_style": True, "cos_sin_cache": table} | more
@@ -291,11 +274,10 @@ def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyP
     one, slow, other = rotary(64, 1e4), rotary(64, 5e5), rotary(128, 1e4)
     np.testing.assert_allclose(known(monkeypatch, other, one), expected, rtol=1e-9)
     np.testing.assert_array_equal(known(monkeypatch, one, rotary(64, 1e4)), known(monkeypatch, one))
-    # Some RoPE scalings multiply cosine and sine by a factor, which must
-    # not change the frequencies.
+    # RoPE scalings may multiply cosine and sine.
     scaled = rotary(64, 1e4, cos_sin_cache=one.cos_sin_cache * 1.3)
     np.testing.assert_allclose(known(monkeypatch, scaled), expected, rtol=1e-9)
-    # RoPE may rotate only some of the channels; here 32 of 64 have 16 frequencies.
+    # 32 of 64 channels: 16 frequencies.
     part = rotary(64, 1e4, cos_sin_cache=rotary(32, 1e4).cos_sin_cache)
     assert len(known(monkeypatch, part)) == 16
     for modules in ((), (other,), (one, slow), (rotary(64, 1e4, is_neox_style=False),)):

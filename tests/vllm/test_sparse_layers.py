@@ -1,5 +1,4 @@
-"""Tests which engines, layers and files of centres (the mean key of each layer) sparse decode
-accepts, and the messages with which it refuses others."""
+"""What sparse decode accepts, and its refusals."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,13 +27,9 @@ def engine(
     encodes: bool = False,
     **parallel: int,
 ) -> Any:
-    """Returns a stand-in for a vLLM config, with the attributes that the checks of sparse decode
-    read.
-
-    dtype: the dtype of the KV cache.
-    speculates: the engine has a drafter.
-    encodes: the engine only encodes media.
-    parallel: numbers of ranks by vLLM's names.
+    """dtype: of the KV cache.
+    encodes: media only.
+    parallel: ranks by vLLM's names.
     """
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "tensor_parallel_size")
     return SimpleNamespace(
@@ -54,8 +49,7 @@ def engine(
 
 
 def groups(*specs: Any, replicas: int = 1) -> Any:
-    """Returns a stand-in for a KV cache config, with the attributes that the checks of sparse
-    decode read: a group of two layers for each spec."""
+    """Two layers for each spec."""
     return SimpleNamespace(
         kv_cache_groups=[
             SimpleNamespace(
@@ -140,10 +134,9 @@ def centres(layer: int, num_heads: int = 2, head_size: int = 32) -> Centres:
 
 def test_centres_of_this_model_are_taken() -> None:
     sparse_layers.check_centres(engine(), FULL, centres(1))
-    # Only sparse layers are checked, so a centre of another size must not matter for the others.
+    # Only sparse layers are checked.
     sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
-    # A file of centres (mean keys) has all KV heads of the model. If two ranks share the heads
-    # out, it must have twice the heads of a rank; if each rank has all heads, the heads of a rank.
+    # The file has all heads, a rank half of them or all.
     sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
     shared = groups(full_spec(), replicas=2)
     sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))
@@ -167,8 +160,6 @@ def test_centres_of_another_model_are_refused(of: Centres, message: str) -> None
 
 
 def plain(**changes: Any) -> Any:
-    """Returns a stand-in for a vLLM layer of full attention, with the attributes that
-    `full_attention_layers` reads."""
     impl = {
         "attn_type": "decoder",
         "kv_sharing_target_layer_name": None,

@@ -1,6 +1,4 @@
-"""Compares the engine's messages to the server about sparse decode with a naive model. The messages
-describe the sequences (contexts of requests that decode sparsely, as block hashes), and report the
-blocks that were selected. No engine runs."""
+"""Messages about sequences and selected blocks, against a naive model."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,8 +32,7 @@ GROUPS = (SparseGroup(0, BLOCK),)
 
 @dataclass(eq=False)
 class Request:
-    """A stand-in for vLLM's request, with the attributes that hotkv reads. Of two requests of the
-    same family, the shorter context is a prefix of the longer one."""
+    """Contexts of one family are prefixes of each other."""
 
     request_id: str
     family: int
@@ -77,10 +74,9 @@ class Side:
         return self.requests[name]
 
     def step(self, *names: str) -> tuple[str, ...]:
-        """Runs a step. Returns the ids of the ended requests whose last selections (of blocks) the
-        workers must report.
+        """Ended requests whose last selections workers must report.
 
-        names: requests that decode sparsely in the step; each gains a token.
+        names: sparse in this step.
         """
         self.now_s += 0.01
         states = {
@@ -97,8 +93,7 @@ class Side:
         del self.requests[name]
 
     def known(self) -> dict[str, list[bytes]]:
-        """Returns the sequences (contexts that are decoded sparsely) that the server has: for each
-        sequence id, the block hashes."""
+        """Block hashes by sequence id."""
         return {name: hashes for (_, name), (_, _, hashes) in self.server.sequences.items()}
 
     def reports(self) -> list[tuple[dict[str, Any], dict[int, dict[str, float]]]]:
@@ -109,9 +104,7 @@ class Side:
 
 
 class SparseMemoryMachine(RuleBasedStateMachine):
-    """A hypothesis state machine of `SparseSequences`, which describes contexts to the server.
-    Requests arrive, decode sparsely and end, while the server answers late, dies, and comes back.
-    """
+    """The server answers late, dies and comes back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +117,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
         self.num_ended = 0
         self.selects = 0
         self.steady = False
-        """True if the last event was a step with a server that answers at once."""
+        """The last event was a step with a server that answers at once."""
 
     @property
     def server(self) -> FakeServer:
@@ -157,15 +150,13 @@ class SparseMemoryMachine(RuleBasedStateMachine):
             for name in names:
                 (sequence_id,) = self.side.memory._followed[name].ids
                 request = self.side.requests[name]
-                # If this step completes a block, the block's hash is sent to the server with the
-                # next step, so the server does not know it yet.
+                # A block completed now is sent with the next step.
                 told = Request("", request.family, request.num_tokens - 1).block_hashes
                 assert self.side.known()[sequence_id] == told
 
     @rule()
     def report(self) -> None:
-        """Reports the blocks that a step has selected, as the workers do: for all requests that
-        have decoded, and for the ended requests whose last selections the workers must report."""
+        """As workers do."""
         live = [name for name in self.side.requests if name in self.decoded]
         ended = frozenset(self.named)
         memory, stream = self.side.memory, self.side.streams.number
@@ -202,9 +193,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """Lets `ENDING_S` seconds pass. Afterwards the sequences (contexts that are decoded
-        sparsely) of ended requests must be deleted, even if the workers never report the last
-        selections of these requests."""
+        """Sequences are deleted even without the workers' last report."""
         self.side.now_s += memory_module.ENDING_S
         self.named += self.side.step()
         assert not self.side.memory._ending
@@ -212,8 +201,6 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 200))
     def hang(self, steps: int) -> None:
-        """Lets a request decode while the server answers no calls about sequences (contexts that
-        are decoded sparsely)."""
         self.server.hold = set(SEQUENCE_CALLS)
         able = [name for name, one in self.side.requests.items() if one.num_tokens >= MIN_TOKENS]
         for _ in range(steps):
@@ -290,8 +277,7 @@ def test_sequence_ends_with_its_requests_last_selections() -> None:
     side.arrive("short", 7, 14)
     side.arrive("one", 7, 30, max_tokens=1)
     assert side.step() == () and len(side.known()) == 1
-    # A request that ends without a decode step has selected no blocks. So its sequence must be
-    # deleted at once, without a wait for the workers' report.
+    # No decode step, no report.
     side.end("b")
     assert side.step() == () and not side.known()
 
@@ -319,9 +305,7 @@ def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
 def test_once_refused_blocks_are_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For a while, the server has no memory for the hashes of a request's new blocks. Once it has,
-    the engine must send the refused blocks again: otherwise the server could accept no later block
-    of the context."""
+    """Else the server could accept no later block."""
     side = Side()
 
     def refused(*_: Any) -> Any:
@@ -363,9 +347,7 @@ def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
 def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
-    """A request has a sequence (the hashes of its context's blocks) in the server for each KV cache
-    group. If the groups' blocks differ in size, the engine must report no selections of blocks,
-    because a block's index would mean different tokens in each group."""
+    """A block's index would mean other tokens."""
     side = Side((SparseGroup(0, BLOCK), SparseGroup(1, second_tokens)))
     side.arrive("a", 1, 20)
     side.step()

@@ -1,7 +1,5 @@
-"""Runs the decode loop of vLLM's RFC #37263 (sparse attention with KV offloading: select blocks,
-fetch them, attend) with real copies. Attention reads only hot slots (device blocks for copies of
-selected KV). Host memory is an array, or a request's pinned blocks in a real hotkv-server
-(`ResidencyPages`)."""
+"""The decode loop of vLLM's RFC #37263 with real copies, over an array or a real server's pinned
+blocks (`ResidencyPages`)."""
 
 import itertools
 import os
@@ -40,26 +38,21 @@ CONFIG = SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, max_cor
 
 
 def keys_of(pages: np.ndarray) -> np.ndarray:
-    """Returns the keys of pages. A page is float32 [T tokens, H KV heads, 2 * D] (D: head size),
-    with a token's key before its value."""
+    """A page is float32 [T tokens, H KV heads, 2 * D], each key before its value."""
     return np.ascontiguousarray(pages.view(np.float32).reshape(-1, T, H, 2 * D)[..., :D])
 
 
 def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Computes attention of a query [query heads, head size] to tokens [n, KV heads, 2 * head size]
-    (key before value)."""
+    """query: [query heads, head size]; tokens: [n, KV heads, 2 * head size]."""
     scores = np.einsum("hgd,thd->hgt", query.reshape(H, G, D), tokens[..., :D]) / np.sqrt(D)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), tokens[..., D:])
 
 
 class Model:
-    """A simulated model with random tokens, which decodes with the RFC's loop in two layers.
+    """Decodes by the RFC's loop in two layers.
 
-    slots: number of hot slots (device blocks for copies of selected KV).
-    num_host: number of blocks in host memory.
-    sequences: number of contexts at a time.
-    residency: holds the pages in a real server, instead of an array in host memory.
+    residency: None: an array.
     """
 
     def __init__(
@@ -96,8 +89,6 @@ class Model:
         return [f"{name}-{block}".encode().ljust(32) for block in range(count)]
 
     def prefill(self, name: str, num_blocks: int) -> None:
-        """Makes a sequence (context) of `num_blocks` random blocks, and stores the blocks in host
-        memory."""
         tokens = self.rng.standard_normal((4, num_blocks * T, H, 2 * D)).astype(np.float32)
         if self.residency is not None:
             self.residency.open(name, num_blocks + 10)
@@ -111,8 +102,7 @@ class Model:
         self.handler.begin(name)
 
     def reserve(self, name: str, first: int, count: int) -> np.ndarray:
-        """Reserves `count` host blocks for the sequence's blocks from index `first` on. Returns the
-        ids of the host blocks."""
+        """Host blocks for the sequence's blocks from `first` on."""
         hashes = self.hashes(name, first + count)[first:]
         blocks = self.manager.prepare_store(hashes)
         if self.residency is not None:
@@ -120,8 +110,6 @@ class Model:
         return blocks
 
     def step(self, name: str) -> None:
-        """Decodes one token of the sequence (context): runs the RFC's loop (select blocks, fetch
-        them, attend) in every layer, and checks each layer."""
         seq_len = self.tokens[name].shape[1] + 1
         num_complete = (seq_len - 1) // T
         fresh = self.rng.standard_normal((4, 1, H, 2 * D)).astype(np.float32)
@@ -157,8 +145,7 @@ class Model:
         self.manager.complete_store(stored, success=True)
 
     def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Checks that each attended hot slot (device block for a copy) holds a whole block of this
-        sequence, and that the last one holds the sequence's partly filled block."""
+        """Attended slots hold whole blocks of this sequence, the last one its partial block."""
         pages = (
             self.hot[layer, metadata.block_table]
             .view(np.float32)
@@ -192,13 +179,11 @@ def loop(model: Model) -> None:
     for _ in range(50):
         model.step("a")
         model.step("b")
-    # In each layer, a sequence's first step loads its whole selection, at most 16 blocks. Later
-    # steps may load at most 3 blocks.
+    # The first step loads at most 16, later ones 3.
     assert max(model.loaded[4:]) <= 3
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
-    # The 50 new tokens have filled three blocks. These must be in host memory, and their
-    # sketches (compact summaries of keys) must have been built.
+    # Three blocks are full.
     for name, count in (("a", 63), ("b", 48)):
         table = model.table[name][:count]
         for layer in LAYERS:
@@ -225,17 +210,13 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server) -> Iterator[PagedEngine]:
-    """Yields a fake engine that is connected to the server and has memory for 64 blocks."""
     one = PagedEngine(server.target, layers=len(LAYERS), num_blocks=64, page_bytes=PAGE)
     yield one.connect()
     one.close()
 
 
 def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
-    """Runs the decode loop of vLLM's RFC #37263 (select blocks, fetch them, attend) with a real
-    server's arena as host memory. Old blocks are only there and in the hot slots (the few device
-    blocks for copies of selected KV). After the server has unpinned the blocks, the loop must fail
-    to read them."""
+    """Old blocks are only in the arena and in hot slots."""
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     model = Model(CONFIG, 32, residency=residency)
     loop(model)
@@ -243,7 +224,7 @@ def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
     residency.close("a")
     assert len(residency._offsets) == 48
     model.step("b")
-    # Once the server no longer pins the blocks, reads must fail.
+    # No longer pinned, so reads fail.
     engine.session.close()
     wait_for(lambda: not residency._arena.holds(residency._opened["b"]))
     with pytest.raises(HotKVError, match="no longer keeps blocks of b"):
@@ -260,8 +241,7 @@ def test_block_the_server_lacks_is_no_host_block(engine: PagedEngine) -> None:
     residency.name("a", 0, [b"0" * 32], blocks[:1])
     residency.name("a", 2, [b"1" * 32], blocks[1:])
     residency.store(LAYERS[0], blocks, pages, blocks)
-    # The store of the first block succeeds, that of the second fails. Then the first host block is
-    # used for another block.
+    # The second layer's store fails; the host block is then another's.
     for _ in range(2):
         with pytest.raises(HotKVError):
             residency.store(LAYERS[1], blocks, 2 * pages, blocks)
@@ -269,7 +249,7 @@ def test_block_the_server_lacks_is_no_host_block(engine: PagedEngine) -> None:
         residency.store(LAYERS[0], blocks[:1] + 2, 3 * pages, blocks[:1])
     for layer, times in zip(LAYERS, (1, 2), strict=True):
         assert np.array_equal(residency.read(layer, blocks[:1]), times * pages[:1])
-    # Uses the host block whose store failed for another hash, and then for another sequence.
+    # The host block takes another hash, then another sequence.
     residency.name("a", 2, [b"4" * 32], blocks[1:])
     residency.store(LAYERS[1], blocks[1:], pages, blocks[1:])
     residency.close("a")
@@ -349,7 +329,7 @@ def test_blocks_whose_load_failed_are_loaded_again(monkeypatch: pytest.MonkeyPat
 
 def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(SparseConfig(sparse_topk=1.0), 40)
-    # The handler has started its thread. From now on, starting another thread fails the test.
+    # The handler has its thread; another must not start.
     monkeypatch.setattr("threading.Thread.start", lambda _: 1 / 0)
     model.prefill("a", 10)
     model.prefill("b", 10)
@@ -358,7 +338,6 @@ def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(40):
         model.step("a")
     model.handler.end("a")
-    # The ended sequence's id must be usable again.
     model.prefill("a", 20)
     for _ in range(20):
         model.step("a")
@@ -370,10 +349,7 @@ def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_block_of_two_stores_needs_both_failing(
     results: tuple[bool, bool],
 ) -> None:
-    """Two requests with the same prefix store the same block at the same time, into one host block.
-    The first store ends, with success or not (`results[0]`). Even if it fails, the host block must
-    not be allocated to another hash, because the second store still writes it. In the end the block
-    must be found if either store has succeeded."""
+    """The second store still writes the host block."""
     model = Model(SparseConfig(sparse_topk=256), 20, num_host=2)
     stores = [model.manager.prepare_store([b"x"]) for _ in results]
     model.manager.complete_store(stores[0], success=results[0])

@@ -1,6 +1,4 @@
-"""Tests parts of sparse decode in the engine, each alone: vLLM's attention kernel with block tables
-that list only the selected blocks, hot sets (blocks in device slots), the scheduler's choice of the
-requests that decode sparsely, vLLM's plugin, and settings."""
+"""Parts of sparse decode alone."""
 
 import copy
 from collections.abc import Sequence
@@ -53,9 +51,7 @@ def test_keys_are_read_back_from_vllms_pages(dtype: torch.dtype, head_size: int)
 
 @pytest.mark.parametrize(("run", "pair"), [(32, 1), (16, 1), (16, 2), (32, 4), (32, 64)])
 def test_packings_of_other_processors(run: int, pair: int) -> None:
-    """Packs random keys into pages as attention kernels of other processors do: groups of `run`
-    tokens, in each groups of `pair` channels. The keys must be read back unchanged, both by this
-    rule and by a list of the values' positions."""
+    """Groups of `run` tokens, in each groups of `pair` channels."""
     keys = torch.randn((5, HEADS, BLOCK, 64))
     split = keys.view(5, HEADS, BLOCK // run, run, 64 // pair, pair)
     pages = torch.zeros((5, HEADS, BLOCK, 128))
@@ -104,11 +100,7 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 def metadata(
     tables: list[list[int]], seq_lens: list[int], num_queries: list[int], cache: Cache
 ) -> CPUAttentionMetadata:
-    """Returns the attention metadata that vLLM's builder makes for a step.
-
-    tables: the block table of each row.
-    seq_lens, num_queries: context tokens and new tokens of each row.
-    """
+    """seq_lens, num_queries: context and new tokens by row."""
     width = max(len(table) for table in tables) + 2
     table = torch.tensor([row + [0] * (width - len(row)) for row in tables], dtype=torch.int32)
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
@@ -122,10 +114,7 @@ def metadata(
 
 
 class Chosen(SparseWorker):
-    """A `SparseWorker` that attends to given blocks instead of selecting some.
-
-    chosen: the blocks by layer and request; None: all blocks.
-    """
+    """chosen: blocks by layer and request; None: all."""
 
     chosen: dict[tuple[str, str], list[int] | None]
 
@@ -137,11 +126,7 @@ class Chosen(SparseWorker):
 def forward(
     config: VllmConfig, worker: SparseWorker, cache: Cache, layer: SparseLayer, given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs vLLM's attention kernel with random queries through hotkv's `HotAttentionImpl`, which
-    rewrites block tables. Returns the queries and the kernel's output.
-
-    given: the attention metadata of the step.
-    """
+    """Returns the random queries too."""
     with set_current_vllm_config(config):
         one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, "auto")
     one.attach(worker, layer)
@@ -156,13 +141,7 @@ def forward(
 def attention(
     cache: Cache, query: torch.Tensor, table: list[int], positions: Sequence[int], length: int
 ) -> torch.Tensor:
-    """Computes plain attention over some blocks of a context.
-
-    query: [query heads, head size].
-    table: the context's block table.
-    positions: indices in `table` of the blocks to attend to.
-    length: number of tokens of the context.
-    """
+    """positions: indices in `table`."""
     tokens = [
         table[p] * BLOCK + t for p in positions for t in range(BLOCK) if p * BLOCK + t < length
     ]
@@ -176,9 +155,7 @@ def attention(
 def test_rewritten_row_changes_no_other(
     vllm_config: VllmConfig,
 ) -> None:
-    """Runs a batch in which two long decodes attend only to chosen blocks. The other rows must
-    attend to their whole contexts: a prefill chunk, a short decode, and a decode that the scheduler
-    has not listed as sparse."""
+    """Other rows: a prefill chunk, a short decode, one that is not listed."""
     cache = Cache(40, HEAD_SIZE, torch.float32)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
@@ -194,8 +171,7 @@ def test_rewritten_row_changes_no_other(
     worker.chosen = {("layer", "a"): [0, 2, 5, 8], ("layer", "d"): [1, 7]}
     given = metadata(tables, seq_lens, [1, 3, 1, 1, 1], cache)
     query, output = forward(vllm_config, worker, cache, layer, given)
-    # Each element describes a query: its row in the batch, the context blocks to which it must
-    # attend, and the number of tokens after it in its chunk, to which it must not attend.
+    # Row, context blocks, and later tokens of its chunk.
     seen = [
         (0, [0, 2, 5, 8], 0),
         (1, range(9), 2),
@@ -214,9 +190,7 @@ def test_rewritten_row_changes_no_other(
 
 
 def test_layers_share_tables_attend_to_their_own(vllm_config: VllmConfig) -> None:
-    """Runs four layers of a KV cache group in turn, which all rewrite the same block tables. The
-    layers choose different numbers of blocks, then other blocks, then all blocks for one of the two
-    requests, then for both. Each layer must attend to its own choice."""
+    """Layers choose other numbers of blocks, other blocks, all for one request, all for both."""
     caches = [Cache(24, HEAD_SIZE, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
     worker = Chosen(SparseConfig(min_context_tokens=256), layers)
@@ -266,8 +240,6 @@ def test_exact_mass_of_blocks(sink_logits: np.ndarray | None) -> None:
 
 
 def sketches(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManager]:
-    """Returns random keys of `count` blocks, and a `BlockReprManager` (store of compact summaries
-    of keys) whose layer 5 reads these keys."""
     keys = rng.standard_normal((count, BLOCK, HEADS, 32)).astype(np.float32)
     shape = LayerShape(count, BLOCK, HEADS, 32, ("rot2u",))
     return keys, BlockReprManager({5: shape}, {5: lambda blocks: keys[blocks]})
@@ -292,10 +264,7 @@ def test_sequence_attends_its_due_within_its_moves(
     start: int,
     gaps: list[int],
 ) -> None:
-    """Decodes with random queries while the context grows by a token, jumps (as after dense steps),
-    or shrinks (as of a request that is recomputed). Each step must attend to the first and latest
-    blocks. After the first step, it may load at most `max_correction_blocks` blocks, beside those
-    that were prefetched."""
+    """The context grows, jumps as after dense steps, or shrinks as of a recomputed request."""
     config = SparseConfig(
         sparse_topk=topk,
         adaptive_p=adaptive,
@@ -346,8 +315,7 @@ def test_unloaded_blocks_are_there_next_step() -> None:
 
 
 def test_new_window_blocks_leave_room_for_corrections() -> None:
-    """The hot set grows with the context, so the window's new blocks have room in it. They must not
-    count against `max_correction_blocks`."""
+    """The window's blocks don't count against `max_correction_blocks`."""
     config = SparseConfig(sparse_topk=0.4, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
     _, manager = sketches(rng, 60)
@@ -382,11 +350,10 @@ def test_scheduler_names_decoding_requests_by_written_block() -> None:
         state = SimpleNamespace(get_block_ids=lambda request_id: tables.get(request_id))
         return SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
 
-    # Only request a decodes sparsely; its token 96 is the first of its fourth block. Request b is
-    # too short, c computes the last token of its prompt, and d is unknown.
+    # Token 96 begins a's fourth block. b is too short, c ends its prompt.
     assert names.of_step(output(a=1, b=1, c=1, d=1)) == SparseRows((4, 17), ("a", "a"), ())
     assert names.of_step(output(a=2)) == SparseRows()
-    # A request decodes sparsely from 64 tokens of context on: first with the token at position 63.
+    # From 64 tokens of context on.
     for computed, rows in ((62, SparseRows()), (63, SparseRows((2, 14), ("a", "a")))):
         requests["a"].num_computed_tokens = computed
         assert names.of_step(output(a=1)) == rows
@@ -399,12 +366,9 @@ def test_scheduler_names_decoding_requests_by_written_block() -> None:
 
 @pytest.mark.parametrize(("residency", "covered"), [("off", 250), ("host", 0)])
 def test_request_within_the_budget_is_not_named(residency: str, covered: int) -> None:
-    """If the budget (number of tokens to attend to) covers a request's context, the request attends
-    to all its blocks, so the scheduler must not list it as sparse. With residency (contexts in host
-    memory) the scheduler must list it nevertheless: its worker then copies its blocks into hot
-    slots (device blocks for such copies), not into a staging area.
+    """With residency it is named, so that blocks go to hot slots.
 
-    covered: the longest context that is not listed, tokens.
+    covered: longest context that is not listed.
     """
     config = SparseConfig(
         sparse_topk=250, min_context_tokens=64, residency=residency, dense_layers=()
@@ -420,9 +384,7 @@ def test_request_within_the_budget_is_not_named(residency: str, covered: int) ->
 
 
 def test_a_step_is_decided_once() -> None:
-    """In an engine with two connectors, both ask which requests of a step decode sparsely: one
-    counts these requests, the other sends them to the workers. Both must get the same answer, even
-    if a request has changed between the two questions."""
+    """One connector counts them, one tells the workers."""
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)])
     one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96)
     names.arrived(one)
@@ -437,13 +399,9 @@ def test_a_step_is_decided_once() -> None:
 @pytest.mark.parametrize("replays_decode", [True, False])
 @pytest.mark.parametrize("beside", [1, 2])
 def test_on_cuda_only_ungraphable_rows_break_rules(replays_decode: bool, beside: int) -> None:
-    """On CUDA only resident requests decode sparsely; their old blocks may be in host memory only.
-    A CUDA graph can't attend to the whole of such a context. So if a step may be replayed from a
-    graph, requests with such blocks must attend sparsely even where they would otherwise attend
-    densely: for a prompt's last token, or in a short context.
+    """A graph can't attend densely to blocks in host memory.
 
-    beside: the number of tokens of another request in the step; only with 1 the step may be
-        replayed.
+    beside: another request's tokens; only with 1 the step may be replayed.
     """
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)

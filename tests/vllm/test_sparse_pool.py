@@ -1,6 +1,4 @@
-"""Tests the memory (pool) in which an engine holds sketches (compact summaries of blocks'
-keys) beside its KV pages. Stores must read the right sketches from the pool, and only loads
-and builds may write to it."""
+"""The memory of sketches beside an engine's pages."""
 
 import mmap
 import random
@@ -44,12 +42,7 @@ __all__ = ["toy"]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A hypothesis state machine in which blocks of two KV cache groups (layers 1 and 2; layer 5)
-    are written, built, stored and loaded in any order that an engine may use.
-
-    Before a step that writes a block, the stores that read the block are ended. The machine records
-    the pages, and the bytes that each store has to read.
-    """
+    """Two groups (layers 1 and 2; layer 5). Stores of a block end before a step writes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
-        """Returns the ranges of engine memory whose bytes a slot with the block's sketches
-        holds, in the order of the slot, as (offset, length)."""
+        """Engine memory as (offset, length), in the slot's order."""
         (runs,) = self.layout.copy_runs(
             kind, self.pool.kinds[kind], np.array([block]), np.array([0])
         )
@@ -112,8 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         return sorted(blocks - self.loading)
 
     def _fence(self, blocks: list[int]) -> None:
-        """Ends the stores that read one of these blocks, and then announces to the worker that the
-        blocks will be written, as the scheduler does before a step."""
+        """As the scheduler does before a step."""
         for store in [store for store in self.stores if set(store[1]) & set(blocks)]:
             self._end(store)
         self.worker.will_write(np.array(blocks, np.int32))
@@ -127,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=4))
     def write(self, blocks: set[int]) -> None:
-        """Writes random keys to blocks, as prefill, decode, or another connector's load does."""
+        """As prefill, decode or another connector does."""
         chosen = self._idle(blocks)
         self._fence(chosen)
         for layer in FORMATS:
@@ -167,15 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Ends a load, which writes pages and sketches (compact summaries of keys).
-
-        well: the load succeeds.
-        kind: which KV cache group the blocks belong to: 0 (layers 1 and 2) or 1 (layer 5).
-        alone: the server has the blocks without sketches.
-
-        If the load fails or the blocks are alone, the memory of their sketches contains
-        random bytes, and must not count as built.
-        """
+        """Without the sketches (`alone`) or after a failure, their memory is random."""
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
@@ -220,9 +203,7 @@ TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def loaded(one: Any) -> tuple[float, float]:
-    """Returns how many sketches (compact summaries of keys) the engine has loaded and how
-    many it has built. Runs two short requests first, because counters reach the scheduler with
-    later steps."""
+    """Sketches loaded and built. Counters come with later steps."""
     one.generate("tick", prompt(99, 3))
     one.generate("tock", prompt(99, 3))
     return one.counters.get("sparse_loaded_blocks", 0), one.counters.get("sparse_built_blocks", 0)
@@ -240,8 +221,7 @@ def test_they_go_with_blocks_and_come_with_hits(
     assert second.generate("b", prompt(1, 200), 4) == (answer, 192)
     assert loaded(second) == (12, 0)
     rows_are_right(second)
-    # Loads the blocks again. The server has them with their sketches (compact summaries of
-    # keys), so the engine must store nothing.
+    # The server has both, so nothing is stored.
     second.drop_local()
     stored_bytes = second.counters.get("store_bytes", 0)
     second.generate("c", prompt(1, 200), 4)
@@ -249,9 +229,7 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """An engine without sparse decode stores blocks without sketches (compact summaries of
-    keys). Then an engine with sparse decode hits these blocks in the server, and later in its own
-    cache. It must build their sketches and store them."""
+    """The blocks are hit in the server, then in its own cache."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0
@@ -325,9 +303,6 @@ def test_memory_that_cannot_be_shared_stays_private(
 def test_random_requests_and_faults(
     engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any
 ) -> None:
-    """Runs random requests with preemptions, aborts, late and failing transfers, and lost blocks
-    and sketches (compact summaries of keys). At every step, the engine's sketches
-    must match its pages, and those in the server must match the server's blocks."""
     dice = random.Random(0)
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
     one = sparse_engine(
@@ -359,7 +334,7 @@ def test_random_requests_and_faults(
                 ]:
                     server.blocks.pop((key[0], number, key[2]), None)
         elif roll < 0.93:
-            # Empties the engine's own cache, so that later requests hit hotkv.
+            # Later requests hit hotkv.
             server.hold.clear()
             server.settle()
             server.fail_loads = server.fail_stores = False

@@ -1,5 +1,4 @@
-"""Tests `SparseWorker`, the worker side of sparse decode, without an engine: how it reads keys from
-pages, its counters, and layers that raise exceptions."""
+"""`SparseWorker` without an engine."""
 
 import logging
 from collections.abc import Callable
@@ -97,7 +96,7 @@ def test_mass_from_packed_pages_is_their_keys(
     pages = torch.from_numpy(
         rng.standard_normal((7, heads, tokens, 2 * head_size)).astype(np.float32)
     ).to(dtype)
-    # Interleaves the pages with those of another layer, so that they are not contiguous.
+    # The pages lie between another layer's: not contiguous.
     pages = torch.stack([torch.zeros_like(pages), pages], dim=1)[:, 1]
     one = KeyPages(pages, KeyPacking(run, pair))
     query = rng.standard_normal((heads * group, head_size)).astype(np.float32) * np.float32(
@@ -148,9 +147,7 @@ def test_layer_counters_add_up_swaps_in_bytes() -> None:
     assert set(layers) == {2, 7}
     assert set(layers[2]) <= set(SPARSE_COUNTERS)
     assert layers[2]["selects"] == 24
-    # In every third step, the recall of one layer's selection for one request is measured (how much
-    # of the attention falls on the selected blocks). The layers take turns, so each is measured
-    # twice.
+    # Recall is measured in every third step, by layers in turn.
     assert [layers[index]["recall_samples"] for index in (2, 7)] == [2, 2]
     assert 0 < layers[2]["recall"] <= 2 and 0 < layers[2]["estimated_mass"] <= 24
     assert 0 < layers[2]["true_mass"] <= 2 * (1 + 1e-6)
@@ -174,9 +171,7 @@ def test_layer_counters_add_up_swaps_in_bytes() -> None:
 
 
 def test_masses_count_learned_sinks_as_attended() -> None:
-    """A layer has learned sinks (logits without tokens) that get more than .99 of the attention. A
-    step that leaves blocks out still attends to the sinks. So the share of attention that the step
-    covers must be above .99, both as estimated and as measured."""
+    """Sinks get .99 of the attention."""
     engine = Engine(recall_steps=1, sink_logits=np.full(QUERIES, 16, np.float32))
     for _ in range(4):
         engine.step("a")

@@ -1,6 +1,4 @@
-"""Tests `PageStaging`, the device memory in which the pages of a batch are copied side by side for
-one call of attention. Compares it with a model that copies every page anew. Pages may be copied
-ahead of their use; a page must never be used in the place of another page."""
+"""`PageStaging`, against a model that copies every page anew."""
 
 import threading
 from types import SimpleNamespace
@@ -65,7 +63,7 @@ def test_step_copies_ahead_on_a_free_core(monkeypatch: pytest.MonkeyPatch) -> No
     for num_cores, num_ahead in ((2, 2 * 5), (1, 0)):
         staging = staging_of(monkeypatch, num_cores)
         for index in range(NUM_LAYERS):
-            # In each layer, another number of blocks is on the device.
+            # In each layer another number of blocks is on the device.
             found = filled(staging, index, [3, 4, 5, 6, 7], list(range(3 - index)), True)
             assert np.array_equal(found[:5], ARENA[3:8, index])
         assert staging.num_ahead == num_ahead
@@ -75,8 +73,7 @@ def test_step_copies_ahead_on_a_free_core(monkeypatch: pytest.MonkeyPatch) -> No
 def test_layer_with_other_pages_copies_nothing_ahead(
     monkeypatch: pytest.MonkeyPatch, group: int, page_bytes: int
 ) -> None:
-    """The next layer is of another group, whose blocks have other slots, or has larger pages. So
-    the first layer must not copy pages ahead for it."""
+    """Blocks of another group have other slots."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     pages = SimpleNamespace(

@@ -1,6 +1,4 @@
-"""Tests how hotkv reads a step of vLLM's scheduler: the blocks that the step may overwrite, block
-tables, the values that vLLM hashes together with a block's tokens, and chunks (blocks that vLLM
-offloads as one unit)."""
+"""How a step of vLLM's scheduler is read."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 TOKENS = 16
 GROUPS = (TOKENS, 2 * TOKENS, 0)
-"""Tokens per block of each group; 0: a group of recurrent states."""
+"""Tokens of a block by group; 0: recurrent states."""
 
 
 def fresh(
@@ -36,13 +34,9 @@ def fresh(
     copies: Sequence[tuple[int, int]] | None = None,
     zeroed: Sequence[int] | None = None,
 ) -> set[int]:
-    """Returns the blocks that a step overwrites, according to hotkv.
-
-    new: for each new request, the number of its computed tokens, and its block ids.
-    cached: the same for each running request.
-    resumed: indices in `cached` of the requests that were preempted.
-    copies: pairs of a source block and a target block.
-    zeroed: the blocks that vLLM zeroes.
+    """new, cached: computed tokens and block ids.
+    resumed: indices in `cached`.
+    copies: source and target.
     """
     told: Any = SimpleNamespace(
         scheduled_new_reqs=[
@@ -71,14 +65,13 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({}, set()),
         ({"copies": [], "zeroed": []}, set()),
         ({"cached": [(64, None)]}, set()),
-        # A new request writes all blocks after its hit. Of recurrent states, it writes all blocks.
+        # A new request writes all blocks behind its hit; of states all.
         ({"new": [(0, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(1, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(16, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(31, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(32, TABLE)]}, {3, 12, 21}),
-        # A running request writes its new blocks. A resumed request writes the
-        # same blocks as a new one.
+        # A running request writes its new blocks, a resumed one as a new one.
         ({"cached": [(32, ([3], [13], [23]))]}, {3, 13, 23}),
         ({"cached": [(32, TABLE)], "resumed": [0]}, {3, 12, 21}),
         (
@@ -87,10 +80,9 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ),
         ({"copies": [(1, 2), (3, 4)]}, {2, 4}),
         ({"zeroed": [5, 6]}, {5, 6}),
-        # These blocks are in no block table, only in the lists of copied and zeroed blocks, as
-        # after a preemption in the same call of the scheduler.
+        # The blocks are in no table, as after a preemption in the same call.
         ({"new": [(0, ([1], [], []))], "copies": [(7, 8)], "zeroed": [9]}, {1, 8, 9}),
-        # vLLM's null block must not be listed, since it belongs to no request.
+        # The null block is nobody's.
         (
             {
                 "new": [(0, ([NULL_BLOCK, 1], [], []))],
@@ -111,9 +103,7 @@ def image(name: str, offset: int, length: int) -> Any:
 
 
 def test_prompts_mixing_ids_and_embeddings_hash_right() -> None:
-    """Makes requests whose prompts mix token ids and embeddings. If two of them have the same block
-    hashes in vLLM but other inputs, `covers_embeddings` must exclude at least one of them from
-    sharing."""
+    """If hashes are equal and inputs not, `covers_embeddings` excludes one."""
     init_none_hash(sha256)
     masks = list(itertools.product((True, False), repeat=2))
     prompts = [(list(ids), list(mask)) for ids in masks for mask in masks]
@@ -149,20 +139,19 @@ def test_extra_keys_of_blocks() -> None:
         return steps.event_extra_keys(SimpleNamespace(**plain | parts), blocks, TOKENS)
 
     assert keys(range(4)) == ()
-    # vLLM hashes a cache salt into the first block only.
+    # vLLM hashes a salt into the first block only.
     assert keys(range(2), cache_salt="s") == (("s",), None)
     assert keys(range(1, 3), cache_salt="s") == ()
     adapter = SimpleNamespace(lora_name="a", lora_path="/a")
     assert keys(range(2), lora_request=adapter, cache_salt="s") == (("a", "s"), ("a",))
     assert keys(range(1, 2), lora_request=adapter) == (("a",),)
-    # The second block contains the end of the first image and the beginning of the second.
+    # The second block has the first image's end and the second's beginning.
     images = [image("a", 4, 16), image("b", 30, 4)]
     wanted = ((("a", 4),), (("a", -12), ("b", 14)), (("b", -2),), None)
     assert keys(range(4), mm_features=images) == wanted
     assert keys(range(2, 4), mm_features=images) == wanted[2:]
     assert keys(range(3, 5), mm_features=images) == ()
-    # For a prompt of embeddings, the values that vLLM hashes with each block are hashes of the
-    # embeddings.
+    # vLLM hashes hashes of the embeddings.
     found = keys(range(2), prompt_embeds=VECTORS, _prompt_embeds_per_block_hashes={})
     assert len(found) == 2 and found[0] and found[1] and found[0] != found[1]
 
@@ -188,12 +177,7 @@ def test_table_read_in_place_equals_a_list(
 def test_decode_reads_constant_ids_per_step(
     engine: Any, monkeypatch: pytest.MonkeyPatch, watching: bool
 ) -> None:
-    """Counts the block ids that hotkv reads from vLLM in each decode step. The number must not grow
-    with the context, so that steps do not become slower.
-
-    watching: True marks all blocks on the device as inexact, so that hotkv also tracks which blocks
-        are inexact.
-    """
+    """watching: all blocks are inexact, which is tracked."""
     read = [0]
     original = steps.BlockIds.__getitem__
 
@@ -240,17 +224,12 @@ def test_window_chunks_keep_blocks_in_place(window: int, ids: list[int], stored:
 def without_holes(
     window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
 ) -> list[int]:
-    """Calls `steps.leave_out_holes` for a request in a KV cache group with a sliding window, and
-    returns the request's block ids afterwards. vLLM's offloading stores chunks (four blocks as one
-    unit) whose last block is present, even if earlier blocks are missing. So the function marks
-    further blocks as missing: the last block of a chunk that vLLM must not store, or in a chunk
-    that it may store, the blocks before the last missing block.
+    """vLLM stores chunks of four blocks whose last is there. So blocks are marked as missing: the
+    last of a chunk that must not be stored, or those before the last hole.
 
-    window: the group's sliding window, tokens.
-    ids: the request's block ids; 0 for a missing block.
-    first: the index of the first chunk that is not stored yet.
-    aligned_chunks: a hit ends at a multiple of this many chunks.
-    ended: the request has ended.
+    ids: 0: missing.
+    first: first chunk not stored yet.
+    aligned_chunks: hits end at multiples of so many.
     """
     group = SimpleNamespace(
         kv_cache_spec=replace(window_spec(), sliding_window=window),
@@ -275,9 +254,7 @@ def without_holes(
 
 
 def test_final_chunks_have_no_holes() -> None:
-    """When a request ends, vLLM considers once more to store the chunks (four blocks each) after
-    the last position at which a hit may end. Of such a chunk, too, `leave_out_holes` must leave out
-    the blocks if a needed block is missing."""
+    """At the end vLLM also considers chunks behind the last possible hit."""
     ids, rest = [1, 0, 3, 4, 5, 0, 7, 8], [9, 10, 11, 12]
     for aligned_chunks, ended, stored in (
         (2, False, ids),

@@ -1,6 +1,4 @@
-"""Tests `StorePlanner`, the part of the scheduler side that plans stores, alone. Requests have only
-names and hashes. Covers the blocks that it stores after a step, the stores that must end before a
-step, and the results of stores."""
+"""`StorePlanner` alone."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +32,6 @@ REFUSED = BlockResult.ABORTED
 
 
 def planned(parts: Parts, name: str, num_blocks: int, *table: int, **more: Any) -> Any:
-    """Plans a step that computes `num_blocks` blocks of a new request. Returns the request's state
-    and the store jobs."""
     state = parts.state(request(name, TOKENS * num_blocks))
     tables = [list(table)] if table else None
     return state, plan(parts, (state, TOKENS * num_blocks), tables=tables, **more)[0]
@@ -48,7 +44,7 @@ def test_request_is_examined_at_each_full_block() -> None:
     states = {"a": state}
     assert not parts.planner.due(states, {"a": 15}, (), {})
     assert parts.planner.due(states, {"a": 16}, (), {}) == [(state, 16)]
-    # If the request's block table is not known in this step, its blocks must be stored later.
+    # Unknown table: stored later.
     assert not parts.planner.plan([(state, 20)], lambda _: None, {}, lambda: ())[0]
     assert state.store.stored_blocks == [0]
     plan(parts, (state, 20))
@@ -56,11 +52,9 @@ def test_request_is_examined_at_each_full_block() -> None:
     one.num_computed_tokens = 20
     assert not parts.planner.due(states, {"a": 11}, (), {})
     assert parts.planner.due(states, {"a": 12}, (), {})
-    # If vLLM offers a recurrent state to store, the request is due even if none of its blocks has
-    # become full.
+    # vLLM offers a state.
     assert parts.planner.due(states, {"a": 1}, (), {"a": [(0, 1, 16)]})
-    # No store may be planned for an unknown request, for a request whose stores are delayed, and
-    # for one that may not store.
+    # Unknown, delayed, or not allowed to store.
     assert not parts.planner.due({}, {"a": 16}, (), {})
     assert not parts.planner.due(states, {"a": 16}, {"a"}, {})
     state.store.may_store = False
@@ -75,16 +69,12 @@ def test_tokens_next_step_may_change_arent_stored() -> None:
     assert stored(plan(parts, (state, 33))[0]) == [(0, [1])]
     assert state.store.due_tokens == 34
     assert stored(plan(parts, (state, 34))[0]) == [(0, [2])]
-    # The request ends with 97 tokens, of which the last two may be incomplete. So blocks 3 to 5
-    # are stored, but not block 6.
+    # 97 tokens, the last two perhaps incomplete: 3 to 5 are stored, 6 is not.
     parts.planner.finish(state, [list(range(1, 40))], 97)
     assert stored(plan(parts)[0]) == [(0, [3, 4, 5])]
 
 
 class AllResident:
-    """A stand-in for `ResidentRequests` in which all requests are resident: the server must store
-    every block of every request."""
-
     def is_resident(self, request_id: str) -> bool:
         return True
 
@@ -105,8 +95,7 @@ class AllResident:
 
 
 class WithPrivateNames(AllResident):
-    """A stand-in for `ResidentRequests` in which the blocks from index `first` on have names (keys)
-    that no other request has."""
+    """From `first` on, names are no other request's."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -122,10 +111,7 @@ class WithPrivateNames(AllResident):
 
 @pytest.mark.parametrize("private_from", [0, 2, 4, 9])
 def test_unshared_blocks_are_the_first_to_go(private_from: int) -> None:
-    """Some blocks of a request, from index `private_from` on, have names (keys) that no other
-    request looks up. They are of no use after the request, so they must be stored with the least
-    priority, without a pin, and as private (not copied to tiers). They must be stored without
-    tokens, from which routers would conclude that a prompt can hit them."""
+    """Such blocks are useless after the request. Tokens would tell routers of a hit."""
     parts = Parts(residencies=WithPrivateNames(private_from))
     parts.server.wants_token_ids = True
     state = parts.state(request("a", 9 * TOKENS))
@@ -163,13 +149,10 @@ def test_unshared_blocks_are_the_first_to_go(private_from: int) -> None:
 def test_answer_takes_few_stores_omits_nothing(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """Plans the stores of a prompt and its answer. Every full block must be stored once. Blocks of
-    an answer must wait until several can be stored together. But they must not wait if the request
-    is resident (its KV stays in host memory), or if the model's requests lose blocks during decode.
-    With a drafter, a block of an answer is complete only when the token after it is known.
+    """An answer's blocks wait for each other, unless the request is resident or loses blocks. With
+    a drafter the next token must be known.
 
-    chunk: tokens of the prompt that a step computes.
-    prompt, answer: their lengths in tokens.
+    chunk: prompt tokens in a step.
     """
     residencies = AllResident() if kind == "resident" else None
     parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
@@ -203,7 +186,7 @@ def test_answer_takes_few_stores_omits_nothing(
         assert not never_waits or len(found[0]) == filled
     filled = (prompt + answer) // TOKENS
     if kind == "plain" and not never_waits:
-        # If the prompt fills no block, the answer's first block must be stored alone, at once.
+        # An answer's first block is stored alone if the prompt fills none.
         alone = prompt < TOKENS <= prompt + answer
         assert num_stores == alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
     parts.planner.finish(state, tables[: len(specs)], prompt + answer)
@@ -241,8 +224,7 @@ def test_two_requests_never_store_one_block() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
-    # No block may be stored twice: neither within a step, nor if it was stored when another request
-    # ended.
+    # Not twice in a step, nor after another request's end.
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
     parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
@@ -256,14 +238,13 @@ def test_two_requests_never_store_one_block() -> None:
     [
         (0, 16, 64, True),
         (0, 64, 64, True),
-        # No state may be stored at position 0, beyond the known tokens, or inside a block: there is
-        # no block hash for it.
+        # Not at 0, beyond the known tokens, or inside a block.
         (0, 0, 64, False),
         (0, 80, 64, False),
         (0, 40, 64, False),
-        # In this test, vLLM offers recurrent states of group 0 only.
+        # vLLM offers states of group 0 only.
         (1, 48, 64, False),
-        # A state is stored only if all tokens up to it are exact.
+        # All tokens up to it must be exact.
         (0, 48, 48, True),
         (0, 48, 47, False),
     ],
@@ -275,7 +256,7 @@ def test_state_has_its_boundary_blocks_hash(
     parts.exactness.is_watching = True
     parts.exactness._exact_tokens = {"a": exact_tokens}
     state, jobs = planned(parts, "a", 4, handoffs={"a": [(group, 7, boundary)]})
-    # At most the state may be stored, and no other block of the table.
+    # No other block of the table.
     assert stored(jobs) == ([(0, [7])] if is_stored else [])
     if is_stored:
         (run,) = jobs[0].runs
@@ -284,8 +265,7 @@ def test_state_has_its_boundary_blocks_hash(
 
 
 def test_excess_stores_wait_the_last_is_dropped() -> None:
-    """Limits the stores in progress to four blocks (`max_inflight_store_mib`). Further blocks must
-    wait for a later step. If their request ends first, they are dropped."""
+    """Blocks above the limit are dropped if their request ends first."""
     parts = Parts(max_inflight_store_mib=1)
     _, jobs = planned(parts, "a", 4)
     assert len(jobs) == 1 and parts.planner.in_flight.num_bytes == 4 * BLOCK_BYTES
@@ -297,8 +277,7 @@ def test_excess_stores_wait_the_last_is_dropped() -> None:
     parts.planner.reported(report((jobs[0].store_id, [STORED] * 4)))
     assert not parts.planner.in_flight.num_bytes
     assert stored(plan(parts, (second, 32), tables=[[11, 12]])[0]) == [(0, [11, 12])]
-    # Two blocks are being stored, and two are planned for request c. The block of d would exceed
-    # the limit of four.
+    # Two are being stored and two planned.
     tables = {"c": ([21, 22],), "d": ([31],)}
     third, fourth = parts.state(request("c", 32)), parts.state(request("d", 16))
     jobs, _ = parts.planner.plan([(third, 32), (fourth, 16)], tables.get, {}, lambda: ())
@@ -331,7 +310,7 @@ def test_step_waits_for_stores_it_overwrites() -> None:
     _, (two,) = planned(parts, "b", 2, 11, 12)
     assert plan(parts, written=[5]) == ((), ())
     assert plan(parts, written=[12, 5]) == ((), (two.store_id,))
-    # A step has waited for the second store to end, so later steps need not wait for it.
+    # A store is waited for once.
     assert plan(parts, written=[11]) == ((), ())
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
@@ -340,9 +319,7 @@ def test_step_waits_for_stores_it_overwrites() -> None:
 def test_unreported_store_is_listed_once_then_forgotten(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
-    """No rank reports the end of a store. After `UNREPORTED_S` seconds, the planner must list the
-    store once more in a step's message to the workers, and delete its own record. Reports arrive
-    only with steps, so a pause between two steps counts as at most `MOST_STEP_S` seconds."""
+    """A pause between steps counts as MOST_STEP_S at most."""
     now_s = [100.0]
     monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
     parts = Parts()
@@ -363,8 +340,7 @@ def test_unreported_store_is_listed_once_then_forgotten(
     "ranks, counts",
     [
         ([[STORED, PRESENT, REFUSED]], (1, 1, 1)),
-        # A rank has written its shards, but those of other ranks are missing, so the blocks count
-        # as refused.
+        # Other ranks' shards are missing: refused.
         ([[WRITTEN] * 3], (0, 0, 3)),
         ([[WRITTEN, PRESENT, STORED], [STORED, WRITTEN, REFUSED]], (1, 1, 1)),
         ([[STORED] * 3, []], (0, 0, 3)),
@@ -379,23 +355,19 @@ def test_block_is_stored_once_every_rank_stored(
     _, (job,) = planned(parts, "a", 3)
     for rank, answers in enumerate(ranks):
         assert len(parts.planner.in_flight) == 1
-        # Reports each result twice, and a result of an unknown store. Only
-        # the first report may count.
+        # Only the first report counts, and none of an unknown store.
         for told in [report((job.store_id, answers), (1 << 40, [STORED]), rank=rank)] * 2:
             parts.planner.reported(told)
     assert not parts.planner.in_flight.stores and not parts.planner.in_flight.reading
     names = ("stored_blocks", "present_blocks", "refused_blocks")
     assert tuple(parts.count(name) for name in names) == counts
     assert all(parts.stats.data.get(name, 1) for name in names)
-    # Lookups of this engine may find only those blocks that every rank has stored or found present
-    # in the server.
+    # Only what every rank has stored or found.
     mask = parts.finder.hidden.mask(0, hashes, np.ones(3, np.bool_))
     assert mask.sum() == counts[0] + counts[1]
 
 
 def test_store_has_at_most_the_accepted_runs() -> None:
-    """Many requests each complete a block in the same step. Their blocks must be divided into
-    stores, each with at most as many runs (chains of consecutive blocks) as the server accepts."""
     runs = [BlockRun(0, [b"%032d" % n], np.array([n], np.int32)) for n in range(3 * MAX_LISTS)]
     parts = portions(runs)
     assert [run for part in parts for run in part] == runs

@@ -1,5 +1,4 @@
-"""Runs random requests, aborts, preemptions and faults of the server in any order. Stored and
-loaded KV must be right, every request must be answered, and no state may be left behind."""
+"""Random requests, aborts, preemptions and faults."""
 
 import random
 from typing import Any
@@ -15,8 +14,7 @@ CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
 
 def change(dice: random.Random, server: Any, one: Engine) -> None:
-    """At random, changes the fake server (it delays or fails calls, dies, loses blocks), or resets
-    the engine's own cache."""
+    """Changes the server, or resets the engine's own cache."""
     roll = dice.random()
     if roll < 0.10:
         server.hold = set(dice.sample(CALLS, dice.choice([0, 0, 1, 2])))
@@ -49,18 +47,11 @@ WAYS: dict[str, dict[str, bool]] = {
 
 MODELS = (full_model, mixed_model, states_and_windows_model, *HYBRIDS[1:])
 BY_RPC = dict(zip(MODELS, ["sync", "async", "v2", "sync", "async", "async", "v2"], strict=True))
-"""For each model: how the engine runs in those tests, marked `long`, in which lookups ask the
-server (by RPC) instead of the block table. Together, these cases run every line that all cases run.
-"""
+"""`long` cases by RPC, which together run every line."""
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
-    """Returns the pytest marks of a test case. Cases without a mark run every day. These are, all
-    with a block table: each model with asynchronous scheduling, and `full_model` in each way.
-
-    way: how the engine runs, for example "async".
-    table: whether engines read the block table; otherwise they ask the server.
-    """
+    """Every day: each model asynchronously and `full_model` in each way, by table."""
     if table:
         return [] if way == "async" or model is full_model else [pytest.mark.long]
     return [pytest.mark.long if BY_RPC[model] == way else pytest.mark.campaign]
@@ -89,20 +80,13 @@ def test_random_faults(
     way: dict[str, bool],
     table: bool,
 ) -> None:
-    """Runs random requests on two engines while the server fails at random. If the server does not
-    end a load, the engine stops waiting for it at once, and the server may still write the load's
-    blocks later. All answers and all stored blocks must be right.
-
-    way: settings of the engines (one of WAYS).
-    table: whether engines read the block table; otherwise they ask the server.
-    """
+    """Loads are given up at once and may be written late."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002, "load_timeout_s": 0.0}
     settings = {"specs": model(), "max_tokens_per_step": 128, **way}
-    # With asynchronous scheduling, vLLM reserves sliding-window blocks for two steps, so the engine
-    # needs more blocks.
+    # Asynchronous scheduling reserves windows for two steps.
     several = (56, 60) if way.get("pipelined") else (40, 44)
     num_blocks = (18, 24) if model is full_model else several
     engines = [engine(blocks=blocks, extra=extra, **settings) for blocks in num_blocks]
@@ -124,8 +108,7 @@ def test_random_faults(
         for _ in range(dice.randrange(8)):
             dice.choice(engines).step()
             if not server.ack_cancels:
-                # The server does not confirm cancels, so a step that needs a store's blocks would
-                # wait for the store. Lets the server answer the stores.
+                # Cancels are not confirmed, so a step would wait for the store.
                 server.settle("store")
         live = [(one, name) for one, name in live if name not in one.finished]
     server.hold.clear()
@@ -137,8 +120,7 @@ def test_random_faults(
     for (one, name), tokens in asked.items():
         assert one.outputs[name] == answer_of(tokens, 40), name
     for one in engines:
-        # The results of a request's last stores are reported during the next request, so runs two
-        # more.
+        # Results of the last stores come with the next request.
         one.generate("last", prompt(9, 50))
         one.generate("very last", prompt(9, 50))
         check_nothing_left(one)

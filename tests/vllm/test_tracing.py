@@ -1,5 +1,4 @@
-"""Tests the connector's trace spans: their attributes, and their place in the trace. They must be
-children of vLLM's span, and the server's spans must be below them."""
+"""Spans of the connector: below vLLM's, above the server's."""
 
 import sys
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ def ask(one: Any, name: str, tokens: list[int] = PROMPT, headers: Any = HEADERS)
 
 
 def flushed(one: Any, collector: OtlpReceiver) -> dict[str, ReceivedSpan]:
-    """Makes the engine export all its spans. Returns the last span of each name."""
+    """The last span of each name."""
     one.connector._scheduler.requests._traces.flush()
     return {span.name: span for span in collector.spans}
 
@@ -74,7 +73,7 @@ def test_a_request_that_stores_and_one_that_loads(traced: Any, collector: OtlpRe
     assert lease.attributes["hotkv.found_blocks"] == load.attributes["hotkv.blocks"]
     assert root.encloses(lease) and root.encloses(load) and not load.error
     assert lease.ended_ns <= load.began_ns
-    # No span may contain block hashes, tokens or request names.
+    # Spans have no hashes, tokens or names.
     for span in collector.spans:
         values = span.attributes.values()
         words = {value for value in values if not isinstance(value, int | float)}
@@ -82,9 +81,7 @@ def test_a_request_that_stores_and_one_that_loads(traced: Any, collector: OtlpRe
 
 
 def test_traced_requests_of_a_step_store_separately(engine: Any, collector: OtlpReceiver) -> None:
-    """Runs two traced requests and one untraced request in the same steps. Each traced request must
-    have stores of its own, and so spans of its own, even if its blocks are sent only with the next
-    step."""
+    """A request's blocks may be sent with the next step."""
     one = engine(extra={"tracing": collector.url}, pipelined=True)
     other = f"00-{0x123:032x}-{1:016x}-01"
     one.add("a", prompt(1, 60), 5, trace_headers=HEADERS)
@@ -126,8 +123,7 @@ def test_failed_and_cancelled_loads_say_so(
 def test_request_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
-    """hotkv switches off, or a callback raises, while a request runs. The request's span must be
-    exported with the error LEFT, because without it the server's spans would have no parent."""
+    """Without it the server's spans would lack their parent."""
     engine().generate("cold", PROMPT, 2)
     one = traced()
     one.add("a", PROMPT, 4, trace_headers=HEADERS)
@@ -167,7 +163,7 @@ def test_requests_that_nobody_traces_have_no_spans(traced: Any, collector: OtlpR
     for number, headers in enumerate((None, {}, {"traceparent": PARENT[:-1] + "0"})):
         ask(one, f"{number}", headers=headers)
     assert not flushed(one, collector)
-    # With a sample ratio of 1, a request without trace headers must begin a trace.
+    # A sample ratio of 1 begins a trace without headers.
     one = traced(tracing_sample_ratio=1)
     one.generate("a", PROMPT, 2)
     spans = flushed(one, collector)
@@ -217,7 +213,7 @@ def test_vllm_engine_and_server_are_in_one_trace(
     }
 
     def is_whole(spans: list[ReceivedSpan]) -> bool:
-        # Each process exports its spans by itself, so a span may come before its parent.
+        # A span may come before its parent.
         names = [span.name for span in spans]
         served = {span.name for span in spans if span.kind == "server"}
         known = {f"{0xDEF:016x}", *(span.span_id for span in spans)}

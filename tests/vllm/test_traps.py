@@ -1,6 +1,4 @@
-"""Tests situations in which vLLM's connector API makes mistakes easy, one by one. vLLM's scheduler
-and cache manager are real; the server is a fake that fails on demand. `test_stress` combines
-failures and aborts in any order."""
+"""Mistakes that vLLM's connector API makes easy. `test_stress` combines them."""
 
 import logging
 from collections.abc import Iterator
@@ -33,9 +31,7 @@ def test_engine_of_either_runner_hits_the_other(engine: Any, v2: bool) -> None:
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCacheLayout) -> None:
-    """Stores with an engine of each KV cache layout. An engine of the default layout must hit
-    exactly if both layouts have the same order of bytes inside a page; the distances between pages
-    must not matter."""
+    """Distances between pages don't count."""
     engine(layout=layout).fill(PROMPT)
     assert engine(layout=layout).hit(PROMPT) == USABLE
     if (equal := SHARES_WITH_LBHNC.get(layout.name)) is not None:
@@ -44,9 +40,7 @@ def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCach
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_block_is_stored_with_its_filling_step(engine: Any, server: Any, pipelined: bool) -> None:
-    """Each step of a prefill fills a block and must store it. A block that an answer completes must
-    be stored too, although with asynchronous scheduling the scheduler learns of the block's last
-    token a step later."""
+    """With asynchronous scheduling a block's last token is known a step later."""
     one = engine(max_tokens_per_step=BLOCK_TOKENS, pipelined=pipelined)
     one.add("a", prompt(1, 200), 1)
     stored = []
@@ -56,7 +50,7 @@ def test_block_is_stored_with_its_filling_step(engine: Any, server: Any, pipelin
     assert stored == [1, 2, 3]
     one.run()
     server.blocks.clear()
-    # With 60 tokens of the prompt, the answer completes the second block, which must be stored.
+    # The answer completes the second block.
     answer = one.fill(prompt(3, 60), 5)
     assert len(server.blocks) == 2
     assert engine().hit(prompt(3, 60) + answer[:4] + [9] * 10) == 2 * BLOCK_TOKENS
@@ -66,12 +60,7 @@ def test_block_is_stored_with_its_filling_step(engine: Any, server: Any, pipelin
 def test_ready_blocks_are_not_stored_again(
     engine: Any, server: Any, table: bool, num_again: int
 ) -> None:
-    """Runs prompts whose blocks the server already has. With the block table, no block may be
-    stored again. Without the table, the engine knows that the blocks that it loads are ready, but
-    stores those that it hits on the device again.
-
-    num_again: number of blocks that are stored again.
-    """
+    """Without the table, blocks hit on the device are stored again."""
     engine().fill(PROMPT)
     server.calls.clear()
     server.table = table
@@ -107,9 +96,7 @@ def test_unused_hit_leaves_no_lease(engine: Any, server: Any, how: str) -> None:
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """After a failed load, lookups miss the load's blocks for a while. Then they must find them
-    again. An engine that stores nothing waits a minute for this. An engine whose load failed
-    because it lost its session (connection to the server) must not wait long."""
+    """An engine that stores nothing waits a minute; after a lost session it must not."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
     engine().fill(PROMPT)
     role = "kv_consumer" if why == "stores nothing" else "kv_both"
@@ -135,8 +122,7 @@ def test_failed_keys_hide_until_stored_again(engine: Any, server: Any) -> None:
         one.generate(name, PROMPT, 4)
         assert len(hidden) == 6 and server.count("load") == 1
         one.drop_local()
-    # The engine stores the blocks again. The server answers that it already has them ("present"),
-    # so lookups may find them again.
+    # "Present" is enough to find them again.
     server.fail_loads = False
     server.resume()
     one.generate("c", prompt(5, 10))
@@ -167,7 +153,7 @@ def test_engine_runs_while_servers_come_and_go(
         server.die()
         assert one.hit(PROMPT) == 0
         server.sessions[-1].tell(LinkState.ABSENT, "still not")
-    # The connection's state has changed five times. Each change must be logged once.
+    # Each change once.
     assert len(lines) == 5, lines
     assert one.counters["unserved_requests"] == 5
 
@@ -181,7 +167,7 @@ def test_request_waiting_over_a_restart_hits(engine: Any, server: Any) -> None:
 
 
 def leased(engine: Any, server: Any) -> Engine:
-    """Returns an engine whose request "b" has acquired a lease and waits for its load."""
+    """Its request "b" waits for its load."""
     one: Engine = engine()
     one.fill(PROMPT)
     one.drop_local()
@@ -213,8 +199,7 @@ def test_state_of_a_reassigned_block_is_not_stored(
     names = [[], ["a"]]
 
     def offered() -> Any:
-        """Makes vLLM offer the recurrent state at the end of the prompt's first block, but only in
-        step 2. By then, the next state has overwritten it."""
+        """By step 2 the next state has overwritten it."""
         step = names.pop(0) if names else ()
         return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
 
@@ -225,9 +210,7 @@ def test_state_of_a_reassigned_block_is_not_stored(
 
 
 class RingEngine(Engine):
-    """An engine whose second KV cache group has one block per request: a ring buffer of the
-    request's last tokens, which can't be shared by prefix caching. Every step overwrites the ring
-    buffers of its requests."""
+    """Its second group is a ring of one block, which each step overwrites."""
 
     def _attention_groups(self) -> Iterator[tuple[int, Any]]:
         yield next(super()._attention_groups())
@@ -266,12 +249,7 @@ def test_random_hash_seed_turns_sharing_off(
 def test_failed_loads_dont_block_each_others_memory(
     engine: Any, server: Any, settle_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two loads fail on a device that is too small for both requests. Both requests must finish.
-    The test disables `LoadRoom`, which limits loads so that this does not happen, because it does
-    not help if another connector fills the device.
-
-    settle_at_once: whether both loads fail in the same step.
-    """
+    """`LoadRoom` does not help if another connector fills the device."""
     monkeypatch.setattr(LoadRoom, "has_room", lambda room, request: True)
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
     answers = {
@@ -298,8 +276,6 @@ def test_failed_loads_dont_block_each_others_memory(
 def test_failed_load_costs_no_request_under_any_policy(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    """Sets vLLM's `kv_load_failure_policy` to its default, "fail". hotkv must change it to
-    "recompute" and log this, so that a request whose load fails is computed."""
     said: list[str] = []
     monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
     policy = {"kv_load_failure_policy": "fail"}
@@ -314,9 +290,8 @@ def test_failed_load_costs_no_request_under_any_policy(
 
 @MODELS
 def test_request_vllm_ends_leaves_nothing_behind(engine: Any, server: Any, model: Any) -> None:
-    """If hotkv can't change the setting `kv_load_failure_policy`
-    (`test_multi_connector.test_policy_out_of_reach_is_said`), vLLM ends a request whose load has
-    failed with an error. No blocks, leases or state of the request may remain."""
+    """This happens if hotkv can't change the policy
+    (`test_multi_connector.test_policy_out_of_reach_is_said`)."""
     first, one = engine(specs=model()), engine(specs=model())
     first.generate("a", PROMPT, 4)
     one.scheduler.recompute_kv_load_failures = False
@@ -340,8 +315,6 @@ def test_request_vllm_ends_leaves_nothing_behind(engine: Any, server: Any, model
 def test_step_of_very_many_blocks_stores_in_parts(
     monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
 ) -> None:
-    """Limits a store to three blocks. Several stores must then contain the blocks of two requests
-    in a step, and a chain of blocks that is too long for one store. No block may be missing."""
     monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)

@@ -1,5 +1,4 @@
-"""Tests an engine whose weights' files are still being read when it starts: it neither loads nor
-stores, and begins to share once they have been read."""
+"""An engine whose weights' files are still being read shares only afterwards."""
 
 import itertools
 import time
@@ -34,7 +33,7 @@ FILES = "of the files"
 
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> "Future[str]":
-    """Returns the reading of the files of all engines that don't name their weights."""
+    """The reading of engines that don't name their weights."""
     found: Future[str] = Future()
     begin = model_weights.begin_reading
     monkeypatch.setattr(layout, "READ_WAIT_S", 0.0)
@@ -47,7 +46,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> "Future[str]":
 
 @pytest.fixture
 def known(updated: Any, reading: Any) -> Any:
-    """Returns an engine that knows its weights' identity from the start, and has stored PROMPT."""
+    """This engine has stored PROMPT."""
     one = updated(extra={"weights_identity": FILES})
     one.fill(PROMPT)
     return one
@@ -307,7 +306,7 @@ def test_contexts_outgrow_the_device_once_files_are_read(
 def test_real_engines_share_once_their_files_are_read(
     engines: Engines, daemon: Daemon, tmp_path: Path
 ) -> None:
-    """Another process has the turn to read the model's file, so the engine can't read it."""
+    """Another process reads the file."""
     target = daemon.start().target
     model = write_weights(write_model(tmp_path / "model"))
     folder = Path(envs.VLLM_CACHE_ROOT) / "hotkv" / "weights"

@@ -1,10 +1,6 @@
-"""Tests what hotkv does with a vLLM version that it was not tested with. It must be on if
-everything that it uses of vLLM's API is unchanged. Otherwise it must be off, with a message that
-names what vLLM has removed, renamed or given another signature.
+"""An untested vLLM: on if all that hotkv uses is unchanged, else off, naming what is not.
 
-hotkv ships a list of its uses of vLLM's API. The tests break one use at a time: they change the
-text of the vLLM file that defines it. Sources of releases come from `make check`; without them only
-the installed vLLM is tested.
+One listed use at a time is broken in vLLM's text. Releases come from `make check`.
 """
 
 import ast
@@ -34,7 +30,7 @@ DOORS = sorted(LIST.doors)
 
 
 def sources_of(version: str) -> Readable:
-    """Returns the sources of a vLLM release that were fetched before, or skips the test."""
+    """Skips the test without them."""
     if version == "installed":
         return installed()
     if not (CACHE / f"vllm-{version}").exists():
@@ -44,8 +40,7 @@ def sources_of(version: str) -> Readable:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes tests faster: caches parsed texts, and switches garbage collection off, because it
-    would walk the parsed trees."""
+    """Texts are parsed once, without garbage collection."""
     monkeypatch.setattr(definitions.ast, "parse", functools.lru_cache(400)(ast.parse))
     gc.disable()
     yield
@@ -61,8 +56,7 @@ def path_of(source: Readable, module: str) -> str:
 
 
 def renamed(source: Readable, names: Sources, module: str, name: str) -> Changed:
-    """Returns the sources of vLLM in which the name that hotkv imports from `module` is renamed. If
-    it is a member of a class, it is renamed in the class and in all its base classes."""
+    """A member is renamed in all base classes too."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     assert found is not None
@@ -70,7 +64,7 @@ def renamed(source: Readable, names: Sources, module: str, name: str) -> Changed
     if not member:
         path = path_of(source, module)
         if first not in (source.read(path) or ""):
-            # The module only imports the name, by `import *`. Renames it where it is defined.
+            # It comes by `import *`: renamed where it is defined.
             path = path_of(source, found.module)
         texts[path] = re.sub(rf"\b{first}\b", f"{first}_x", source.read(path) or "")
         if names.module(f"{module}.{first}") is not None:
@@ -92,8 +86,7 @@ def definition(names: Sources, module: str, name: str) -> Definition | None:
 
 
 def with_node(source: Readable, found: Definition, new: Any) -> Changed:
-    """Returns the sources with the definition `found` replaced by `new`. The definition's
-    decorators stay."""
+    """Its decorators stay."""
     node: Any = found.node
     path = path_of(source, found.module)
     lines = (source.read(path) or "").splitlines(keepends=True)
@@ -106,11 +99,7 @@ def with_node(source: Readable, found: Definition, new: Any) -> Changed:
 def broken(
     source: Readable, names: Sources, module: str, name: str, form: Form
 ) -> Iterator[tuple[str, Changed]]:
-    """Yields changes of vLLM's sources that break hotkv's use of the definition `name`: for each, a
-    description and the changed sources.
-
-    form: the properties of the definition on which hotkv relies.
-    """
+    """form: what hotkv relies on."""
     found = definition(names, module, name)
     yield "renamed", renamed(source, names, module, name)
     assert found is not None
@@ -155,9 +144,7 @@ USES = {
     for module, entries in door.items()
     for name, forms in entries.items()
 }
-"""The uses of vLLM's API that are compared: for each name in vLLM its forms (the properties on
-which hotkv relies, one for each way in which versions define the name). A use that both connectors
-list with the same forms is compared once."""
+"""Forms by name; several if versions differ. Equal uses of both doors count once."""
 
 
 def compared(source: Readable, some: ApiUses) -> list[str]:
@@ -173,11 +160,6 @@ def compared(source: Readable, some: ApiUses) -> list[str]:
     ],
 )
 def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> None:
-    """Breaks one in `every` uses of vLLM's API, in each way of `broken`. The check must name the
-    use in its message.
-
-    of: the version of vLLM.
-    """
     source = Once(sources_of(of))
     names = Sources(source, is_whole=True)
     num_broken, wrong = 0, []
@@ -187,7 +169,7 @@ def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> N
             assert None in forms, name
             continue
         form = next(form for form in reversed(forms) if form is not None)
-        # Checks only this use. If all uses were checked, their reports would be merged.
+        # Alone: reports would be merged.
         alone = replace(LIST, doors={OWN: {module: {name: forms}}})
         assert not compared(source, alone), name
         for what, changed in broken(source, names, module, name, form):
@@ -195,8 +177,7 @@ def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> N
             num_broken += 1
             is_named = any(name.rpartition(".")[2] in line for line in found)
             if None in forms and what == "renamed":
-                # This use may be missing in a supported version of vLLM, so its absence must not be
-                # reported.
+                # Some supported version lacks it.
                 is_named = not found
             if not is_named:
                 wrong.append((module, name, what, found))
@@ -252,9 +233,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
-    """Changes the layout of a source file but not its code; the check must give the same result.
-    (To save time, the check does not parse the whole file: it splits the file by lines, and
-    searches again for definitions that it does not find this way.)"""
+    """The check splits files by lines."""
     text = LAYOUTS[layout](installed().read(SPECS) or "")
     ast.parse(text)
     changed = Changed(installed(), {SPECS: text})
@@ -265,7 +244,6 @@ def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
 
 
 def test_the_bodies_of_methods_are_left_out() -> None:
-    """A body may follow a signature of a line or of several lines."""
     text = textwrap.dedent("""
         class One:
             size: int = 3
@@ -309,7 +287,7 @@ def fresh() -> Iterator[None]:
 
 
 def lines(caplog: Any) -> list[str]:
-    """Returns the lines that `versions` has logged, and not those of other threads."""
+    """Lines of other threads are left out."""
     return [one.getMessage() for one in caplog.records if one.name == versions.logger.name]
 
 

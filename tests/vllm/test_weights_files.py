@@ -1,5 +1,4 @@
-"""Tests the identity that hotkv derives from the files of a model's weights: which differences of
-files change it, and whether hotkv notices that files may be newer than the loaded weights."""
+"""The identity of weights' files, and whether they may be newer than the loaded weights."""
 
 import json
 import os
@@ -22,11 +21,11 @@ from hotkv_vllm.compat import Unsupported, key_space, model_weights
 from hotkv_vllm.compat.model_weights import changed_since, files_identity
 
 PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config": None}
-"""Attributes of a model config with which vLLM loads neither code nor scales from other places."""
+"""vLLM loads neither code nor scales from elsewhere."""
 
 
 def safetensors(path: Path, **tensors: np.ndarray) -> Path:
-    """Writes a safetensors file with these uint8 arrays; returns its path."""
+    """uint8 arrays; returns the path."""
     header: dict[str, Any] = {}
     at = 0
     for name, data in tensors.items():
@@ -60,8 +59,7 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
 
 
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
-    """`changed_since` must notice files that were changed in place, files that were moved into the
-    folder, and symbolic links with a new target."""
+    """Files change in place, are moved, or a link has a new target."""
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     for file in (one, two):
         file.parent.mkdir()
@@ -70,7 +68,7 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(tmp_path / "link")
 
     def is_new_after(change: Callable[[], object]) -> bool:
-        # Sleeps, because the time stamps of a file system advance in steps of some milliseconds.
+        # Time stamps advance by milliseconds.
         time.sleep(0.02)
         moment_s = time.time()
         assert not changed_since(tmp_path / "current", moment_s)
@@ -174,8 +172,7 @@ def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None
 
 
 def test_every_way_of_loading_weights_was_reviewed() -> None:
-    """Fails if vLLM gains a way of loading weights. A new way may read weights from elsewhere than
-    the model's files, so a person must review it."""
+    """A new way may read from elsewhere."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "npcache", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
     folders = [Path(*models_of_vllm.__path__), Path(*own_models_of_vllm.__path__)]
@@ -183,8 +180,7 @@ def test_every_way_of_loading_weights_was_reviewed() -> None:
     more = re.compile(r"secondary_weights|load_file\(|torch\.load\(|get_hf_file_bytes\(")
     found = {file.stem for file in files if more.search(file.read_text())}
     beside = {"jina", "kimi_audio", "mimo_audio", "ultravox"}
-    # People have reviewed these models: they read only files of the model's folder,
-    # or bytes of the checkpoint.
+    # Reviewed: they read within the folder or the checkpoint.
     within = {"clef_omni", "roberta", "adapters", "qwen3_dflash"}
     assert found - {"clef_flash", "d3"} == beside | within
 
@@ -210,12 +206,11 @@ def test_hub_model_is_named_by_loaded_commit(
         for revision in (loaded, huggingface_hub.ResolvedRevision(loaded), "main", None)
     ]
     assert names == [f"hub:org/model@{commit}" for commit in (loaded, loaded, newest, newest)]
-    # With HF_HUB_OFFLINE, vLLM passes the folder in the hub's cache as the model.
+    # With HF_HUB_OFFLINE vLLM passes the folder in the hub's cache.
     assert name("main", str(cache / "snapshots" / newest)) == names[-1]
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("v1.0")
-    # If the model's Python code is in another repository, the name must contain
-    # that repository's commit.
+    # Code of another repository counts.
     config = SimpleNamespace(auto_map={"A": "org/model--m.A", "B": ["none/x--m.B", "m.C"]})
     code = {"trust_remote_code": True, "hf_config": config}
     assert name(loaded, **code) == f"hub:org/model@{loaded}+code:hub:org/model@{newest}"

@@ -1,5 +1,4 @@
-"""Tests `WeightsWatch`, which notices writes to a model's weights in memory (the attribute
-`touched`), and computes a digest (hash) of their content."""
+"""`WeightsWatch` notices writes and digests weights."""
 
 import itertools
 from types import SimpleNamespace
@@ -29,14 +28,13 @@ class Model(torch.nn.Module):
         torch.manual_seed(seed)
         self.first = torch.nn.Linear(8, 4)
         self.register_buffer("scale", torch.ones(2))
-        # Adds buffers that are no weights: working memory, and a scale that adapts to its inputs.
-        # Their contents differ between all models, so they must not count.
+        # No weights: they differ in all models.
         changing = torch.tensor([next(NUMBERS)])
         self.register_buffer("scratch", changing, persistent=False)
         self.encoder = torch.nn.Module()
         vars(self.encoder)["_fp8_dynamic_scale"] = True
         self.encoder.register_buffer("_fp8_q_scale", changing)
-        # Adds weights that are not contiguous.
+        # Not contiguous.
         self.turned = torch.nn.Parameter(torch.arange(32.0).view(4, 8).t())
         self.view = torch.nn.Parameter(torch.arange(100.0)[10:50:3])
         if large:
@@ -76,18 +74,13 @@ def test_one_element_in_fifty_shows_when_large(seed: int, num_elements: int) -> 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])
 def test_one_written_element_of_large_tensor_shows(skipped: int) -> None:
-    """Changes single bytes of a large tensor, and pairs of bytes whose changes cancel in a sum.
-    After each noticed write (`touched`) the digest must differ.
-
-    skipped: offset of the tensor in its memory, in bytes.
-    """
+    """skipped: offset of the tensor in its memory, bytes."""
     model = torch.nn.Module()
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
     watch = WeightsWatch([model])
-    # Changes single bytes: at both ends, and between the words that a quick check samples, in each
-    # part of a word. Then changes pairs of bytes so that the changes cancel in a sum over all
-    # words, or over a column.
+    # At both ends, between the words that a quick check samples, and pairs that cancel over all
+    # words or a column.
     places = [(0,), (1_000_100,), (1_777_701,), (1_777_706,), (len(raw) - 5_001,), (-1,)]
     cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
     for changed in places + cancelling:
@@ -146,8 +139,6 @@ def test_weights_zeroed_for_checking_are_noticed() -> None:
 
 
 class Runner:
-    """A stand-in for vLLM's model runner, with the attributes that hotkv reads."""
-
     def __init__(self) -> None:
         self.vllm_config, self.model = None, Model()
         self.drafter = SimpleNamespace(model=Model(7))
@@ -184,8 +175,7 @@ def test_registering_worker_is_found_with_its_models() -> None:
 
 
 class Packed(torch.nn.Module):
-    """A model with a packed layer, as in vLLM's CPU engines: a kernel holds the packed weight in
-    memory of its own, and the layer's weight is empty."""
+    """A kernel holds the packed weight, as in vLLM's CPU engines."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -203,8 +193,7 @@ class Packed(torch.nn.Module):
 
 
 class Quantized(Packed):
-    """A model whose quantized weights are packed as by vLLM's `ZentorchWNA16LinearKernel`, which
-    stores them under other names."""
+    """Packed by `ZentorchWNA16LinearKernel`, under other names."""
 
     def pack(self) -> None:
         self.linear.weight_packed, packed = self.linear.weight, self.linear.weight.clone()
@@ -214,8 +203,7 @@ class Quantized(Packed):
 
 
 class Wrapped(Packed):
-    """A model with MXFP4 experts as vLLM holds them on GPUs: in tensors of Triton's kernels, not in
-    parameters of torch."""
+    """MXFP4 experts as on GPUs."""
 
     def pack(self) -> None:
         self.linear.w13_weight = SimpleNamespace(storage=self.linear.weight.data)
@@ -238,9 +226,7 @@ def test_unreadable_new_weights_have_their_own_digest(kind: type[Packed]) -> Non
 def test_wake_up_changes_only_unseen_packed_weights(
     kind: type[Packed],
 ) -> None:
-    """Wakes an engine up without a write to its weights, as vLLM's CPU engines do. A `Packed` model
-    must keep its digest (hash of the weights). A `Quantized` model must get another digest, because
-    its weights may have been packed again unnoticed."""
+    """`Quantized` weights may have been packed again unnoticed."""
     model, worker = kind(0), SimpleNamespace(wake_up=lambda: None)
     watch = WeightsWatch([model], [worker])
     worker.wake_up()
@@ -252,8 +238,7 @@ def test_wake_up_changes_only_unseen_packed_weights(
 
 
 class Quantized8(torch.Tensor):
-    """A tensor subclass without memory of its own, like torchao's: its elements are in two other
-    tensors."""
+    """Like torchao's: its elements are in two other tensors."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:

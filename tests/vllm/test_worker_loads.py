@@ -1,5 +1,4 @@
-"""Tests the loads of a rank's worker side, from the callback (method that vLLM calls) that begins a
-load to the report of its end."""
+"""A rank's loads, from a callback to the report of the end."""
 
 from typing import Any
 
@@ -32,8 +31,7 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     answer = one.session.answers.get("t-a-k0")
     match how:
         case "late":
-            # While the load waits for its mark (a point in the device's queue), the bytes of a LoRA
-            # adapter change. The load must fail.
+            # An adapter's bytes change while the load waits for its mark.
             one.rank.adapters._unacknowledged = frozenset({1})
             one.device.is_there = True
         case "refused":
@@ -53,19 +51,13 @@ def test_loads_never_begun_are_reported_failed(rig: Any) -> None:
     (job,) = [one.worker.loads._active["a"].job]
     one.worker.loads_broke(HotKVMetadata(loads=(job, load("b")), abandoned_loads=("c",)))
     assert one.worker.take_results() == ({"b", "c"}, {"b", "c"})
-    # Another load of request a has not begun. It must be reported as failed too.
     one.worker.loads_broke(HotKVMetadata(loads=(load("a"),)))
     assert one.worker.take_results() == ({"a"}, {"a"})
 
 
 @pytest.mark.parametrize("sent", [False, True])
 def test_loads_deadline_runs_from_its_mark(rig: Any, sent: bool) -> None:
-    """The time limit of a load must begin when the device reaches the load's mark (a point in the
-    device's queue).
-
-    sent: if True, the worker sends the load at once and the server waits for the mark; if False,
-        the worker waits for the mark, and then sends the load.
-    """
+    """sent: the server waits for the mark, else the worker."""
     one = rig()
     one.device.is_there = sent
     one.step(loads=(load(timeout_s=5.0),))
@@ -149,8 +141,7 @@ def test_load_the_server_never_ends_is_overdue(rig: Any, held: bool) -> None:
         assert one.worker.take_report(None) is None
     one.session.end("t-a-k0")
     if held:
-        # As long as the scheduler withholds the load's blocks, each step asks the worker whether
-        # the load has ended; the worker must answer yes each time.
+        # Its end is reported in each step while its blocks are held.
         for _ in range(2):
             assert one.report().settled_loads == {"t-a": {0}}
         assert len(one.rank.marks._spare) == 1
@@ -166,8 +157,7 @@ def test_held_load_is_cancelled_or_reported_right(rig: Any) -> None:
     one.step(held_loads=("t-a", "t-x"))
     assert one.worker.take_results() == ({"a"}, set()) and not one.session.cancelled
     assert one.report().settled_loads == {"t-a": {0}, "t-x": {0}}
-    # Another rank has reported the load as hung (not ended in time). This rank must cancel its
-    # part.
+    # Another rank has reported it as hung.
     one.step(held_loads=("t-b",))
     assert one.session.cancelled == ["t-b-k0"]
     one.device.is_there = False
@@ -178,7 +168,6 @@ def test_held_load_is_cancelled_or_reported_right(rig: Any) -> None:
     one.step()
     assert "t-d-k0" not in one.session.sent
     assert one.worker.take_results() == ({"b", "d"}, {"b", "d"})
-    # If all loads become void, because the engine discards its memory or its weights may have
-    # changed, they must be cancelled.
+    # As when weights may have changed.
     one.worker.loads.make_void()
     assert one.session.cancelled == ["t-b-k0", "t-c-k0"]

@@ -1,6 +1,4 @@
-"""Tests the stores of a rank's worker side, from the callback (method that vLLM calls) that begins
-a store to the report of its end. Also tests the revocation of stores whose blocks a step
-overwrites, and what a rank prepares for transfers."""
+"""A rank's stores, from a callback to the report of the end, and their revocation."""
 
 from typing import Any
 
@@ -64,8 +62,7 @@ def test_store_behind_mark_is_late_or_revoked(rig: Any) -> None:
 
 
 class NotedWaits:
-    """A stand-in for `_all_done`, the function that waits for stores. It records each wait's time
-    limit, and does not wait."""
+    """Notes time limits and does not wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain, self.waits = rank_stores._all_done, list[float]()
@@ -93,8 +90,7 @@ def test_no_step_waits_for_a_slow_server(rig: Any, monkeypatch: pytest.MonkeyPat
         one.step(stores=(store(number),))
         one.step(flush_stores=(number,))
         one.report()
-    # A step that must wait for a store waits up to 0.25 s for the server. The first wait was in
-    # vain, so the server counts as slow, and later steps must not wait.
+    # The wait was in vain: the server counts as slow.
     assert waits[0] == 0.25 and waits[2] == 0.0
     one.step(stores=(store(3),))
     one.session.end("w3-k0", [STORED, STORED])
@@ -136,7 +132,7 @@ def test_store_the_server_never_ends_takes_session(
     assert one.session.is_closed and len(one.opened) == 1
     assert waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
     assert one.results() == {1: FAILED, 2: FAILED} and not one.worker.stores
-    # The marks (points in the device's queue) of both stores must be free for reuse.
+    # Both marks are free again.
     assert len(one.rank.marks._spare) == 2
 
 
@@ -152,12 +148,11 @@ def test_lost_step_takes_everything_back(rig: Any, how: str) -> None:
     one.step(lost_track=True)
     assert one.session.num_revocations == (how == "well")
     assert one.session.is_closed == (how == "breaks")
-    # Unless all went well, there is no session (connection to the server) any more, and the step
-    # must try to open one.
+    # The step opens one.
     assert bool(one.opened) == (how != "well")
     assert one.counters == ({"callback_errors": 1} if how == "breaks" else {})
     assert one.results() == {1: FAILED, 2: FAILED} and not one.worker.stores.active
-    # Each store's mark (a point in the device's queue) must be returned for reuse exactly once.
+    # Once each.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
 
 
@@ -171,12 +166,11 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     (session,) = one.opened
     assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
     assert one.results() == {1: FAILED}
-    # The new session (connection) has lost its server. The rank must open another, and must not
-    # wait until that one is connected.
+    # Another is opened, and not waited for.
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []
-    # While the engine sleeps, steps must not open a session (connection to the server).
+    # Not while the engine sleeps.
     one.worker.unregister()
     num_opened = len(one.opened)
     one.step()

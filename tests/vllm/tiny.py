@@ -1,5 +1,4 @@
-"""Configurations of tiny models with random weights from a fixed seed, so that engines start in
-seconds. Prompts and answers are token ids."""
+"""Tiny models with random weights, so that engines start in seconds."""
 
 import json
 from pathlib import Path
@@ -29,9 +28,8 @@ _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 _THREE_WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
 
 MODELS: dict[str, dict[str, Any]] = {
-    # One KV cache group, of full attention.
     "llama": _LLAMA | {"num_hidden_layers": 2},
-    # Five KV cache groups of sliding windows and one of full attention, which share a buffer.
+    # They share a buffer.
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -44,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
-    # Multi-head latent attention: one latent head.
+    # One latent head.
     "deepseek": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -96,7 +94,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "swiglu_limit": 7.0,
     },
-    # Three layers that attend only within their chunk of 96 tokens, and a layer of full attention.
+    # Three layers attend within chunks of 96 tokens.
     "llama4": {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
@@ -110,8 +108,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "hidden_act": "silu",
     },
-    # Sliding-window layers with smaller heads, so that their blocks have twice as many tokens as
-    # the full-attention layer's.
+    # Windows with smaller heads, so blocks of twice as many tokens.
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
@@ -148,11 +145,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "hidden_act": "silu",
     },
-    # A group of sliding windows only.
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     | {"num_hidden_layers": 4, "sliding_window": 96},
-    # Recurrent states (gated delta net) so large that a block has 1056 or 1088 tokens, depending on
-    # the processor. The CPU kernels require heads of 128 channels and bfloat16.
+    # Blocks of 1056 or 1088 tokens, by processor. The kernels need heads of 128 channels and
+    # bfloat16.
     "qwen3_next": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -179,8 +175,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, kind: str = "llama") -> Path:
-    """Writes the config.json of the tiny model `kind` (a key of MODELS). Writes it atomically,
-    because engines may be reading an earlier file. Returns the folder."""
+    """Atomically: engines may be reading it."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / "config.json.new"
     draft.write_text(json.dumps(COMMON | MODELS[kind]))
@@ -189,9 +184,7 @@ def write_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def transfer_config(**extra: Any) -> dict[str, Any]:
-    """Returns a `kv_transfer_config` with hotkv's connector and the settings `extra` (`target`
-    stands for `hotkv.target`). With it, every hit is loaded; by default the connector would compute
-    hits, because a tiny model computes a prompt as fast as a server loads it."""
+    """Every hit is loaded: a tiny model computes as fast as a server loads."""
     socket = str(extra.get("target", "")).removeprefix("unix:")
     waits = {"startup_wait_s": 60.0} if socket and Path(socket).exists() else {}
     extra = {"load": "always", **waits, **extra}
@@ -203,11 +196,7 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
 
 
 def engine_args(model: Path, *, blocks: int = 512, **more: Any) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `LLM` or `EngineArgs` for the tiny model in this folder.
-
-    blocks: size of the KV memory, in blocks of the llama.
-    more: arguments that replace these.
-    """
+    """blocks: of the llama."""
     value_bytes = 4 if more.get("dtype") == "float32" else 2
     page_bytes = 2 * BLOCK_TOKENS * 2 * 32 * 2 * value_bytes
     return {

@@ -1,5 +1,4 @@
-"""Writes a tokenizer for models without one. It has a token for each byte, and pairs of letters for
-the rest of the vocabulary."""
+"""A tokenizer of bytes and pairs of letters."""
 
 import json
 from pathlib import Path
@@ -15,10 +14,7 @@ CHAT_TEMPLATE = f"{{% for message in messages %}}{MESSAGE}{{% endfor %}}assistan
 
 
 def write_tokenizer(folder: Path, extra_special: tuple[str, ...] = ()) -> Path:
-    """Writes tokenizer.json and its settings to the folder, and returns the folder.
-
-    extra_special: special tokens at the end of the vocabulary.
-    """
+    """extra_special: at the vocabulary's end."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = (a + b for a in ascii_letters for b in ascii_letters)
     tokens = [*SPECIAL, *letters]

@@ -1,5 +1,4 @@
-"""A tiny model for pictures: Idefics3, which vLLM runs without torchvision. A picture becomes 16
-tokens between two marker tokens."""
+"""Idefics3, a model for pictures that vLLM runs without torchvision."""
 
 import json
 from pathlib import Path
@@ -12,8 +11,7 @@ SIZE = 56
 
 
 def write_vision_model(folder: Path) -> Path:
-    """Writes the config, image processor and tokenizer of the model; returns the folder. An
-    IMAGE_TOKEN in a prompt stands for a picture."""
+    """IMAGE_TOKEN stands for a picture."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(
         folder, ("<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>")

@@ -1,5 +1,4 @@
-"""Engines of the test harness for models that read a whole prompt at once: pooling models, and
-models whose attention is not causal."""
+"""Harness engines that read whole prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +11,7 @@ from tests.vllm.harness import Engine
 
 
 class Pooling(Engine):
-    """An engine that answers each prompt with a vector, which contains the value of the prompt's
-    last token.
-
-    vectors: the answers, by request id.
-    """
+    """Answers with the last token's value."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self.vectors: dict[str, float] = {}
@@ -43,11 +38,7 @@ class Pooling(Engine):
 
 
 class NonCausal(Engine):
-    """An engine in which every token of a prompt attends to the whole prompt. So the KV of a common
-    prefix differs between two prompts, and must not be shared.
-
-    Switches prefix caching and chunked prefill off, as vLLM's `EngineCore` does for such a model.
-    """
+    """A common prefix has other KV in each prompt. Settings as by `EngineCore` for such models."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         settings |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}

@@ -1,6 +1,4 @@
-"""A test harness that runs the worker side of a rank without an engine. A test decides when the
-fake session (connection to the server) answers, how far the fake device has run its queue, and the
-time."""
+"""A rank's worker side without an engine."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -22,15 +20,11 @@ from tests.vllm.parts import ids
 
 STORED, WRITTEN = BlockResult.STORED, BlockResult.WRITTEN
 FAILED = b""
-"""Result of a store that failed as a whole."""
+"""The store failed as a whole."""
 
 
 class Session:
-    """A fake of the rank's session (connection to the server). The test decides when it answers the
-    rank's transfers.
-
-    answers: the future of each transfer, by the transfer's name.
-    """
+    """answers: by the transfer's name."""
 
     def __init__(self) -> None:
         self.connected = True
@@ -83,7 +77,7 @@ class Session:
 
 
 class Device:
-    """A fake device. Marks (points in its queue) count as reached while `is_there` is True."""
+    """Marks have passed while `is_there`."""
 
     uuid, stream = bytes(16), 1
 
@@ -98,19 +92,13 @@ class Device:
 
 
 class AtOnce:
-    """A stand-in for `threading.Thread`: `start` runs the target itself, and returns when it has
-    ended."""
+    """A Thread whose `start` runs the target."""
 
     def __init__(self, *, target: Any, **_: Any) -> None:
         self.start = target
 
 
 class Rig:
-    """A worker side (`HotKVWorker`) with a fake session and a fake device.
-
-    now_s: the time, which the test sets.
-    """
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now_s = 100.0
         for module in (rank_loads, side, rank_stores):
@@ -139,8 +127,7 @@ class Rig:
         self.opened.append(self.rank.session)
 
     def step(self, **meta: Any) -> None:
-        """Runs a step: calls all callbacks (methods that vLLM calls) of the worker side with this
-        metadata."""
+        """All callbacks of a step."""
         told = HotKVMetadata(**meta)
         self.worker.before_step(told)
         if told.loads:
@@ -149,12 +136,11 @@ class Rig:
         self.worker.save(told)
 
     def report(self) -> StepReport:
-        """Returns the worker's next report; an empty one if it sends none."""
+        """Empty if it sends none."""
         said = self.worker.take_report(None)
         return StepReport() if said is None else said.joined(SeenReports())
 
     def results(self) -> dict[int, bytes]:
-        """Returns, by store, the result in the worker's next report."""
         return {store_id: results[0] for store_id, results in self.report().stores.items()}
 
     @property
@@ -176,9 +162,6 @@ REPRESENTED = BlockRun(1, [b"h"], ids([5]))
 
 
 class Sparse:
-    """A stand-in for the worker of sparse decode, which shares its sketches (compact
-    summaries of blocks' keys) with the server."""
-
     def __init__(self) -> None:
         self.built: list[Any] = []
         self.breaks = False
