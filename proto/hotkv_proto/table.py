@@ -6,7 +6,8 @@ without a call. A lookup is a *hint*: a block may be evicted until a lease pins 
 The file has a header (4096 bytes), buckets and records of little-endian uint32. Entries are
 numbered from 1 on.
 
-A bucket has 64 bytes: sequence number, overflow count, 7 tags, 7 entry words.
+A bucket has 64 bytes: sequence number (odd while the bucket is being written), overflow count, 7
+tags, 7 entry words.
 - A tag is 32 bits of the mixed hash of a hash's first 8 bytes and a *salt*, a number per key space
   and group or kind of sketch: equal hashes of two groups get different tags.
 - An entry word is the entry's number, with the high bit set while it is reserved; 0: none.

@@ -9,8 +9,8 @@ Always true (`check_invariants`):
   blocks and never grows beyond the capacity; after `resize` it shrinks as soon as blocks may be
   evicted.
 - A returned map never changes; `version` grows with every change.
-- A mapped block is never evicted if it is always kept, or without a copy in host memory. Of the
-  others the least recently selected goes first, of equals the lowest position.
+- A mapped block is never evicted if it is always kept (before `span.first` or from `span.last`
+  on), or without a copy in host memory. Of the others the least recently selected goes first, of equals the lowest position.
 - A prefetch uses only free slots; `adopt` maps its blocks between two steps. A load within a
   step may take the slot of a block that it evicts, as the engine itself writes it before it
   attends.
@@ -198,6 +198,7 @@ class HotSet:
         old = self.span
         fresh = np.arange(max(old.count, num_host), where.count, dtype=np.int32)
         self._add_blocks(where.count)
+        # Blocks of a shorter context may still be victims.
         self.span = CandidateSpan(where.first, where.last, max(where.count, old.count))
         slots, victims = self._room(len(fresh))
         if len(slots) < len(fresh):

@@ -1,4 +1,6 @@
-"""Scores blocks by their sketches.
+"""Scores blocks by their sketches. A *token format* has a code per token (rot2u, rot3u, mix2), a
+*summary format* a vector or two per block (mean, quest). mix2 splits channels into *parts* of other
+precision, along the axes of the keys. `mu` is the centre.
 
 In a token format a score estimates a block's log mass in nats: the log of the sum of exp(q · k *
 scale) over its tokens. In a summary format it is the formula's value (`score`). Kernels compute

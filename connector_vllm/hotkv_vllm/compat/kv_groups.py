@@ -167,6 +167,8 @@ def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | 
     """Last tokens of earlier turns of streamed input that may have wrong KV when the next begins.
     0: only a recurrent state may be wrong. None: all is right.
 
+    tokens_per_block: of the groups that hotkv caches; 0 stands for recurrent states.
+
     Without asynchronous scheduling vLLM may accept draft tokens behind the one that stops a
     turn; a recurrent state may include later tokens (`Scheduler._update_request_as_session`,
     `_handle_stopped_request`, vLLM 0.32).

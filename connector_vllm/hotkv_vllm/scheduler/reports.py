@@ -22,7 +22,9 @@ _report_ids = itertools.count(1)
 
 
 class UseReports:
-    """Collects reports until `send`."""
+    """Collects reports until `send`. Of a request come `matched` and `answered`, perhaps often;
+    `admitted` once; `load_ended` per load; `ended`. *Short* requests fill no block: they are
+    reported without hashes."""
 
     def __init__(
         self,

@@ -61,7 +61,8 @@ TURN_RUNS = 16
 
 
 class PromptIndex:
-    """Finds stored blocks by the router's hashes. Thread-safe; no call waits for another.
+    """Finds stored blocks by the router's hashes. Thread-safe; no call waits for another: one call
+    adds to the table, which only grows until a new one replaces it, and all others read it.
 
     `find` first reads what was stored since the last call, for UPDATE_S at most, so stores do no
     work for the index, and the first calls after a restart may find too little. A block with

@@ -250,7 +250,7 @@ class LiveSession:
     jobs: copies in flight, by transfer id.
     settled: set when a transfer or a read of the arena ends; closing waits for it.
     received_fds: not registered yet, by handle id.
-    fence: page by which the engine revokes stores; None if the client sent none.
+    fence: the client's page of 1024 words, by which it revokes stores; None if it sent none.
     """
 
     record: SessionRecord

@@ -107,6 +107,7 @@ class FileWords:
             if not self._open:
                 raise DeviceError("the session's words are closed")
             word = ctypes.c_uint32.from_address(self._address + mark.index * WORD_BYTES).value
+            # After the read: a page that a client cut off reads as zeros.
             if not self._mapping.is_whole():
                 raise DeviceError("the file of the session's words has been truncated")
             return has_reached(word, mark.value)
@@ -170,6 +171,7 @@ class DeviceWords:
         with self._lock:
             self._open = False
             try:
+                # A copy under way writes to what is freed below.
                 if self._reading and self._queue is not None:
                     self._runtime.record(self._queue.event, self._queue.stream)
                     self._runtime.synchronize(self._queue.event)

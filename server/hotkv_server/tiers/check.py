@@ -230,6 +230,7 @@ def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) 
             Blocks([key], slots[n : n + 1], sizes[:1], generations=generations)
             for n, key in enumerate(keys)
         ]
+        # A disk is told where to put a block, and gives the seals that a read must name.
         if tier.facts().places:
             blocks = [replace(one, places=one.slots.copy()) for one in blocks]
         write_s, read_s = [], []

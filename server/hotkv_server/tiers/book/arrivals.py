@@ -83,6 +83,7 @@ class Arrivals:
         index, group = self._host.index, listed.group_index
         words = index.find(key_space_id, group, listed.hashes)
         staying = words[table.is_ready(words)]
+        # `insert` evicts: not the blocks of this prompt that are here already.
         index.pin(staying, 1)
         taken = self._host.insert(
             key_space_id, group, rows(listed.hashes, positions), size, depths, number
