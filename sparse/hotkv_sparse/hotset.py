@@ -10,7 +10,8 @@ Always true (`check_invariants`):
   evicted.
 - A returned map never changes; `version` grows with every change.
 - A mapped block is never evicted if it is always kept (before `span.first` or from `span.last`
-  on), or without a copy in host memory. Of the others the least recently selected goes first, of equals the lowest position.
+  on), or without a copy in host memory. Of the others the least recently selected goes first, of
+  equals the lowest position.
 - A prefetch uses only free slots; `adopt` maps its blocks between two steps. A load within a
   step may take the slot of a block that it evicts, as the engine itself writes it before it
   attends.

@@ -190,6 +190,8 @@ class ResidentSequences:
         self._sequences: dict[str, ResidentSequence] = {}
         self._arenas: dict[FileId, Arena] = {}
         self._lost: set[int] = set()
+        # Lost requests whose rows steps in flight may still name, by first block: a request id may
+        # be used again. Value: steps left.
         self._unnamed: dict[int, int] = {}
         self.of_step: dict[int, ResidentSequence] = {}
         self.arena_of: Callable[[], Arena | None] = lambda: None

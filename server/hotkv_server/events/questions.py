@@ -137,6 +137,7 @@ class PromptIndex:
         if run.depth:
             prefix = prefixes.of_block.get(b"" if run.parent is None else run.parent.tobytes())
             if prefix is None:
+                # The hash of a block covers all before it, which are not known.
                 return
         name, keys = run.content.lora_name, run.content.extra_keys
         for at, one in enumerate(block_hashes(run.content, len(run.hashes))):
