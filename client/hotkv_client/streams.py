@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 PING_S, SILENT_TURNS = 5.0, 3
 """A lane that has nothing to read for PING_S sends a ping; after SILENT_TURNS such pauses in a row
 the server counts as lost. Pauses are counted, not seconds: this process may have been stopped."""
-PING_ID = -1
+PING_ID = (1 << 63) - 1
 READ_BYTES = 256 << 10
 
 
