@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from hotkv_proto.table import BlockTable
 
 SOCKET_NAME = "fd.sock"
 MAX_PACKET_BYTES = 65536
+CONNECT_POLL_S = 0.005
 
 
 def descriptor_socket(target: str) -> Path | None:
@@ -29,12 +31,25 @@ def descriptor_socket(target: str) -> Path | None:
     return Path(target.removeprefix("unix:").removeprefix("//")).parent / SOCKET_NAME
 
 
+def _connect(connection: socket.socket, path: Path, timeout_s: float) -> None:
+    """Connects within about `timeout_s`, also while the socket's queue is full. Sets the socket's
+    timeout. Raises OSError."""
+    connection.settimeout(timeout_s)
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connection.connect(str(path))
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(CONNECT_POLL_S)
+
+
 def fetch_ticket(path: Path, timeout_s: float) -> bytes:
     """Proves to the server, once, which user this process runs as. Raises OSError if the socket
     does not answer, HotKVError if the server refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(timeout_s)
-        connection.connect(str(path))
+        _connect(connection, path, timeout_s)
         connection.send(_wire.ticket_request())
         return _answers.ticket(connection.recv(MAX_PACKET_BYTES))
 
@@ -58,8 +73,7 @@ class Link:
         self._sizes = _answers.LinkSizes(0, 0, 0, 0)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.settimeout(timeout_s)
-            self._socket.connect(str(path))
+            _connect(self._socket, path, timeout_s)
             packet = _wire.link_request(session_id, list(fds))
             if fds:
                 socket.send_fds(self._socket, [packet], list(fds.values()))

@@ -1,6 +1,7 @@
 """Tests an engine whose weights' files are still being read when it starts: it neither loads nor
 stores, and begins to share once they have been read."""
 
+import itertools
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,10 +17,14 @@ from hotkv_vllm.worker import layout
 from tests.support.waiting import wait_for
 from tests.vllm.changing_weights import load
 from tests.vllm.checkpoint import write_weights
+from tests.vllm.engine_core import Core
 from tests.vllm.harness import Engine, prompt
+from tests.vllm.lora_manager import lora, with_adapters
+from tests.vllm.oracle import answer_of
 from tests.vllm.other_connectors import beside
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.ranked import RankedEngine
+from tests.vllm.resident_harness import Residents
 from tests.vllm.tiny import write_model
 
 PROMPT = prompt(1, 200)
@@ -144,6 +149,157 @@ def test_files_changed_meanwhile_dont_name_weights(
     assert one.hit(PROMPT) == 0
     one.fill(prompt(8, 200))
     assert known.hit(prompt(8, 200)) == 0
+
+
+# ------------------------------------------------------------------------------------ with adapters
+
+
+def adapted(one: Any, name: str, tokens: list[int], lora_id: int = 1, max_tokens: int = 4) -> int:
+    """Runs a request with the adapter at /a. Returns its tokens that came from hotkv."""
+    one.add(name, tokens, max_tokens, lora_request=lora(lora_id))
+    one.run()
+    return int(one.external.get(name, 0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_of_adapters_share_once_files_are_read(
+    make: Any, reading: Any, ranks: int
+) -> None:
+    kind, more = (Engine, {}) if ranks == 1 else (RankedEngine, {"num_ranks": ranks})
+    other, one = make(kind, extra={"weights_identity": FILES}, **more), make(kind, **more)
+    for each in (other, one):
+        with_adapters(each, {"/a": 1})
+    adapted(other, "before", PROMPT)
+    assert adapted(one, "unread", PROMPT) == 0
+    adapted(one, "unread too", prompt(2, 200))
+    one.add("long", prompt(3, 150), 60, lora_request=lora())
+    one.steps(5)
+    num_steps = len(one.metas)
+    reading.set_result(FILES)
+    one.run()
+    for each in (other, one):
+        each.drop_local()
+    assert adapted(one, "read", PROMPT) == HIT_TOKENS
+    assert adapted(other, "of before", prompt(2, 200)) == 0
+    assert adapted(other, "running", [*prompt(3, 150), *one.outputs["long"]]) >= HIT_TOKENS
+    assert any(1 in meta.adapters.released for meta in one.metas[num_steps:])
+    assert one.counters.get("hook_errors", 0) == 0
+
+
+@pytest.mark.parametrize("lora_id", [1, 2])
+def test_an_adapter_that_changed_before_shares_nothing(
+    engine: Any, reading: Any, lora_id: int
+) -> None:
+    """vLLM's own prefix cache may have blocks of the adapter's earlier bytes."""
+    one, other = engine(), engine(extra={"weights_identity": FILES})
+    with_adapters(other, {"/a": 2})
+    manager = with_adapters(one, {"/a": 1})
+    adapted(one, "earlier", PROMPT)
+    manager.files["/a"] = 2
+    manager.loaded.clear()
+    adapted(one, "later", prompt(2, 200), lora_id)
+    reading.set_result(FILES)
+    one.fill(prompt(3, 40))
+    adapted(one, "read", prompt(4, 200), lora_id)
+    one.fill(prompt(5, 40))
+    assert adapted(other, "other", prompt(4, 200)) == 0
+
+
+# --------------------------------------------------------------------------------- asleep, on ranks
+
+MOMENTS = ("before", "asleep", "after")
+ALL_MOMENTS = list(itertools.product(MOMENTS, MOMENTS))
+USUAL = [(*both, "keep", True) for both in ALL_MOMENTS]
+OTHERS = [
+    (*both, mode, has_hooks)
+    for mode, has_hooks in (("abort", True), ("abort", False), ("keep", False))
+    for both in ALL_MOMENTS
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "mode", "has_hooks"),
+    [*USUAL, *(pytest.param(*one, marks=pytest.mark.campaign) for one in OTHERS)],
+)
+def test_ranks_that_sleep_share_once_files_are_read(
+    make: Any,
+    reading: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    second: str,
+    mode: str,
+    has_hooks: bool,
+) -> None:
+    """Two ranks' files are read before, during or after a sleep. CPU workers call no hooks."""
+    other = make(RankedEngine, num_ranks=2, extra={"weights_identity": FILES})
+    other.fill(PROMPT)
+    whens = [first, second, max(first, second, key=MOMENTS.index)]
+    readings: list[Future[str]] = [Future() for _ in whens]
+    begun = iter(readings)
+    monkeypatch.setattr(model_weights, "begin_reading", lambda *_: next(begun))
+    one = make(RankedEngine, num_ranks=2)
+    core = Core(one)
+    if not has_hooks:
+        monkeypatch.setattr(core.core.model_executor, "sleep", lambda _: None)
+        monkeypatch.setattr(core.core.model_executor, "wake_up", lambda _: None)
+
+    def read(moment: str) -> None:
+        for one_reading, when in zip(readings, whens, strict=True):
+            if when == moment:
+                one_reading.set_result(FILES)
+
+    one.fill(prompt(2, 40))
+    one.add("kept", prompt(3, 150), 60)
+    one.steps(5)
+    read("before")
+    one.steps(3)
+    core.sleep(mode)
+    read("asleep")
+    core.wake_up()
+    one.steps(3)
+    read("after")
+    one.run()
+    assert one.hit(PROMPT) == HIT_TOKENS
+    one.fill(prompt(4, 200))
+    assert other.hit(prompt(4, 200)) == HIT_TOKENS
+    if mode == "keep":
+        assert other.hit([*prompt(3, 150), *one.outputs["kept"]]) >= HIT_TOKENS
+    # A second sleep finds the files read.
+    core.sleep()
+    core.wake_up()
+    assert one.hit(prompt(4, 200)) == HIT_TOKENS
+    assert one.counters.get("hook_errors", 0) == 0
+
+
+# ----------------------------------------------------------------------------------- with residency
+
+
+@pytest.mark.parametrize("residency", ["host", "auto"])
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+def test_contexts_outgrow_the_device_once_files_are_read(
+    make: Any, server: Any, reading: Any, residency: str, pipelined: bool
+) -> None:
+    """Until then, contexts that fit on the device run, and a longer one waits."""
+    settings = {"residency": residency, "pipelined": pipelined, "blocks": 64}
+    one = make(Residents, **settings)
+    asked = {"fits": (prompt(1, 400), 40), "grows": (prompt(2, 700), 400)}
+    for name, (tokens, max_tokens) in asked.items():
+        one.add(name, tokens, max_tokens)
+    while not one.outputs["grows"]:
+        one.step()
+    one.steps(100)
+    one.add("long", prompt(3, 1500), 40)
+    one.steps(100)
+    assert not server.blocks and not server.residencies.open and not one.num_read
+    reading.set_result(FILES)
+    one.run()
+    asked["long"] = prompt(3, 1500), 40
+    for name, (tokens, max_tokens) in asked.items():
+        assert one.outputs[name] == answer_of(tokens, max_tokens), name
+    assert one.num_read and one.check_server() and not server.residencies.open
+    assert one.counters.get("hook_errors", 0) == one.counters.get("failed_residencies", 0) == 0
+    other = make(Residents, **settings, extra={"weights_identity": FILES})
+    assert other.hit(prompt(2, 700)) > 0
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,7 @@ from hotkv_client import (
 )
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
+from hotkv_client.link import fetch_ticket
 from hotkv_client.testing import OddServer
 from hotkv_client.types import After, EngineMemory, Evicted, TransferResult, TransferStatus
 from hotkv_client.wire import answers as _answers
@@ -398,6 +400,37 @@ def test_link_without_table_opens_nothing_leaves_nothing(
     assert left == len(files)
     for fd in files:
         os.close(fd)
+
+
+def test_a_client_waits_while_the_queue_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda _: tried.set())
+    packet = session_pb2.LinkResponse(ticket=b"t").SerializeToString()
+    path, queued = tmp_path / "fd.sock", list[socket.socket]()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        ThreadPoolExecutor() as pool,
+    ):
+        listener.bind(str(path))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                queued.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                queued[-1].setblocking(False)
+                queued[-1].connect(str(path))
+        with pytest.raises(BlockingIOError):
+            fetch_ticket(path, 0.0)
+        tried.clear()
+        ticket = pool.submit(fetch_ticket, path, 60.0)
+        ticket.add_done_callback(lambda _: tried.set())
+        assert tried.wait(60) and not ticket.done()
+        accepted = [listener.accept()[0] for _ in queued]
+        accepted[-1].send(packet)
+        assert ticket.result(60) == b"t"
+        for one in (*queued, *accepted):
+            one.close()
 
 
 class Server:

@@ -157,11 +157,14 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """Asks about vLLM's id if no other running request uses it, or it is new for this
-        adapter."""
+        """Registers a request; if it is registered, its wait begins anew. Asks about vLLM's id if
+        no other running request uses it, or it is new for this adapter."""
         self.is_used = True
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
+        if request.request_id in self._live:
+            self._live[request.request_id] = (lora.lora_int_id, name, now_s)
+            return
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
             if not self._logged_many:
                 self._logged_many = True

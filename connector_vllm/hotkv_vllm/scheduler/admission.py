@@ -115,6 +115,9 @@ class Admission:
                 self.short[request.request_id] = now_s
                 return
             self._take_up(cache, request, now_s)
+        elif self._sharing.joining is not None and request.lora_request is not None:
+            # vLLM's own prefix cache mixes its blocks with those of later bytes of the adapter.
+            self._adapters.arrived(request, now_s)
         if self.has_sequences:
             self._begin_sequences(request)
 

@@ -105,7 +105,11 @@ class HotKVScheduler:
         handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
             self._leave()
+        awaiting = self.sharing.joining
         self.sharing.connect(handshakes)
+        if awaiting is not None and self.sharing.joining is None:
+            for request in awaiting.requests.values():
+                self.requests.arrived(request)
 
     def turn_off(self) -> None:
         self._leave()
@@ -159,6 +163,8 @@ class HotKVScheduler:
                 self.requests.arrived(request)
         cache, failed = sharing.cache, output.failed_recving or ()
         if cache is None:
+            if report.adapters is not None:
+                self._adapters.reported(report.adapters)
             return
         if report.load_seconds:
             self.requests.choice.update(self.requests.states, report.load_seconds)

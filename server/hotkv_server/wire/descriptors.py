@@ -9,7 +9,8 @@ and its connection stays open.
 Always true: the server closes a link only after its last access to the session's memory, and the
 kernel closes it when this process dies, so a client whose link ends may reuse its memory. A
 connection without a valid request is a fault of its peer. Peers with too many faults are not
-served for some time; if all together have too many, the socket pauses.
+served for some time; the socket pauses after it has refused peers, and if all together have too
+many faults. A turn of the event loop answers one request, or accepts until one peer is served.
 """
 
 import asyncio
@@ -46,7 +47,9 @@ MAX_PENDING = 1024
 MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
-FAULT_PAUSE_S = 0.02
+FAULT_PAUSE_S = 0.005
+MAX_ACCEPTS = 16
+"""Most connections that a turn of the event loop accepts; all but the last were refused."""
 SHARE_OF_PEER = 0.4
 """Of `faults_per_s`, for one process."""
 ALL = "all peers"
@@ -97,6 +100,7 @@ class DescriptorServer:
         self._pending_of_user: Counter[int] = Counter()
         self._faults = FaultBound(SHARE_OF_PEER * faults_per_s)
         self._all_faults = FaultBound(faults_per_s)
+        self._answering = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._paused: asyncio.TimerHandle | None = None
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -121,32 +125,38 @@ class DescriptorServer:
         self._path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
+        if self._answering.locked():
+            return  # Requests are answered first. The loop calls again in the next turn.
+        pause_s = FAULT_PAUSE_S if self._all_faults.is_over(ALL, time.monotonic()) else 0.0
         try:
-            connection, _ = self._listener.accept()
+            for _ in range(MAX_ACCEPTS):
+                if self._admit(self._listener.accept()[0]):
+                    break
+                pause_s = FAULT_PAUSE_S
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
+            pass
         except OSError as error:
             # No free descriptor: an immediate retry would fail again, in an endless loop.
-            log.error(
-                "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
-            )
+            pause_s = ACCEPT_PAUSE_S
+            log.error("descriptor socket: can't accept, tries again in %.1f s: %s", pause_s, error)
             self._node.refusals[Reason.OVERLOADED] += 1
-            self._pause(ACCEPT_PAUSE_S)
-            return
+        if pause_s:
+            self._pause(pause_s)
+
+    def _admit(self, connection: socket.socket) -> bool:
+        """Begins to serve a connection. Returns False if it was refused, and is closed."""
         now_s = time.monotonic()
-        if self._all_faults.is_over(ALL, now_s):
-            self._pause(FAULT_PAUSE_S)
         try:
             process = peers.process_of(connection)
             is_over = self._faults.is_over(process, now_s) or len(self._pending) >= MAX_PENDING
             peer = None if is_over else peers.of_socket(connection)
         except OSError:
             connection.close()
-            return
+            return False
         if peer is None:
             self._node.refusals[Reason.OVERLOADED] += 1
             connection.close()
-            return
+            return False
         connection.setblocking(False)
         if self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER:
             self._node.refusals[Reason.OVERLOADED] += 1
@@ -155,6 +165,7 @@ class DescriptorServer:
         task = self._loop.create_task(self._serve(connection, process, peer))
         self._pending[task] = peer.uid
         task.add_done_callback(self._forget)
+        return True
 
     def _pause(self, for_s: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
@@ -172,7 +183,9 @@ class DescriptorServer:
         linked, is_fault = False, True
         try:
             await asyncio.wait_for(self._readable(connection), REQUEST_TIMEOUT_S)
-            linked, is_fault = self._answer(connection, peer)
+            async with self._answering:
+                linked, is_fault = self._answer(connection, peer)
+                await asyncio.sleep(0)  # The next answer comes in another turn.
         except (asyncio.TimeoutError, OSError) as error:
             log.warning("descriptor socket: a peer sent no request: %s %s", peer, error)
         finally:
