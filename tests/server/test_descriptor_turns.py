@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import call_messages as _wire
 from hotkv_server.wire import descriptors
 from hotkv_server.wire.descriptors import MAX_ACCEPTS, DescriptorServer
 
