@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.cost import hit, store, thread_times
 from bench.report import at_most, bounds_json, median, parser, print_report, say
 from bench.servers import MIB, new_hashes, serving
-from hotkv_client import streams
+from hotkv_client import Session, streams
 from hotkv_client.testing import PagedEngine
 
 CALLS = 100
@@ -30,6 +32,18 @@ def engine(target: str, way: str) -> PagedEngine:
     name = "none.sock" if way == "gRPC" else streams.SOCKET_NAME
     with mock.patch.object(streams, "SOCKET_NAME", name):
         return PagedEngine(target, layers=1, num_blocks=512, page_bytes=4096).connect()
+
+
+def ping(session: Session, name: str) -> None:
+    session.ping(10)
+
+
+def store_new(session: Session, ids: NDArray[np.int32], name: str) -> None:
+    store(session, name, new_hashes(len(ids)), ids)
+
+
+def hit_all(session: Session, kept: list[bytes], ids: NDArray[np.int32], name: str) -> None:
+    hit(session, name, kept, ids)
 
 
 def main() -> int:
@@ -48,9 +62,9 @@ def main() -> int:
             session = one.session
             store(session, "kept", kept, ids)
             kinds[way] = {
-                "ping": lambda name, s=session: s.ping(10),
-                "store_16": lambda name, s=session: store(s, name, new_hashes(16), ids[:16]),
-                "hit_256": lambda name, s=session: hit(s, name, kept, ids),
+                "ping": partial(ping, session),
+                "store_16": partial(store_new, session, ids[:16]),
+                "hit_256": partial(hit_all, session, kept, ids),
             }
         for number in range(chosen.rounds):
             say(f"round {number + 1} of {chosen.rounds}")
