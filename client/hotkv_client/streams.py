@@ -26,7 +26,8 @@ from hotkv_client.types import SessionConfig
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
-from hotkv_proto.lane import LENGTH, LENGTH_BYTES, SOCKET_NAME, framed
+from hotkv_proto.lane import LENGTH, LENGTH_BYTES, framed
+from hotkv_proto.lane import SOCKET_NAME as SOCKET_NAME
 from hotkv_proto.messages.errors import read_error_detail
 from hotkv_proto.v1 import session_pb2
 
