@@ -144,14 +144,14 @@ def call_times(target: str, pid: int) -> dict[str, dict[str, float]]:
     session, kept = engine.session, new_hashes(1024)
     ids = np.arange(256, dtype=np.int32)
     for start in range(0, 1024, 256):
-        _store(session, f"kept {start}", kept[start : start + 256], ids)
+        store(session, f"kept {start}", kept[start : start + 256], ids)
     kinds: dict[str, Callable[[str], object]] = {
         "ping": lambda name: session.ping(10),
         "lookup 1024": lambda name: session.lookup([GroupHashes(0, kept)]).result(10),
-        "store 16": lambda name: _store(session, name, new_hashes(16), ids[:16]),
-        "store 256": lambda name: _store(session, name, new_hashes(256), ids),
-        "hit 16": lambda name: _hit(session, name, kept[:16], ids[:16]),
-        "hit 256": lambda name: _hit(session, name, kept[:256], ids),
+        "store 16": lambda name: store(session, name, new_hashes(16), ids[:16]),
+        "store 256": lambda name: store(session, name, new_hashes(256), ids),
+        "hit 16": lambda name: hit(session, name, kept[:16], ids[:16]),
+        "hit 256": lambda name: hit(session, name, kept[:256], ids),
     }
     spent = {kind: {"loop": 0.0, "others": 0.0} for kind in kinds}
     rounds = 8
@@ -168,11 +168,11 @@ def call_times(target: str, pid: int) -> dict[str, dict[str, float]]:
     return spent
 
 
-def _store(session: Session, name: str, hashes: list[bytes], ids: np.ndarray) -> None:
+def store(session: Session, name: str, hashes: list[bytes], ids: np.ndarray) -> None:
     session.store(name, name, [BlockRun(0, hashes, ids)], 20).result(60)
 
 
-def _hit(session: Session, name: str, hashes: list[bytes], ids: np.ndarray) -> None:
+def hit(session: Session, name: str, hashes: list[bytes], ids: np.ndarray) -> None:
     session.acquire(name, [GroupHashes(0, hashes)]).result(60)
     run = LoadRun(0, np.arange(len(ids), dtype=np.int32), ids + 256)
     session.load(name, name, [run], 20).result(60)

@@ -208,11 +208,11 @@ TESTS: dict[str, str] = {
         "tests/server/test_sparse_service.py tests/server/test_refusals.py"
     ),
     "client/hotkv_client/wire/answers.py": (
-        f"tests/wire/test_packing.py tests/wire/test_batches.py {WIRE} "
+        f"tests/wire/test_packing.py tests/wire/test_outbox.py {WIRE} "
         "tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
     "client/hotkv_client/wire/call_messages.py": (
-        f"tests/wire/test_packing.py tests/wire/test_batches.py {WIRE} "
+        f"tests/wire/test_packing.py tests/wire/test_outbox.py {WIRE} "
         "tests/server/test_devices_order.py "
         "tests/server/test_security.py tests/server/test_events.py"
     ),
@@ -335,7 +335,7 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
     ),
     "server/hotkv_server/wire/session_stream.py": (
-        f"tests/wire/test_batches.py tests/wire/test_versions.py {CALLS}"
+        f"tests/wire/test_outbox.py tests/wire/test_versions.py {CALLS}"
     ),
     "server/hotkv_server/wire/server.py": f"tests/server/test_reload.py {CALLS}",
     "server/hotkv_server/wire/guard/audit.py": f"tests/server/test_audit.py {CALLS}",

@@ -12,7 +12,6 @@ If the stream breaks, waiting calls fail:
 
 import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv_client import channels
+import grpc
+
+from hotkv_client import channels, streams
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import Link, descriptor_socket
 from hotkv_client.types import (
@@ -81,7 +82,6 @@ class Pending:
 class Connection:
     """Thread-safe once `open` has returned.
 
-    outbox: requests to send, in order; None ends the stream.
     link: None for a TCP target or if it is not needed.
     table: None without a link, or if the session does not use it.
     order_kind: the server's choice of marks for this connection.
@@ -101,12 +101,8 @@ class Connection:
         self._config = config
         self._memory = memory
         self._fence = fence
-        self._metadata = channels.metadata(config.target, config.credentials)
-        self.channel = channels.open_channel(config.target, config.credentials)
-        # For a closed channel gRPC would crash the process.
-        self._stub = _wire.Stub(self.channel)
-        self.selecting = _sparse_wire.Stub(self.channel)
-        self.outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
+        self.stream = streams.open_stream(config)
+        self._channel: grpc.Channel | None = None
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
         self._request_ids = itertools.count(1)
@@ -114,7 +110,6 @@ class Connection:
         self._is_given_up = False
         self.link: Link | None = None
         self.table: BlockTable | None = None
-        self.call: Any = None
         self.responses: Iterator[_answers.Response] = iter(())
         self.opened = _answers.NOT_OPENED
         self.order_kind = OrderKind.HOST
@@ -125,24 +120,30 @@ class Connection:
         return self.opened.session_id
 
     @property
+    def selecting(self) -> _sparse_wire.Stub:
+        """Of selections, on a gRPC channel that the first use opens."""
+        with self._lock:
+            if self._channel is None:
+                self._channel = channels.open_channel(self._config.target, self._config.credentials)
+            return _sparse_wire.Stub(self._channel)
+
+    @property
     def num_pending(self) -> int:
         return len(self._pending)
 
     def open(self, ticket: bytes) -> None:
         """Opens the session and the link, and registers the memory. Blocks.
 
-        Raises HotKVError if the server refuses, OSError if the link fails, ValueError if the
-        block table has another format, grpc.RpcError if the stream breaks or all takes longer
-        than `_opening_timeout_s`.
+        Raises HotKVError if the server refuses, the stream breaks or all takes longer than
+        `_opening_timeout_s`; OSError if the link fails; ValueError if the block table has another
+        format.
         """
-        self.outbox.put(_wire.open_session(self._config, ticket))
-        requests = _wire.batched(self.outbox, lambda: self.opened.takes_batches)
-        self.call = _wire.connect(self._stub, requests, self._metadata)
-        watchdog = threading.Timer(self._opening_timeout_s(), self.call.cancel)
+        self.stream.begin(_wire.open_session(self._config, ticket))
+        watchdog = threading.Timer(self._opening_timeout_s(), self.stream.cancel)
         watchdog.daemon = True
         watchdog.start()
         try:
-            self.responses = _answers.each(self.call)
+            self.responses = iter(self.stream)
             self.opened = _answers.opened(next(self.responses, None))
             self._link()
             self._register()
@@ -180,7 +181,7 @@ class Connection:
             return
         request = _wire.register_memory(self._memory.layout, self._memory.order)
         request.request_id = next(self._request_ids)
-        self.outbox.put(request)
+        self.stream.put(request)
         notices: list[_answers.Response] = []
         for response in self.responses:
             if response.request_id == request.request_id:
@@ -232,7 +233,7 @@ class Connection:
             # A running future can't be cancelled: resolving a cancelled one raises.
             pending.future.set_running_or_notify_cancel()
             self._pending[request.request_id] = pending
-            self.outbox.put(request)
+            self.stream.put(request)
             return None
 
     def send_only(self, request: _wire.Request) -> None:
@@ -240,15 +241,15 @@ class Connection:
         Beyond MAX_UNSENT ends the stream."""
         if (too_large := _too_large(request)) is not None:
             log.warning("not sent: %s", too_large.message)
-        elif self.outbox.qsize() - len(self._pending) < MAX_UNSENT:
-            self.outbox.put(request)
+        elif self.stream.num_unsent - len(self._pending) < MAX_UNSENT:
+            self.stream.put(request)
         elif not self._is_given_up:
             self._is_given_up = True
             log.warning("the server has left %d requests unread; the session ends", MAX_UNSENT)
-            self.call.cancel()
+            self.stream.cancel()
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
-        """Resolves calls until the server ends the stream. Blocks. Raises grpc.RpcError if it
+        """Resolves calls until the server ends the stream. Blocks. Raises HotKVError if it
         breaks.
 
         on_notice: gets each message that answers no call.
@@ -287,7 +288,7 @@ class Connection:
                     self._fence.revoke(item.fence_index)
                     revoked.append(item.future)
                     item.future = Future()
-        self.outbox.put(_wire.cancel(transfer_id))
+        self.stream.put(_wire.cancel(transfer_id))
         for future in revoked:
             future.set_result(
                 TransferResult(
@@ -303,8 +304,9 @@ class Connection:
             self._has_ended = True
             waiting = list(self._pending.values())
             self._pending.clear()
-        self.outbox.put(None)
-        self.channel.close()
+        self.stream.close()
+        if self._channel is not None:
+            self._channel.close()
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
             if item.fence_index and self._fence is not None:

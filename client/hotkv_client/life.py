@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
-import grpc
-
 from hotkv_client import channels
 from hotkv_client.connection import Connection
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import descriptor_socket, fetch_ticket
+from hotkv_client.streams import LaneStream
 from hotkv_client.types import EngineMemory, LinkState, SessionConfig
 from hotkv_client.wire import answers as _answers
 from hotkv_proto.errors import HotKVError, Reason
@@ -44,7 +43,7 @@ class SessionLife:
         # While a server is opening the session on it.
         self._opening: Connection | None = None
         self._changed = threading.Condition()
-        self._awaited: grpc.Future[bytes] | None = None
+        self._awaited: Connection | None = None
         self._closed = threading.Event()
         self.thread = threading.Thread(
             target=self._run, name=f"hotkv-session-{config.role.name.lower()}", daemon=True
@@ -77,13 +76,13 @@ class SessionLife:
         with self._changed:
             connection, awaited, opening = self.connection, self._awaited, self._opening
         if connection is not None:
-            connection.outbox.put(None)
+            connection.stream.put(None)
         elif opening is not None:
             # The server may need long to map the engine's memory.
-            opening.channel.close()
+            opening.stream.cancel()
         if awaited is not None:
             # Otherwise the thread would wait for a server until the timeout.
-            awaited.cancel()
+            awaited.stream.cancel()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(CLOSE_WAIT_S)
         if isinstance(self.fence, Fence) and not self.thread.is_alive():
@@ -115,9 +114,8 @@ class SessionLife:
         config, why_no_ticket = self._config, ""
         connection = Connection(config, self.memory, self.fence)
         try:
-            try:
-                has_answered = self._await_server(connection.channel)
-            except grpc.FutureCancelledError:
+            has_answered = self._await_server(connection)
+            if self._closed.is_set():
                 return "closed"
             if not has_answered:
                 why_not = f"no server answers at {config.target}"
@@ -130,7 +128,7 @@ class SessionLife:
                 self._opening = connection
             if self._closed.is_set():
                 return "closed"
-            ticket, why_no_ticket = self._ticket()
+            ticket, why_no_ticket = self._ticket(connection)
             connection.open(ticket)
             with self._changed:
                 self.connection = connection
@@ -138,40 +136,35 @@ class SessionLife:
             self._set_state(LinkState.CONNECTED, f"connected to {config.target}")
             self._end_opening()
             if self._closed.is_set():
-                connection.outbox.put(None)
+                connection.stream.put(None)
             connection.serve(self._notice)
             return "the server closed the session"
-        except grpc.RpcError as error:
-            refusal = _answers.as_error(error)
+        except HotKVError as refusal:
             if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket:
                 return f"{refusal} (no ticket: {why_no_ticket})"
             return str(refusal)
         finally:
             self._lose(connection)
 
-    def _await_server(self, channel: grpc.Channel) -> bool:
-        """Whether one answers within `connect_timeout_s`. Raises grpc.FutureCancelledError after
-        `close`."""
-        asked = channels.ask(channel, self._config.connect_timeout_s)
+    def _await_server(self, connection: Connection) -> bool:
+        """Whether one answers within `connect_timeout_s`; False after `close`."""
         with self._changed:
-            self._awaited = asked
-        # `close` sets `_closed` before it reads `_awaited`. If it has missed this call, this
-        # sees `_closed`.
+            self._awaited = connection
+        # `close` sets `_closed` before it reads `_awaited`. If it has missed this, this sees
+        # `_closed`.
         if self._closed.is_set():
-            asked.cancel()
+            return False
         try:
-            # Waits for the call's end. A server that refused it has answered all the same.
-            asked.exception()
-            return asked.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            return connection.stream.has_answered(self._config.connect_timeout_s)
         finally:
             with self._changed:
                 self._awaited = None
 
-    def _ticket(self) -> tuple[bytes, str]:
+    def _ticket(self, connection: Connection) -> tuple[bytes, str]:
         """The ticket, which proves this process's user, or why there is none; both empty over
-        TCP. A server without tenants needs none, so this is no failure."""
+        TCP and on the lane. A server without tenants needs none, so this is no failure."""
         path = descriptor_socket(self._config.target)
-        if path is None:
+        if path is None or isinstance(connection.stream, LaneStream):
             return b"", ""
         try:
             return fetch_ticket(path, self._config.connect_timeout_s), ""

@@ -284,6 +284,7 @@ class SessionConfig:
     engine_name: in reports and pages, such as a pod; empty: `engine_id`.
     model_names: at most 16 names by which requests address the model, for events and reports.
     use_table: map the block table, which `probe` needs.
+    use_lane: use `lane.sock` beside a Unix target if there is one, else gRPC.
     connect_timeout_s: wait for a server's answer, and then again for the opening, which may take 4
         s more per GiB of the engine's files, because the server maps these.
     reconnect_initial_s, reconnect_max_s: back-off between connections.
@@ -298,6 +299,7 @@ class SessionConfig:
     model_names: tuple[str, ...] = ()
     client_name: str = "hotkv-client"
     use_table: bool = True
+    use_lane: bool = True
     connect_timeout_s: float = 5.0
     reconnect_initial_s: float = 0.1
     reconnect_max_s: float = 5.0

@@ -16,8 +16,6 @@ MAX_MESSAGE_BYTES = 4 << 20
 MAX_PARTS = 1 << 15
 """Fields, list entries and messages of a message to the server: 20 ms of its event loop. A
 layout of 100 layers has a tenth."""
-MAX_BATCH_BYTES = 64 << 10
-"""A larger message is sent alone."""
 
 
 class Role(enum.IntEnum):
@@ -37,8 +35,6 @@ class Feature(enum.IntEnum):
     """Calls look up blocks in tiers, which the block table lacks."""
     EVENTS = 3
     """A session reads its key space's events."""
-    BATCHES = 5
-    """A message may carry several requests, or answers and notices."""
 
 
 FEATURES: Final = frozenset(Feature)

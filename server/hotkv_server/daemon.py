@@ -170,7 +170,7 @@ def watch_all(
     health.watch("the thread that brings the arena in", opened.memory.filling.is_alive)
     if cuda.pinner is not None:
         health.watch("the thread that pins the arena", cuda.pinner.is_alive)
-    for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
+    for path in (*settings.engine_sockets, settings.admin_socket):
         health.watch(f"the socket {path.name}", path.is_socket)
     health.watch("the thread that reads the settings", reloader.is_alive)
     if (http := listeners.http) is not None:

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 
 from hotkv_client.link import descriptor_socket
-from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 
@@ -58,7 +57,7 @@ class RawSession:
         self.call: Any = session_pb2_grpc.SessionServiceStub(channel).Connect(
             self._requests(), timeout=2 * DEADLINE_S
         )
-        self._answers = _answers.each(self.call)
+        self._answers = iter(self.call)
         self.put(opening)
         self.session_id = self.why_not = ""
         self._links: list[socket.socket] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from demo.processes import Server, runtime_folder
+from hotkv_client import streams
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_sparse.centre import Centres
@@ -54,8 +55,16 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(params=["lane", pytest.param("grpc", marks=pytest.mark.long)])
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which way the sessions of test engines speak to the server."""
+    if request.param == "grpc":
+        monkeypatch.setattr(streams, "SOCKET_NAME", "none.sock")
+    return str(request.param)
+
+
 @pytest.fixture
-def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
+def engine(server: Server, stream: str) -> Iterator[Callable[..., PagedEngine]]:
     """Yields a function that creates connected test engines. The fixture closes them after the
     test."""
     with contextlib.ExitStack() as stack:

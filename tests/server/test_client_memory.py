@@ -54,7 +54,7 @@ from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.audit import AuditLog
 from hotkv_server.wire.guard.interceptor import MAX_UNREAD_BYTES, EdgeInterceptor
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Guests, Pace
-from hotkv_server.wire.session_stream import SessionService, SessionStream
+from hotkv_server.wire.session_stream import SessionOpener, SessionService, SessionStream
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.hostile import marked_engine, unary_stream_of
@@ -475,7 +475,7 @@ def deaf_session(
     edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
 
     async def call() -> None:
-        await SessionService(edge).Connect(requests(), unread(told))
+        await SessionService(SessionOpener(edge)).Connect(requests(), unread(told))
         # gRPC ends the call only when the client has read the answers.
         await asyncio.Event().wait()
 

@@ -219,7 +219,7 @@ def test_broken_streams_load_stays_open_until_release(
     future = load_of_a_hung_server(own_server, one)
     lookup = one.session.lookup([GroupHashes(0, hashes(1))])
     assert one.session._connection is not None
-    one.session._connection.channel.close()
+    one.session._connection.stream.cancel()
     # A lookup fails at once, because it does not write to the engine's memory. The load must go on
     # waiting for the server; otherwise it would have failed together with the lookup.
     assert isinstance(lookup.exception(60), SessionLostError)
@@ -292,7 +292,7 @@ def broken(one: PagedEngine, names: list[str], stores: Stores) -> None:
     fail with `SessionLostError`."""
     connection, were_answered = one.session._connection, [store.done() for store in stores]
     assert connection is not None
-    connection.channel.close()
+    connection.stream.cancel()
     for store, was_answered in zip(stores, were_answered, strict=True):
         error = store.exception(60)
         assert was_answered or isinstance(error, SessionLostError) or store.result(0)

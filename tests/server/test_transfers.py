@@ -20,7 +20,6 @@ import pytest
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, Evicted, TransferStatus
 from hotkv_client.testing import PagedEngine
-from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
@@ -107,7 +106,7 @@ def test_who_has_no_use_for_notices_gets_none(
         for _ in range(40):  # 20 MiB into 16 MiB
             store(one, hashes(64))
         outbox.put(ping)
-        kinds = (response.WhichOneof("body") for response in _answers.each(call))
+        kinds = (response.WhichOneof("body") for response in call)
         came = set(itertools.takewhile(lambda kind: kind != "pong", kinds))
         outbox.put(None)
     assert came == ({"eviction_notice"} if hears else set())

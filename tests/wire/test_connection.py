@@ -53,23 +53,50 @@ SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, 
 CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
 
 
+class Unsent:
+    """A stream whose server takes nothing."""
+
+    def __init__(self) -> None:
+        self.requests, self.answers = list[Any](), list[Any]()
+        self.num_cancels = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.answers)
+
+    @property
+    def num_unsent(self) -> int:
+        return len(self.requests)
+
+    def put(self, request: Any) -> None:
+        self.requests.append(request)
+
+    begin = put
+
+    def cancel(self) -> None:
+        self.num_cancels += 1
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture
-def made() -> Connection:
-    """Returns a connection without a server. It has a fence (a page of shared memory in which a
-    client revokes its stores)."""
-    return Connection(CONFIG, None, Fence())
+def made() -> Any:
+    connection = Connection(CONFIG, None, Fence())
+    connection.stream.close()
+    connection.stream = Unsent()  # type: ignore[assignment]
+    return connection
 
 
 def pending(**fields: Any) -> Pending:
     return Pending(Future(), **fields)
 
 
-def test_after_its_end_a_connection_takes_no_call(made: Connection) -> None:
+def test_after_its_end_a_connection_takes_no_call(made: Any) -> None:
     before = pending()
     assert made.submit(_wire.ping(), before, None) is None and made.num_pending == 1
-    made.outbox.get_nowait()
+    made.stream.requests.pop()
     made.send_only(_wire.release("x" * MAX_MESSAGE_BYTES))
-    assert made.outbox.empty(), "the server would end the stream"
+    assert not made.stream.requests, "the server would end the stream"
     made.end()
     assert isinstance(before.future.exception(0), SessionLostError)
     after = pending()
@@ -77,9 +104,7 @@ def test_after_its_end_a_connection_takes_no_call(made: Connection) -> None:
     assert made.num_pending == 0 and not after.future.done()
 
 
-def test_calls_wait_up_to_the_bound_numbered(
-    made: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_wait_up_to_the_bound_numbered(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MAX_PENDING", 3)
     requests = [_wire.ping() for _ in range(3)]
     assert all(made.submit(request, pending(), None) is None for request in requests)
@@ -94,14 +119,14 @@ def test_calls_wait_up_to_the_bound_numbered(
     [({}, After(OrderKind.FLAGS, DeviceMark(0, 1))), ({"fence_index": 3}, None)],
 )
 def test_request_refused_by_the_link_isnt_sent(
-    made: Connection, fields: dict[str, Any], after: After | None
+    made: Any, fields: dict[str, Any], after: After | None
 ) -> None:
     refused = made.submit(_wire.ping(), pending(**fields), after)
     assert isinstance(refused, SessionLostError) and "mark anew" in refused.message
-    assert made.num_pending == 0 and made.outbox.empty()
+    assert made.num_pending == 0 and not made.stream.requests
 
 
-def test_cancelled_store_with_fence_ends_at_once(made: Connection) -> None:
+def test_cancelled_store_with_fence_ends_at_once(made: Any) -> None:
     made.link = object()  # type: ignore[assignment]
     store, other = (pending(transfer_id="s", fence_index=index) for index in (3, 4))
     load = pending(transfer_id="l", is_load=True)
@@ -120,7 +145,7 @@ def test_cancelled_store_with_fence_ends_at_once(made: Connection) -> None:
 
 @pytest.mark.parametrize("is_load", [False, True])
 def test_loads_to_a_device_wait_for_its_copies(
-    made: Connection, monkeypatch: pytest.MonkeyPatch, is_load: bool
+    made: Any, monkeypatch: pytest.MonkeyPatch, is_load: bool
 ) -> None:
     """When the server has died, a load to a device fails only after the time in which the device
     may still copy."""
@@ -139,7 +164,7 @@ def test_loads_to_a_device_wait_for_its_copies(
     assert waited == [connection.DEVICE_GRACE_S] * is_load
 
 
-def test_store_without_a_link_reads_no_memory(made: Connection) -> None:
+def test_store_without_a_link_reads_no_memory(made: Any) -> None:
     store = pending(transfer_id="s")
     assert made.submit(_wire.ping(), store, None) is None
     future = store.future
@@ -217,7 +242,7 @@ def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
     return read
 
 
-def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
+def call(made: Any, body: str, name: str = "", **fields: Any) -> "Future[Any]":
     """Submits a call of the kind `body`, without a server. Returns the future of its answer.
     `name`, `fields`: transfer id and other fields of the pending call."""
     future: Future[Any] = Future()
@@ -267,9 +292,7 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
     assert isinstance(late.exception(0), HotKVError)
 
 
-def test_broken_reader_fails_its_call_alone(
-    made: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_reader_fails_its_call_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the client's code that reads an answer raise. Only the call with this answer may fail.
     A caller must not be able to cancel the future of its call: resolving a cancelled future would
     raise, and end the stream."""
@@ -286,22 +309,20 @@ def test_broken_reader_fails_its_call_alone(
     assert given_up.done() and other.result(0) is None
 
 
-def serve(made: Connection, *answers: Any) -> None:
+def serve(made: Any, *answers: Any) -> None:
     made.responses = iter([*answers])
     made.serve(lambda _: None)
 
 
 @pytest.mark.parametrize("body", TRANSFERS)
-def test_newer_servers_unknown_status_is_failure(made: Connection, body: str) -> None:
+def test_newer_servers_unknown_status_is_failure(made: Any, body: str) -> None:
     future, told = call(made, body, "t"), answer(body, 1, is_filled=False)
     getattr(told, body).status = UNKNOWN
     serve(made, told)
     assert future.result(0).status is TransferStatus.FAILED
 
 
-def test_system_without_threads_ends_calls(
-    made: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_without_threads_ends_calls(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         def wait_closed(self) -> None:
             """Returns at once, as if the server had released the memory."""
@@ -446,11 +467,10 @@ def target(tmp_path: Path) -> Iterator[str]:
 
 
 def test_stream_ending_before_registration_is_no_session(
-    made: Connection, monkeypatch: pytest.MonkeyPatch
+    made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made._memory = EngineMemory(Layout(0, 1, (), ()), {})
-    call = Mock(__iter__=lambda _: iter([opened(), answer("drain_notice", 0)]))
-    monkeypatch.setattr(connection._wire, "connect", lambda *_: call)
+    made.stream.answers = [opened(), answer("drain_notice", 0)]
     with pytest.raises(SessionLostError, match="before it had registered the memory"):
         made.open(b"")
 
@@ -538,20 +558,19 @@ def test_split_lookup_resolves_with_any_answers(
 
 
 def test_unread_reports_end_their_stream_once(
-    made: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sends messages that have no answer to a server that reads nothing. The client may keep only a
     bounded number of unsent messages. When there are more, it must end the stream, once."""
     monkeypatch.setattr(connection, "MAX_UNSENT", 3)
-    made.call = Mock()
     assert made.submit(_wire.ping(), pending(), None) is None
     for _ in range(3):
         made.send_only(_wire.release("l"))
-    assert made.outbox.qsize() == 4 and not made.call.cancel.called
+    assert made.stream.num_unsent == 4 and not made.stream.num_cancels
     for _ in range(2):
         made.send_only(_wire.release("l"))
-    assert made.outbox.qsize() == 4, "calls that wait for answers do not count"
-    made.call.cancel.assert_called_once_with()
+    assert made.stream.num_unsent == 4, "calls that wait for answers do not count"
+    assert made.stream.num_cancels == 1
     assert caplog.text.count("requests unread") == 1
 
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from demo.processes import Server, runtime_folder
 from hotkv_client import Role, SessionConfig
-from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto import versions
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Sketch, signed_salt, unsigned_salt
-from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
+from hotkv_proto.v1 import session_pb2, session_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--arena.slab-bytes", "64KiB")
@@ -73,38 +72,6 @@ def test_only_features_that_both_know_are_used(
 
 def ping(number: int) -> session_pb2.ConnectRequest:
     return session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping())
-
-
-def batch(*requests: session_pb2.ConnectRequest, number: int = 0) -> session_pb2.ConnectRequest:
-    return session_pb2.ConnectRequest(
-        request_id=number, batch=session_pb2.RequestBatch(requests=requests)
-    )
-
-
-@pytest.mark.parametrize("features", [[], [versions.Feature.BATCHES]])
-def test_server_serves_batches_if_both_know_them(
-    server: Server, features: list[versions.Feature]
-) -> None:
-    opening = _wire.open_session(SessionConfig(server.target, "e", Role.TOOL, SPACE))
-    opening.open_session.features[:] = [session_pb2.Feature.ValueType(one) for one in features]
-    release = cache_pb2.ReleaseLeaseRequest(lease_id="none")
-    released = session_pb2.ConnectRequest(request_id=8, release_lease=release)
-    requests = [
-        opening,
-        batch(ping(7), released, batch(ping(9), number=10), opening, number=6),
-        batch(number=11),
-        ping(12),
-    ]
-    with grpc.insecure_channel(server.target) as channel:
-        call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests))
-        opened, *answers = _answers.each(call)
-    assert list(opened.session_opened.features) == features
-    bodies = {answer.request_id: answer.WhichOneof("body") for answer in answers}
-    if features:
-        assert bodies == {7: "pong", 8: "release_lease", 10: "error", 12: "pong"}
-    else:
-        assert bodies == {6: "error", 11: "error", 12: "pong"}
-        assert all(answer.WhichOneof("body") != "batch" for answer in answers)
 
 
 def test_salts_are_the_servers_table_salts(server: Server) -> None:

@@ -1,7 +1,6 @@
 """Reads the server's messages to a session. A refusal becomes a HotKVError."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +46,6 @@ class Opened:
     wants_token_ids: stores should carry token ids, for events.
     salts: of the block table, by group index.
     stored_bytes: of the key space in host memory.
-    takes_batches: a message may have several requests.
     """
 
     session_id: str
@@ -59,10 +57,9 @@ class Opened:
     has_tiers: bool
     has_events: bool
     stored_bytes: int
-    takes_batches: bool
 
 
-NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0, False)
+NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0)
 
 
 def opened(response: Response | None) -> Opened:
@@ -81,17 +78,7 @@ def opened(response: Response | None) -> Opened:
         Feature.TIERS in features,
         Feature.EVENTS in features,
         message.stored_byte_count,
-        Feature.BATCHES in features,
     )
-
-
-def each(responses: Iterable[Response]) -> Iterator[Response]:
-    """Splits batches."""
-    for response in responses:
-        if response.WhichOneof("body") == "batch":
-            yield from response.batch.responses
-        else:
-            yield response
 
 
 def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -> Any:

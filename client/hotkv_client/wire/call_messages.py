@@ -1,9 +1,7 @@
 """Builds the message of each call of a session; `answers` reads the answers. The methods of
 `Session` with the same names explain the arguments."""
 
-import queue
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -46,7 +44,6 @@ from hotkv_proto.v1 import (
 )
 from hotkv_proto.versions import (
     FEATURES,
-    MAX_BATCH_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_PARTS,
     NEWEST_VERSION,
@@ -278,49 +275,6 @@ def report_requests(
     for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize, most_bytes):
         parts.append(session_pb2.ReportUse(ended=ended_part))
     return [Request(report_use=part) for part in parts]
-
-
-DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_residency"})
-"""Calls without an answer: they wait up to DEFER_S for the next call, to share a message."""
-DEFER_S = 0.005
-IN_BATCH_BYTES = 4
-"""The most that a batch adds to a request. Counted for each, so that a batch of tiny requests
-stays within the server's limit of fields."""
-BATCH_BYTES = 5
-"""The most that a message has besides its batch."""
-
-
-def batched(
-    outbox: "queue.SimpleQueue[Request | None]", takes_batches: Callable[[], bool]
-) -> Iterator[Request]:
-    """Yields the outbox in order. Blocks while it is empty; ends at None.
-
-    takes_batches: waiting requests then share a message of at most MAX_BATCH_BYTES.
-    """
-    waiting: Request | None = None
-    has_ended = False
-    while not has_ended and (request := waiting or outbox.get()) is not None:
-        together, waiting = [request], None
-        room_bytes = MAX_BATCH_BYTES - request.ByteSize() - IN_BATCH_BYTES - BATCH_BYTES
-        until_s = time.monotonic() + DEFER_S
-        while room_bytes > 0 and takes_batches():
-            may_wait = together[-1].WhichOneof("body") in DEFERRED
-            try:
-                following = outbox.get(may_wait, max(0.0, until_s - time.monotonic()))
-            except queue.Empty:
-                break
-            if following is None:
-                has_ended = True
-                break
-            room_bytes -= following.ByteSize() + IN_BATCH_BYTES
-            if room_bytes < 0:
-                waiting = following
-                break
-            together.append(following)
-        if len(together) == 1:
-            yield request
-        else:
-            yield Request(batch=session_pb2.RequestBatch(requests=together))
 
 
 def connect(

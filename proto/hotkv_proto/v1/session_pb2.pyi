@@ -72,8 +72,6 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """
     FEATURE_EVENTS: _Feature.ValueType  # 3
     """Engines publish the server's events as their own (ReadEvents)."""
-    FEATURE_BATCHES: _Feature.ValueType  # 5
-    """A message of the stream may carry several requests or answers (RequestBatch, ResponseBatch)."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A capability that a session uses only if both sides know it. Unknown numbers are ignored."""
@@ -90,8 +88,6 @@ block table. AcquireLease waits, within the server's time limit, until they are 
 """
 FEATURE_EVENTS: Feature.ValueType  # 3
 """Engines publish the server's events as their own (ReadEvents)."""
-FEATURE_BATCHES: Feature.ValueType  # 5
-"""A message of the stream may carry several requests or answers (RequestBatch, ResponseBatch)."""
 Global___Feature: typing_extensions.TypeAlias = Feature
 
 class _MissReason:
@@ -602,7 +598,6 @@ class ConnectRequest(google.protobuf.message.Message):
     EXTEND_RESIDENCY_FIELD_NUMBER: builtins.int
     CLOSE_RESIDENCY_FIELD_NUMBER: builtins.int
     READ_EVENTS_FIELD_NUMBER: builtins.int
-    BATCH_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Chosen by the client, repeated in the answer; zero if no answer is wanted."""
     @property
@@ -685,10 +680,6 @@ class ConnectRequest(google.protobuf.message.Message):
     def read_events(self) -> hotkv_proto.v1.events_pb2.ReadEventsRequest:
         """Reads events of the session's key space; needs FEATURE_EVENTS."""
 
-    @property
-    def batch(self) -> Global___RequestBatch:
-        """Several requests; needs FEATURE_BATCHES."""
-
     def __init__(
         self,
         *,
@@ -713,33 +704,12 @@ class ConnectRequest(google.protobuf.message.Message):
         extend_residency: hotkv_proto.v1.residency_pb2.ExtendResidencyRequest | None = ...,
         close_residency: hotkv_proto.v1.residency_pb2.CloseResidencyRequest | None = ...,
         read_events: hotkv_proto.v1.events_pb2.ReadEventsRequest | None = ...,
-        batch: Global___RequestBatch | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "batch", b"batch", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "read_events", b"read_events", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "batch", b"batch", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "read_events", b"read_events", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush", "create_sequence", "append_blocks", "delete_sequence", "report_sparse", "open_residency", "extend_residency", "close_residency", "read_events", "batch"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "read_events", b"read_events", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "read_events", b"read_events", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush", "create_sequence", "append_blocks", "delete_sequence", "report_sparse", "open_residency", "extend_residency", "close_residency", "read_events"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
-
-@typing.final
-class RequestBatch(google.protobuf.message.Message):
-    """Several requests, served in this order as if each came in its own message."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    REQUESTS_FIELD_NUMBER: builtins.int
-    @property
-    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ConnectRequest]:
-        """The requests. None is a batch, and none opens the session."""
-
-    def __init__(
-        self,
-        *,
-        requests: collections.abc.Iterable[Global___ConnectRequest] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
-
-Global___RequestBatch: typing_extensions.TypeAlias = RequestBatch
 
 @typing.final
 class EvictionNotice(google.protobuf.message.Message):
@@ -809,7 +779,6 @@ class ConnectResponse(google.protobuf.message.Message):
     EXTEND_RESIDENCY_FIELD_NUMBER: builtins.int
     CLOSE_RESIDENCY_FIELD_NUMBER: builtins.int
     READ_EVENTS_FIELD_NUMBER: builtins.int
-    BATCH_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """The request that this answers, or zero."""
     @property
@@ -896,10 +865,6 @@ class ConnectResponse(google.protobuf.message.Message):
     def read_events(self) -> hotkv_proto.v1.events_pb2.ReadEventsResponse:
         """The next events."""
 
-    @property
-    def batch(self) -> Global___ResponseBatch:
-        """Several messages; needs FEATURE_BATCHES."""
-
     def __init__(
         self,
         *,
@@ -925,33 +890,12 @@ class ConnectResponse(google.protobuf.message.Message):
         extend_residency: hotkv_proto.v1.residency_pb2.ExtendResidencyResponse | None = ...,
         close_residency: hotkv_proto.v1.residency_pb2.CloseResidencyResponse | None = ...,
         read_events: hotkv_proto.v1.events_pb2.ReadEventsResponse | None = ...,
-        batch: Global___ResponseBatch | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "batch", b"batch", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "read_events", b"read_events", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "batch", b"batch", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "read_events", b"read_events", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed", "create_sequence", "append_blocks", "delete_sequence", "open_residency", "extend_residency", "close_residency", "read_events", "batch"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "read_events", b"read_events", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "read_events", b"read_events", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed", "create_sequence", "append_blocks", "delete_sequence", "open_residency", "extend_residency", "close_residency", "read_events"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
-
-@typing.final
-class ResponseBatch(google.protobuf.message.Message):
-    """Several messages of the server, in this order."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RESPONSES_FIELD_NUMBER: builtins.int
-    @property
-    def responses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ConnectResponse]:
-        """The answers and notices. None is a batch."""
-
-    def __init__(
-        self,
-        *,
-        responses: collections.abc.Iterable[Global___ConnectResponse] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["responses", b"responses"]) -> None: ...
-
-Global___ResponseBatch: typing_extensions.TypeAlias = ResponseBatch
 
 @typing.final
 class LinkRequest(google.protobuf.message.Message):

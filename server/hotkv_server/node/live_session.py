@@ -281,8 +281,6 @@ class LiveSession:
     validity words."""
     knows_tiers: bool = False
     """Answers to its lookups may wait for a shared store."""
-    takes_batches: bool = False
-    """One message of the stream may carry several, in both directions."""
     close_link: Callable[[], None] | None = None
     """Closes the session's connection on the descriptor socket; None without one."""
     on_end: Callable[[HotKVError], None] | None = None

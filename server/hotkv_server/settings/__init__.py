@@ -30,6 +30,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from hotkv_proto.lane import SOCKET_NAME as LANE_SOCKET
 from hotkv_server.security.path_checks import UnsafeError, check_writers
 from hotkv_server.settings import sources
 from hotkv_server.settings.outlets import EventSettings, HttpSettings, TracingSettings
@@ -64,7 +65,7 @@ class Settings(BaseSettings):
 
     runtime_dir: Path = Field(
         Path("/run/hotkv"),
-        description="Directory of the sockets grpc.sock, fd.sock, admin.sock and of the lock.",
+        description="Directory of the sockets and of the lock.",
     )
     tcp_address: str = Field(
         "", description="host:port to serve gRPC on besides the Unix sockets. Empty: none."
@@ -188,6 +189,10 @@ class Settings(BaseSettings):
     @property
     def descriptor_socket(self) -> Path:
         return self.runtime_dir / "fd.sock"
+
+    @property
+    def engine_sockets(self) -> tuple[Path, Path, Path]:
+        return self.grpc_socket, self.runtime_dir / LANE_SOCKET, self.descriptor_socket
 
     @property
     def admin_socket(self) -> Path:

@@ -85,9 +85,7 @@ class TlsSettings(BaseModel, extra="forbid"):
 class SecuritySettings(BaseModel, extra="forbid"):
     """Access: sockets, tenants, TLS, admins."""
 
-    socket_mode: str = Field(
-        "0660", description="Mode of the Unix sockets grpc.sock and fd.sock, octal."
-    )
+    socket_mode: str = Field("0660", description="Mode of the Unix sockets of engines, octal.")
     admin_socket: Path | None = Field(
         None, description="Path of the admin socket. Default: admin.sock in runtime_dir."
     )

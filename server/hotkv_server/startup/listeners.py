@@ -36,7 +36,7 @@ class Listeners:
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)
         # A socket's path stays when it is closed, so a failed start removes it.
-        paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
+        paths = (settings.admin_socket, *settings.engine_sockets)
         with contextlib.ExitStack() as undo:
             for path in paths:
                 undo.callback(path.unlink, missing_ok=True)

@@ -80,7 +80,7 @@ def _places(settings: Settings) -> Iterator[tuple[str, Path, PathKind]]:
     """With the names of their settings; without paths of tiers."""
     of_admin = "runtime_dir" if settings.security.admin_socket is None else "security.admin_socket"
     yield of_admin, settings.admin_socket.parent, PathKind.SHARED_DIR
-    for socket in (settings.grpc_socket, settings.descriptor_socket):
+    for socket in settings.engine_sockets:
         yield "runtime_dir", socket, PathKind.SOCKET
     yield of_admin, settings.admin_socket, PathKind.SOCKET
     own = PathKind.PRIVATE_DIR if settings.security.tenants else PathKind.OWN_DIR

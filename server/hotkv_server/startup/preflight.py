@@ -137,11 +137,11 @@ def _remove_empty(directories: Iterable[Path]) -> None:
 
 
 def check_sockets(settings: Settings) -> None:
-    if settings.admin_socket in (settings.grpc_socket, settings.descriptor_socket):
+    if settings.admin_socket in settings.engine_sockets:
         raise StartError(
             f"security.admin_socket: engines use {settings.admin_socket}; choose another"
         )
-    for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
+    for path in (*settings.engine_sockets, settings.admin_socket):
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             is_named = path == settings.security.admin_socket
             raise StartError(

@@ -1,6 +1,7 @@
 """Builds the gRPC servers, one for each listener, and adds the services:
 
 - `grpc.sock`: sessions, cache, and the capabilities' services for users; health, reflection.
+- `lane.sock`: sessions of engines, without gRPC (`wire.lane`).
 - `admin.sock`: admin, and the capabilities' services for operators; health, reflection, channelz.
 - TCP, if set: the users' services, and health. If set, also reflection, and the operators' services
   for peers that prove to be admins.
@@ -24,6 +25,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.lane import SOCKET_NAME as LANE_SOCKET
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -46,7 +48,8 @@ from hotkv_server.wire.guard.interceptor import MAX_ANSWERED, EdgeInterceptor, G
 from hotkv_server.wire.guard.limits import Guests, Pace
 from hotkv_server.wire.guard.tls import Certificates, TlsFiles
 from hotkv_server.wire.health import HealthService
-from hotkv_server.wire.session_stream import SessionService
+from hotkv_server.wire.lane import LaneServer
+from hotkv_server.wire.session_stream import SessionOpener, SessionService
 
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
@@ -146,6 +149,7 @@ class RpcServer:
         }
         # In this order: operators can connect before users can.
         self._servers = [self._admins(), self._users()]
+        self._lane = self._open_lane()
         self.tcp_port = 0
         if endpoints.tcp_address:
             self._servers.append(self._tcp())
@@ -176,7 +180,7 @@ class RpcServer:
             Service(
                 full_name(session_pb2, "SessionService"),
                 session_pb2_grpc.add_SessionServiceServicer_to_server,
-                SessionService(edge),
+                SessionService(SessionOpener(edge)),
             ),
             Service(
                 full_name(cache_pb2, "CacheService"),
@@ -210,6 +214,20 @@ class RpcServer:
         )
         _listen(server, self._endpoints.socket)
         return server
+
+    def _open_lane(self) -> LaneServer:
+        edge = Edge(
+            self._node,
+            self._access,
+            lambda _, stream: stream.peer,
+            self.pace,
+            self._guests,
+            has_descriptor_socket=True,
+        )
+        path = self._endpoints.socket.with_name(LANE_SOCKET)
+        return LaneServer(
+            self._node, SessionOpener(edge), path, self._endpoints.socket_mode, MAX_CONNECTIONS
+        )
 
     def _admins(self) -> grpc.aio.Server:
         server = self._server(self._admin_of_ticket)
@@ -269,6 +287,7 @@ class RpcServer:
     async def start(self) -> None:
         for server in self._servers:
             await server.start()
+        await self._lane.start()
         for path, mode in self._modes.items():
             os.chmod(path, mode)
         self._ending = asyncio.create_task(self._end_late())
@@ -292,7 +311,9 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Refuses calls, and ends those that still run after `grace_s`."""
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        await asyncio.gather(
+            self._lane.stop(grace_s), *(server.stop(grace_s) for server in self._servers)
+        )
         if self._ending is not None:
             self._ending.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self.audit.close)

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import inspect
-import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +25,6 @@ from hotkv_proto.messages.layout import (
 from hotkv_proto.messages.report_messages import memory_registered_message
 from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
 from hotkv_proto.versions import (
-    MAX_BATCH_BYTES,
     NEWEST_VERSION,
     OLDEST_VERSION,
     Feature,
@@ -50,6 +48,9 @@ from hotkv_server.wire.guard.limits import Pace
 
 log = logging.getLogger(__name__)
 log.addFilter(Throttle())
+
+Write = Callable[[session_pb2.ConnectResponse], Awaitable[None]]
+"""Sends a message; waits while the client reads too slowly."""
 
 
 # Always true: a call with a request id is answered once, before the next request is served. Only
@@ -222,22 +223,18 @@ class SessionOutbox:
     if it is full, or the client reads too slowly (KEPT_BYTES).
 
     write: sends a message, and waits while the client reads too slowly.
-    takes_batches: several messages may be sent as one; the first is always sent alone.
     """
 
     def __init__(
         self,
-        write: Callable[[session_pb2.ConnectResponse], Awaitable[None]],
+        write: Write,
         on_end: Callable[[HotKVError], None],
-        *,
-        takes_batches: bool = False,
     ) -> None:
         self._write = write
         self._on_end = on_end
         # Each with its size in bytes. The first of them are being written.
         self._messages: deque[tuple[session_pb2.ConnectResponse, int]] = deque()
         self._came: asyncio.Future[None] | None = None
-        self._takes_batches = takes_batches
         self._unread_bytes = 0
         self._num_written = 0
         self._watch: asyncio.TimerHandle | None = None
@@ -276,27 +273,10 @@ class SessionOutbox:
             if not self._messages:
                 self._came = asyncio.get_running_loop().create_future()
                 await self._came
-            count = self._num_together()
-            if count == 1:
-                await self._write(self._messages[0][0])
-            else:
-                some = [message for message, _ in itertools.islice(self._messages, count)]
-                batch = session_pb2.ResponseBatch(responses=some)
-                # Free them now: the next may come much later.
-                del some
-                await self._write(session_pb2.ConnectResponse(batch=batch))
-                del batch
-            for _ in range(count):
-                self._unread_bytes -= self._messages.popleft()[1]
-            self._num_written += count
+            await self._write(self._messages[0][0])
+            self._unread_bytes -= self._messages.popleft()[1]
+            self._num_written += 1
             self._was_read.set()
-
-    def _num_together(self) -> int:
-        """How many messages to send as one batch."""
-        if not self._takes_batches or not self._num_written or len(self._messages) == 1:
-            return 1
-        sums = itertools.accumulate(num_bytes for _, num_bytes in self._messages)
-        return max(1, sum(1 for _ in itertools.takewhile(lambda n: n <= MAX_BATCH_BYTES, sums)))
 
     async def drained(self, timeout_s: float) -> None:
         """Waits until all is written, at most `timeout_s`."""
@@ -340,11 +320,9 @@ class SessionOutbox:
 
 
 class SessionStream:
-    """`context`: gRPC's, which writes the messages."""
-
-    def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
+    def __init__(self, node: Node, session: LiveSession, write: Write, pace: Pace) -> None:
         self._session = session
-        self._outbox = SessionOutbox(context.write, self._end, takes_batches=session.takes_batches)
+        self._outbox = SessionOutbox(write, self._end)
         self._calls = SessionCalls(node, session, pace, self._send)
         self._ended = asyncio.Event()
         self._why: HotKVError | None = None
@@ -386,25 +364,18 @@ class SessionStream:
         return self._why
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
+        # Requests that came together are read without a pause.
+        breaks = Breaks()
         while True:
+            await breaks.between()
             # Before the next request is read, as it may be large.
             await self._outbox.room()
             request = await anext(requests, None)
             if request is None:
                 return
-            if request.WhichOneof("body") == "batch" and self._session.takes_batches:
-                await self._serve_all(request.batch.requests)
-            else:
-                await self._serve(request)
+            await self._serve(request)
             # Free it now: the next may come much later.
             del request
-
-    async def _serve_all(self, requests: Iterable[session_pb2.ConnectRequest]) -> None:
-        breaks = Breaks()
-        for request in requests:
-            await breaks.between()
-            await self._outbox.room()
-            await self._serve(request)
 
     async def _serve(self, request: session_pb2.ConnectRequest) -> None:
         try:
@@ -471,21 +442,31 @@ FIRST_MESSAGE_TIMEOUT_S = 10.0
 MAX_MODEL_NAMES = 16
 
 
-class SessionService(session_pb2_grpc.SessionServiceServicer):
-    """Implements the service SessionService of session.proto."""
+class SessionOpener:
+    """Opens and runs the sessions of a listener, over gRPC or the lane."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._node = edge.node
-        self._unread_ends = edge.node.sessions.unread_ends
+        self.unread_ends = edge.node.sessions.unread_ends
 
-    async def Connect(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
-    ) -> None:
-        who = f"peer={context.peer()}"
+    async def serve(
+        self,
+        requests: AsyncIterator[session_pb2.ConnectRequest],
+        write: Write,
+        context: Any,
+        who: str,
+        on_open: Callable[[str], None] = lambda owner: None,
+    ) -> HotKVError | None:
+        """Serves a session from its first request to its end. Returns why the server refused or
+        ended it; None if the client ended it.
+
+        context: the connection, by which `Edge.identify` knows the peer.
+        on_open: gets the session's owner once it is open.
+        """
         try:
             with self._edge.guests.stay():
-                first = await _first(request_iterator)
+                first = await _first(requests)
             opening = first.open_session
             who = (
                 f"{who} engine={(opening.engine_name or opening.engine_id)[:64]!r} "
@@ -496,22 +477,20 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             session = await self._open(opening, peer)
         except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
             await self._edge.pace.turn()
-            await abort(context, as_refusal(self._node, error, who))
+            return as_refusal(self._node, error, who)
         # Now: after the session its key space may be forgotten.
-        owner = self._node.sessions.owner(session)
-        stream = SessionStream(self._node, session, context, self._edge.pace)
+        on_open(self._node.sessions.owner(session))
+        stream = SessionStream(self._node, session, write, self._edge.pace)
         why: HotKVError | None = None
         try:
-            why = await stream.run(request_iterator, self._opened(first, session))
+            why = await stream.run(requests, self._opened(first, session))
         finally:
             # Shielded: a broken stream can't interrupt the closing.
             await asyncio.shield(self._node.sessions.close(session))
-        # gRPC ends the call only when its client has read the end.
-        self._unread_ends.take(owner, 1)
-        context.add_done_callback(lambda _: self._unread_ends.give(owner, 1))
-        if why is not None:
-            log.warning("session ended number=%d: %s", session.record.number, why.message)
-            await abort(context, as_refusal(self._node, why, session.name))
+        if why is None:
+            return None
+        log.warning("session ended number=%d: %s", session.record.number, why.message)
+        return as_refusal(self._node, why, session.name)
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         _version(opening)
@@ -556,7 +535,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         features = agreed_features(opening.features)
         session.knows_words = Feature.RESIDENCY in features
         session.knows_tiers = Feature.TIERS in features
-        session.takes_batches = Feature.BATCHES in features
         if tenant is not None:
             session.maps_table = tenant.sees_table
             log.info(
@@ -565,10 +543,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return session
 
     def _check_unread(self, owner: str) -> None:
-        if not self._unread_ends.room(owner):
+        if not self.unread_ends.room(owner):
             what = "ended sessions with unread answers"
             raise HotKVError(
-                Reason.OVERLOADED, f"{self._unread_ends.refusal(owner, what)}; read them"
+                Reason.OVERLOADED, f"{self.unread_ends.refusal(owner, what)}; read them"
             )
 
     def _opened(
@@ -595,6 +573,28 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 stored_byte_count=self._node.core.used_bytes(session.record.key_space_id),
             ),
         )
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """Implements the service SessionService of session.proto."""
+
+    def __init__(self, opener: SessionOpener) -> None:
+        self._opener = opener
+
+    async def Connect(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
+    ) -> None:
+        owners = list[str]()
+        why = await self._opener.serve(
+            request_iterator, context.write, context, f"peer={context.peer()}", owners.append
+        )
+        unread = self._opener.unread_ends
+        for owner in owners:
+            # gRPC ends the call only when its client has read the end.
+            unread.take(owner, 1)
+            context.add_done_callback(lambda _, owner=owner: unread.give(owner, 1))
+        if why is not None:
+            await abort(context, why)
 
 
 def _version(opening: session_pb2.OpenSession) -> int:

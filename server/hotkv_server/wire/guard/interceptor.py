@@ -179,7 +179,7 @@ TOO_HEAVY = Malformed(
 )
 
 
-def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     kind: Descriptor = deserialize.__self__.DESCRIPTOR  # type: ignore[attr-defined]
 
     def parse(data: bytes) -> Any:
@@ -235,7 +235,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         parse, respond, is_ours = (
-            _lenient(handler.request_deserializer),
+            lenient(handler.request_deserializer),
             handler.response_serializer,
             details.method.startswith(PREFIX),
         )

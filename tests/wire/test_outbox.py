@@ -1,8 +1,6 @@
-"""Tests that batching changes the number of messages that carry requests and answers, but not the
-requests and answers, nor their order."""
+"""Tests the queue of messages to a session's client, and their order."""
 
 import asyncio
-import queue
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2
-from hotkv_proto.versions import MAX_BATCH_BYTES
+from hotkv_proto.v1 import errors_pb2, session_pb2
 from hotkv_server.cache.values import EvictionNotice
 from hotkv_server.node.removals import NOTICE_BLOCKS
 from hotkv_server.wire import session_stream as session_service
-from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session_stream import SessionOutbox, SessionStream
 from tests.server.nodes import SPACE, live_node
@@ -29,76 +23,8 @@ from tests.server.nodes import SPACE, live_node
 SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=12)
 
 
-def request(number: int, size: int) -> session_pb2.ConnectRequest:
-    """Returns a request of about `size` bytes. If `number` is a multiple of 3, it is a lease
-    release: it has no answer, so the client may delay it until the next request."""
-    text = "x" * size
-    if number % 3:
-        asked = cache_pb2.CancelTransferRequest(transfer_id=text)
-        return session_pb2.ConnectRequest(request_id=number, cancel_transfer=asked)
-    return session_pb2.ConnectRequest(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=text))
-
-
-@given(SIZES, st.integers(0, 12), st.booleans())
-def test_outbox_sends_requests_once_in_order(
-    sizes: list[int], batches_from: int, ends_within: bool
-) -> None:
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    requests = [request(number, size) for number, size in enumerate(sizes)]
-    for one in requests:
-        outbox.put(one)
-    outbox.put(None)
-    if ends_within:
-        outbox.put(request(1, 1))
-    sent: list[session_pb2.ConnectRequest] = []
-
-    def takes_batches() -> bool:
-        return len(sent) >= batches_from
-
-    for message in _wire.batched(outbox, takes_batches):
-        together = list(message.batch.requests) or [message]
-        assert len(together) == 1 or message.ByteSize() <= MAX_BATCH_BYTES
-        assert len(together) == 1 or len(sent) >= batches_from
-        sent += together
-    assert sent == requests
-
-
-def test_batch_of_tiny_requests_is_accepted() -> None:
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    for number in range(128, 16_384):
-        outbox.put(session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping()))
-    outbox.put(None)
-    for message in _wire.batched(outbox, lambda: True):
-        assert message.ByteSize() <= MAX_BATCH_BYTES
-        assert interceptor.is_light(message.DESCRIPTOR, message.SerializeToString())
-
-
-@pytest.mark.parametrize("spare_bytes", range(20))
-def test_batch_of_two_large_requests_is_within_limit(spare_bytes: int) -> None:
-    """Two requests are together smaller than the limit by a few bytes. A message with both may
-    exceed the limit nevertheless, because it also has their lengths; then each goes alone."""
-    first = request(1, MAX_BATCH_BYTES // 2)
-    rest = MAX_BATCH_BYTES - spare_bytes - first.ByteSize() - request(1, 20_000).ByteSize()
-    second = request(2, rest + 20_000)
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    for one in (first, second, None):
-        outbox.put(one)
-    messages = list(_wire.batched(outbox, lambda: True))
-    assert all(message.ByteSize() <= MAX_BATCH_BYTES for message in messages)
-    assert len(messages) == 2 or list(messages[0].batch.requests) == [first, second]
-
-
-def test_unanswered_call_goes_alone_at_the_end() -> None:
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    messages = _wire.batched(outbox, lambda: True)
-    outbox.put(request(0, 1))
-    assert next(messages) == request(0, 1)
-
-
-@given(SIZES, st.integers(1, 4), st.booleans())
-def test_servers_messages_are_written_once_in_order(
-    sizes: list[int], num_at_once: int, takes_batches: bool
-) -> None:
+@given(SIZES, st.integers(1, 4))
+def test_servers_messages_are_written_once_in_order(sizes: list[int], num_at_once: int) -> None:
     messages = [
         session_pb2.ConnectResponse(
             request_id=number,
@@ -113,7 +39,7 @@ def test_servers_messages_are_written_once_in_order(
         written.append(message)
 
     async def send() -> str:
-        outbox = SessionOutbox(write, pytest.fail, takes_batches=takes_batches)
+        outbox = SessionOutbox(write, pytest.fail)
         sending = asyncio.create_task(outbox.send_all())
         for start in range(0, len(messages), num_at_once):
             for message in messages[start : start + num_at_once]:
@@ -125,13 +51,7 @@ def test_servers_messages_are_written_once_in_order(
         return repr(outbox)
 
     assert asyncio.run(send()) == "SessionOutbox(0 messages, 0 bytes)"
-    assert list(_answers.each(written)) == messages
-    alone = [message for message in written if message.WhichOneof("body") != "batch"]
-    assert takes_batches or alone == messages
-    assert not messages or written[0] == messages[0], "the first message goes alone"
-    for message in written:
-        count = len(message.batch.responses)
-        assert count != 1 and (not count or message.ByteSize() <= MAX_BATCH_BYTES + 8 * count)
+    assert written == messages
 
 
 BOUNDS = {
@@ -234,7 +154,7 @@ async def test_session_hears_opening_then_notices_then_answers(
         sizes = [NOTICE_BLOCKS // 2, NOTICE_BLOCKS // 2, 1, NOTICE_BLOCKS - 1, 2]
         for number, size in enumerate(sizes):
             session.notify(EvictionNotice(1, 0, np.full((size, 8), number, np.uint32)))
-        stream = SessionStream(node, session, SimpleNamespace(write=write), Pace(1e6))
+        stream = SessionStream(node, session, write, Pace(1e6))
         opened = session_pb2.SessionOpened(session_id="s")
         await stream.run(requests(), session_pb2.ConnectResponse(session_opened=opened))
     first, *notices, last = written
