@@ -28,8 +28,6 @@ from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.lane import LENGTH, LENGTH_BYTES, framed
 from hotkv_proto.lane import SOCKET_NAME as SOCKET_NAME
-from hotkv_proto.messages.errors import read_error_detail
-from hotkv_proto.v1 import session_pb2
 
 log = logging.getLogger(__name__)
 
@@ -203,8 +201,8 @@ class LaneStream:
             while (response := self._next()) is not None:
                 if response.request_id == PING_ID:
                     continue
-                if not response.request_id and response.WhichOneof("body") == "error":
-                    raise read_error_detail(response.error)
+                if (refusal := _answers.end(response)) is not None:
+                    raise refusal
                 yield response
             if self._poll(PING_S):
                 silent_turns = 0
@@ -213,7 +211,8 @@ class LaneStream:
             elif (silent_turns := silent_turns + 1) > SILENT_TURNS:
                 raise SessionLostError("the server has not answered pings; it hangs")
             else:
-                ping = session_pb2.ConnectRequest(request_id=PING_ID, ping=session_pb2.Ping())
+                ping = _wire.ping()
+                ping.request_id = PING_ID
                 self.put(ping)
         if self._is_cancelled:
             raise SessionLostError("the session was cancelled")
@@ -272,7 +271,7 @@ class LaneStream:
         end = LENGTH_BYTES + size
         if len(buffer) < end:
             return None
-        response = session_pb2.ConnectResponse.FromString(bytes(buffer[LENGTH_BYTES:end]))
+        response = _answers.parsed(bytes(buffer[LENGTH_BYTES:end]))
         del buffer[:end]
         return response
 

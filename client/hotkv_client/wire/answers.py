@@ -81,6 +81,17 @@ def opened(response: Response | None) -> Opened:
     )
 
 
+def parsed(data: bytes) -> Response:
+    return Response.FromString(data)
+
+
+def end(response: Response) -> HotKVError | None:
+    """Why the server ended a lane, if this is its last message."""
+    if response.request_id or response.WhichOneof("body") != "error":
+        return None
+    return read_error_detail(response.error)
+
+
 def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -> Any:
     """The answer's value. Raises HotKVError if the server refused; a malformed answer may raise
     anything.
