@@ -1,5 +1,4 @@
-"""Tests that batching changes the number of messages that carry requests and answers, but not the
-requests and answers, nor their order."""
+"""Tests that batching changes neither requests nor answers, nor their order."""
 
 import asyncio
 import queue
@@ -30,8 +29,8 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=
 
 
 def request(number: int, size: int) -> session_pb2.ConnectRequest:
-    """Returns a request of about `size` bytes. If `number` is a multiple of 3, it is a lease
-    release: it has no answer, so the client may delay it until the next request."""
+    """A request of about `size` bytes. Multiples of 3 have no answer, so the client may delay
+    them."""
     text = "x" * size
     if number % 3:
         asked = cache_pb2.CancelTransferRequest(transfer_id=text)
@@ -75,8 +74,7 @@ def test_batch_of_tiny_requests_is_accepted() -> None:
 
 @pytest.mark.parametrize("spare_bytes", range(20))
 def test_batch_of_two_large_requests_is_within_limit(spare_bytes: int) -> None:
-    """Two requests are together smaller than the limit by a few bytes. A message with both may
-    exceed the limit nevertheless, because it also has their lengths; then each goes alone."""
+    """The message has the requests' lengths too."""
     first = request(1, MAX_BATCH_BYTES // 2)
     rest = MAX_BATCH_BYTES - spare_bytes - first.ByteSize() - request(1, 20_000).ByteSize()
     second = request(2, rest + 20_000)
@@ -148,13 +146,8 @@ STEPS = st.lists(st.sampled_from([0, 15, 96, 145, 394, 794, "read", "look"]), ma
 def test_client_that_does_not_read_loses_session(
     steps: list[int | str],
 ) -> None:
-    """Queues answers for a client that reads only some of them, and compares the queue with a
-    model. If much is queued and the client reads nothing for SLOW_READER_S seconds, it must lose
-    its session.
-
-    steps: what happens, in order. A number queues an answer with a text of this length; "look" lets
-        SLOW_READER_S seconds pass.
-    """
+    """steps: "look" lets SLOW_READER_S pass; a number queues an answer with a text of this
+    length."""
     ends, looks, handle = list[HotKVError](), list[Callable[[], None]](), mock.Mock()
     queued, num_ends, num_read = list[int](), 0, 0
     planned: int | None = None  # number of messages that were read when the next "look" was planned
@@ -218,9 +211,7 @@ def test_client_that_does_not_read_loses_session(
 async def test_session_hears_opening_then_notices_then_answers(
     tmp_path: Path,
 ) -> None:
-    """Queues notices of evicted blocks while a session opens. The client must receive first the
-    message that the session is open, then the notices, then answers. Small notices must share a
-    message, and no message may have more than NOTICE_BLOCKS blocks."""
+    """The evictions come while the session opens."""
     written: list[session_pb2.ConnectResponse] = []
 
     async def write(message: session_pb2.ConnectResponse) -> None:
