@@ -1,12 +1,6 @@
-"""The base class of the hypothesis state machine that tests `CacheCore`, the server's bookkeeping
-of blocks, leases and transfers. In the state machine, three engines in two key spaces share one
-small arena.
-
-Each rule calls the core and changes the naive `CacheModel` in the same way; after each rule the
-invariant `settles` compares the two. `CacheWorld` opens and closes sessions, ends copies and
-restarts the server. Subclasses in `cache_reads`, `cache_writes`, `cache_residencies` and
-`test_cache` add the other rules.
-"""
+"""The base of the state machine that tests `CacheCore`: three engines in two key spaces share a
+small arena. Each rule calls the core and changes the naive `CacheModel` alike; the invariant
+`settles` compares them. `cache_*` and `test_cache` add rules."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -43,9 +37,6 @@ T = TypeVar("T")
 
 
 class CacheWorld(AnyRuns):
-    """The `CacheCore` under test, its naive `CacheModel`, and the helpers that all rules of the
-    state machine use."""
-
     @initialize(
         num_shards=st.integers(1, 2),
         sizes=st.sampled_from(SIZES),
@@ -98,9 +89,8 @@ class CacheWorld(AnyRuns):
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
-        """Makes a call of the core. Without `reasons` it must succeed. With `reasons`, the core
-        must refuse it for one of them, and must have changed no state. Returns the call's result,
-        or None if it was refused."""
+        """With `reasons`, the core must refuse the call for one of them and change nothing; then
+        None."""
         before = snapshot(self.core)
         try:
             result = function()
@@ -112,9 +102,7 @@ class CacheWorld(AnyRuns):
         return result
 
     def refusal(self, *conditions: tuple[bool, Reason]) -> tuple[Reason, ...]:
-        """Returns the allowed reasons for refusing a call. Each of `conditions` is a pair: whether
-        a reason for a refusal exists, and the reason. If the result is empty, the core must not
-        refuse the call."""
+        """Reasons that hold. Without any, the core must not refuse."""
         return tuple(reason for holds, reason in conditions if holds)
 
     def session(self, data: st.DataObject) -> tuple[int, str, int]:
@@ -122,9 +110,8 @@ class CacheWorld(AnyRuns):
         return number, *self.sessions[number]
 
     def may_lease(self, engine: str) -> bool:
-        """Returns True if the core must allow the engine another lease. It allows eight leases in
-        total. After the new one, at least as many leases must be free as the engine then has. An
-        engine without leases may open one if any is free."""
+        """The core has eight leases. An engine may open its first, or another if as many stay
+        free as it then has."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
         left = 8 - len(self.model.leases) - 1
         return left >= 0 and (held + 1 <= left or held == 0)
@@ -146,16 +133,14 @@ class CacheWorld(AnyRuns):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        """Closes a session. Before that, ends the session's transfers as failed, as the server does
-        when a session's stream breaks."""
+        """The server ends a broken stream's transfers as failed first."""
         number = data.draw(st.sampled_from(sorted(self.sessions)))
         for session, transfer_id in [key for key in self.model.transfers if key[0] == number]:
             self.finish(session, transfer_id, succeeded=False)
         self.core.close_session(number, self.now_s)
         self.core.close_session(number, self.now_s)
         if not self.core.draining:
-            # A draining server keeps residencies (requests whose KV stays in host memory), so that
-            # the next server keeps their slots for readers.
+            # The next server keeps their slots for readers.
             self.model.end_residencies(number)
             self.readers = {n: r for n, r in self.readers.items() if r.session != number}
         for lease in [lease for lease in self.model.leases.values() if lease.session == number]:
@@ -218,8 +203,7 @@ class CacheWorld(AnyRuns):
         return BlockResult.STORED
 
     def check_loads(self) -> None:
-        """For each running load, checks that the slots that it reads still hold the right bytes,
-        shard by shard (a shard is a rank's part of a block)."""
+        """Slots of running loads must still hold the right bytes."""
         for transfer in self.model.transfers.values():
             if transfer.shard_index < 0:
                 for _, _, key, offset in transfer.todo:
@@ -228,8 +212,7 @@ class CacheWorld(AnyRuns):
 
     @rule(knows_use=st.booleans())
     def restart(self, knows_use: bool) -> None:
-        """Kills the server at a random moment. The next server restores the cache from the block
-        table that is left. If `knows_use`, it also knows when the blocks were last used."""
+        """`knows_use`: the next server also knows when the blocks were last used."""
         self.core, restored = taken_over(
             self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
         )

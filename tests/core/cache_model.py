@@ -1,10 +1,5 @@
-"""A naive model of the cache, with which tests compare `CacheCore` (the server's bookkeeping of
-blocks). It has the expected state in dicts, and records which block was written last to each slot
-of the arena.
-
-The model does not predict which blocks the policy evicts. It reads the evicted blocks from the
-core's notices, and checks that each of them was allowed to be evicted.
-"""
+"""A naive model of the cache. It does not predict which blocks the policy evicts, but checks
+that each was allowed to go."""
 
 import copy
 from collections.abc import Callable
@@ -29,19 +24,17 @@ from hotkv_server.residency.book.register import ResidentGroup
 from tests.core.support import reason_of, residencies, words_of
 
 Key = tuple[int, int, int]
-"""The key of a block: key space, group, and the number from which the block's hash is made."""
+"""Key space, group, and the number from which the block's hash is made."""
 GARBAGE: Key = (-1, -1, -1)
 NUM_HASHES = 14
 
 
 @dataclass
 class ModelLease:
-    """The model's record of a read lease or a write lease.
+    """A read lease or a write lease.
 
-    keys: the blocks that the lease protects. A read lease lists the blocks that it pins; a flush
-        empties the list. A write lease lists the blocks that it has reserved and not yet stored.
-    asked: the blocks in the call that opened the lease, as pairs (group, block numbers). A block's
-        hash is made from its number.
+    keys: pinned blocks, none after a flush; of a write lease, those reserved and not yet stored.
+    asked: (group, block numbers) of the call that opened the lease.
     """
 
     write: bool
@@ -63,11 +56,8 @@ class ModelLease:
 
 @dataclass
 class ModelResidency:
-    """The model's record of a residency, which pins blocks of a running request in host memory.
-
-    rows: for each group and position, the pinned block as a tuple: its key (None after a flush),
-        the number of its hash, and its slot.
-    """
+    """`rows` has the key (None after a flush), number of the hash, and slot, by group and
+    position."""
 
     engine_id: str
     session: int
@@ -79,12 +69,10 @@ class ModelResidency:
 
 @dataclass
 class ModelTransfer:
-    """The model's record of a copy in flight.
+    """A copy in flight.
 
-    todo: a tuple for each block to copy: the index of its run (a list of blocks in the call), its
-        position in the run, its key, and the offset of its slot.
-    residency: the residency (a request whose KV stays in host memory), if any, that pins the blocks
-        once the copy has made them ready.
+    todo: for each block: index of its run, position there, key, offset of the slot.
+    residency: pins the blocks once the copy has made them ready.
     """
 
     lease: ModelLease | None
@@ -95,9 +83,6 @@ class ModelTransfer:
 
 
 class CacheModel:
-    """The state that a `CacheCore` must have. `settle` compares the model with the core after each
-    step."""
-
     def __init__(self, core: CacheCore, slot_bytes: dict[Key, int]) -> None:
         self.core = core
         self.slot_bytes = slot_bytes
@@ -107,8 +92,8 @@ class CacheModel:
         self.leases: dict[tuple[str, str], ModelLease] = {}
         self.transfers: dict[tuple[int, str], ModelTransfer] = {}
         self.residencies: dict[tuple[str, str], ModelResidency] = {}
-        # Slots that clients may still read because an earlier server pinned them for a residency.
-        # Key: the slot's offset. Value: the block's key; None after a flush.
+        # Slots that clients of an earlier server's residencies may read: offset to key; None
+        # after a flush.
         self.kept: dict[int, Key | None] = {}
         self.kept_until_s = 0.0
         self.arena: dict[tuple[int, int], Key] = {}
@@ -118,9 +103,7 @@ class CacheModel:
         }
 
     def restart(self, core: CacheCore, now_s: float) -> None:
-        """Switches to the core of the next server after a kill. Ready blocks stay. The slots of
-        residencies (requests whose KV stays in host memory) also stay for a while, because clients
-        may still read them. Leases, transfers and residencies have ended."""
+        """Ready blocks stay; so do slots of residencies, for the grace time."""
         self.core = core
         self.kept = {
             **self.kept,
@@ -146,8 +129,6 @@ class CacheModel:
         return pins
 
     def resident(self) -> list[tuple[Key | None, int]]:
-        """Returns the blocks that a residency (a request whose KV stays in host memory) pins: the
-        key and the slot offset of each."""
         return [
             (key, offset)
             for residency in self.residencies.values()
@@ -156,9 +137,6 @@ class CacheModel:
         ]
 
     def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
-        """Records that a residency (a request whose KV stays in host memory) pins this ready block
-        at this position. Does nothing if the position is taken or the residency has used up its
-        room."""
         rows = residency.rows.get(group, {})
         if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
             residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
@@ -185,7 +163,6 @@ class CacheModel:
         )
 
     def slot(self, key: Key) -> int:
-        """Returns the slot offset of a block that is in the index, ready or reserved."""
         index = self.core.space.index
         word = index.find(key[0], key[1], words_of([key[2]]))
         return int(index.offsets(word & ~RESERVED_FLAG)[0])
@@ -205,11 +182,7 @@ class CacheModel:
         self.counted.aborted_blocks += 1
 
     def settle_write(self, lease: ModelLease, whole: int) -> None:
-        """Updates a write lease after one of its copies has ended. If no copy is in flight, drops
-        the lease's aborted blocks, and ends the lease if it was released or is complete.
-
-        whole: a bit mask of all shards (ranks' parts) of a block.
-        """
+        """To be called after a copy. `whole`: mask of all shards."""
         if lease.copies:
             return
         for key in [key for key in lease.keys if key in self.aborted]:
@@ -219,12 +192,8 @@ class CacheModel:
             self.end_lease(lease)
 
     def flush(self, key_space_id: int, whole: int) -> int:
-        """Removes all blocks of the key space and aborts its reserved blocks. Read leases keep
-        their slots pinned, but no longer list these blocks. Returns the number of blocks that were
-        ready.
-
-        whole: a bit mask of all shards (ranks' parts) of a block.
-        """
+        """Number of blocks that were ready. Read leases keep their slots pinned. `whole`: mask
+        of all shards."""
         for lease in [
             lease for lease in self.leases.values() if lease.key_space_id == key_space_id
         ]:
@@ -251,8 +220,7 @@ class CacheModel:
     # Comparing
 
     def take_notices(self) -> set[Key]:
-        """Fetches the core's eviction notices of the last call, and removes their blocks from the
-        model. Checks that each block was ready and not pinned. Returns the removed keys."""
+        """Removes what the last call evicted, by the core's notices."""
         named = [
             self.key_of[effect.key_space_id, effect.group_index, row.tobytes()]
             for effect in self.core.take_effects()
@@ -266,8 +234,6 @@ class CacheModel:
         return set(named)
 
     def settle(self) -> None:
-        """Checks that the core agrees with the model: lookups, pins, reservations, leases,
-        counters, and the bytes in slots."""
         core, index = self.core, self.core.space.index
         core.check_invariants()
         assert not core.space.removal.effects, "a call left effects that nobody took"
@@ -313,11 +279,9 @@ def reserve_allowed(
     results: list[int],
     fresh: set[Key],
 ) -> None:
-    """Checks that the core was right about each block (`keys`, `results`) of a reservation.
-
-    lease: the write lease that the call has extended, or None if the call made a new one.
-    before: the blocks that were ready before the call.
-    fresh: the blocks that the call has reserved.
+    """lease: extended by the call; None if it made one.
+    before: blocks that were ready.
+    fresh: blocks that it reserved.
     """
     seen: set[Key] = set()
     for key, result in zip(keys, results, strict=True):
@@ -342,7 +306,6 @@ def reserve_allowed(
 
 
 def values(thing: object) -> object:
-    """Copies an object of the core into plain values that can be compared."""
     if isinstance(thing, np.ndarray):
         return thing.tobytes()
     if isinstance(thing, dict):
@@ -365,7 +328,7 @@ def vars_of(group: ResidentGroup) -> dict[str, object]:
 
 
 def snapshot(core: CacheCore) -> object:
-    """Copies all state of the core that a call may change into values that can be compared."""
+    """All state of the core that a call may change."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
         size: (c.num_slabs, c.free.all().tolist())
@@ -407,22 +370,18 @@ def snapshot(core: CacheCore) -> object:
 
 
 def refused(core: CacheCore, call: Callable[[], object], reason: Reason) -> None:
-    """Checks that the core refuses a call for this reason and changes no state."""
+    """The refusal must change nothing."""
     before = snapshot(core)
     assert reason_of(call) is reason
     assert snapshot(core) == before
 
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
-    """Checks that the core was right to refuse a block for lack of space. It must have had no block
-    of the same slot size to evict. It must also have had no slab (piece of the arena) that was free
-    or could be emptied by evictions.
-
-    untouchable: entries (records of blocks) that the core had to keep during the call, although
-        nothing pins them after the call.
+    """No block of this size could be evicted, and no slab was free or could be emptied.
+    `untouchable`: entries that the core had to keep during the call.
     """
     if space.policy.figures().get("hold_s"):
-        # This policy may refuse to evict recently used blocks, which the check below does not know.
+        # This policy may refuse to evict recently used blocks.
         return
     index, pool = space.index, space.pool
     live = np.flatnonzero(index.states()).astype(np.uint32)
@@ -436,8 +395,7 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         "refused, though a block of the same slot size could have been evicted"
     )
     if len(live) == index.capacity or pool.floors.sizes():
-        # The core may keep slabs (pieces of the arena) free for slot sizes of which it has reserved
-        # slots for residencies.
+        # Slabs may be kept free for slot sizes that residencies have reserved.
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
     # Slabs that are free now, or would be if every evictable block were evicted.

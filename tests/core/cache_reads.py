@@ -1,5 +1,4 @@
-"""The part of the state machine that tests `CacheCore` (the server's bookkeeping of blocks): its
-rules (random steps) for read leases and loads."""
+"""The state machine's rules for read leases and loads."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -22,10 +21,6 @@ from tests.core.support import expire, words_of
 
 
 class ReadRules(CacheWorld):
-    """State machine rules that acquire and release read leases and begin loads. They check that a
-    lease pins exactly the ready blocks, as far as its limit of pinned bytes allows, and that no
-    slot changes during a load."""
-
     @precondition(lambda self: self.sessions)
     @rule(
         data=st.data(),
@@ -42,8 +37,7 @@ class ReadRules(CacheWorld):
         if existing and data.draw(st.booleans()):
             asked = existing.asked
             if data.draw(st.integers(0, 3)) == 0:
-                # Replaces the lease's blocks by other blocks, or reorders them. The number of
-                # blocks stays the same.
+                # Replaces or reorders the lease's blocks, as many as before.
                 asked = [
                     (group, data.draw(st.permutations(numbers) | st.just([n ^ 1 for n in numbers])))
                     for group, numbers in asked
@@ -111,12 +105,7 @@ class ReadRules(CacheWorld):
         asked: list[tuple[int, list[int]]],
         masks: list[list[bool]],
     ) -> None:
-        """Checks that the core returns slot offsets only for the blocks that the lease pins, and
-        that these slots hold the right bytes of every shard (a rank's part of a block).
-
-        asked: the blocks of the lease, as pairs (group, block numbers).
-        masks: which of these blocks the lease pins.
-        """
+        """Only pinned blocks have offsets, and their slots have the right bytes."""
         ks = self.sessions[session][1]
         for (group, numbers), mask, found in zip(
             asked, masks, self.core.slot_offsets(session, lease_id), strict=True

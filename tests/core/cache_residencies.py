@@ -1,11 +1,5 @@
-"""The part of the state machine that tests `CacheCore`: its rules (random steps) for residencies. A
-residency pins the blocks of a running request, so that clients can read them in place in the shared
-arena.
-
-The rules simulate a client that reads. It knows which block is in which slot. Two numbers in shared
-memory tell it whether its residency is still valid. While it is valid, the slots must hold the
-bytes of these blocks.
-"""
+"""Rules for residencies. A simulated client knows the slots of blocks, and whether its residency
+is valid; while it is, the slots must hold these blocks."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,9 +22,7 @@ BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
 
 def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
-    """Returns True if the residency is still valid by the two numbers about it in shared memory
-    (`arena_words`), as `hotkv_client.Arena.holds` computes it. `opened`: the server's answer when
-    the residency was opened."""
+    """As `hotkv_client.Arena.holds` computes it."""
     return bool(
         arena_words[words.OLDEST_START] <= opened.start_number
         and arena_words[opened.word_index] == opened.word_value
@@ -39,12 +31,7 @@ def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
 
 @dataclass
 class Reader:
-    """A client that reads the blocks of a residency (a request whose KV stays in host memory) in
-    place.
-
-    slots: the key of the block in each slot, by slot offset.
-    is_done: True if the engine has closed the residency.
-    """
+    """A client that reads a residency's blocks in place. `slots`: offset to key."""
 
     opened: ResidencyOpened
     session: int
@@ -53,14 +40,9 @@ class Reader:
 
 
 class ResidencyRules(WriteRules):
-    """State machine rules that open, extend and close residencies (requests whose KV stays in host
-    memory). They check that the reserved room stays within its bound, and that pinned blocks stay
-    in the slots that clients know."""
-
     def taken_bytes(self) -> int:
-        """Returns the bytes of all blocks that residencies (requests whose KV stays in host memory)
-        pin, plus the bytes that they have reserved for further blocks. A slot that several
-        residencies pin counts once."""
+        """Bytes that are pinned or still reserved. A slot that several residencies pin counts
+        once."""
         pinned: dict[int, int] = {}
         promised = 0
         for residency in self.model.residencies.values():
@@ -86,14 +68,11 @@ class ResidencyRules(WriteRules):
         existing = self.model.residencies.get((engine, residency_id))
         asked = {group: count for group, count in enumerate(counts) if count}
         if existing and data.draw(st.booleans()):
-            # Requests to reserve as many blocks as the residency already has reserved, or more.
             asked = {group: count + counts[group] // 2 for group, count in existing.asked.items()}
         self.opens(session, residency_id, asked)
 
     def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
-        """Opens a residency (a request whose KV stays in host memory) or enlarges an existing one.
-        Checks that the core refuses exactly the calls that it must refuse. `asked`: number of
-        blocks to reserve in each group."""
+        """Opens or enlarges a residency. `asked`: blocks in each group."""
         engine, ks = self.sessions[session]
         existing = self.model.residencies.get((engine, residency_id))
         had = existing.asked if existing else dict.fromkeys(asked, 0)
@@ -139,9 +118,7 @@ class ResidencyRules(WriteRules):
         self.all_readers.append(self.readers[engine, residency_id])
 
     def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
-        """Draws a session and a residency (a request whose KV stays in host memory) for a call.
-        Returns (session number, engine, key space, residency id). In most cases the engine has a
-        residency with this id."""
+        """(Session, engine, key space, residency id); mostly a residency that the engine has."""
         session, engine, ks = self.session(data)
         mine = sorted(name for name in self.model.residencies if name[0] == engine)
         if mine and data.draw(st.integers(0, 5)):
@@ -157,7 +134,7 @@ class ResidencyRules(WriteRules):
         residency = self.model.residencies.get((engine, residency_id))
         rows = residency.rows.get(group, {}) if residency else {}
         if rows and data.draw(st.integers(0, 3)):
-            # Mostly lists blocks that the residency already has, if it has any.
+            # Mostly lists blocks that the residency already has.
             numbers = [
                 rows[first + at][1] if first + at in rows else number
                 for at, number in enumerate(numbers)
@@ -193,8 +170,6 @@ class ResidencyRules(WriteRules):
         self.tell(engine, residency_id)
 
     def tell(self, engine: str, residency_id: str) -> None:
-        """Updates what the simulated client knows of a residency (a request whose KV stays in host
-        memory): which block is in which slot."""
         residency = self.model.residencies[engine, residency_id]
         self.readers[engine, residency_id].slots = {
             offset: (residency.key_space_id, group, number)
@@ -205,10 +180,7 @@ class ResidencyRules(WriteRules):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
     def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
-        """Stores blocks (`lists`: block numbers of each group) into a residency, one shard (a
-        rank's part of a block) after the other. If the residency has reserved room for them, no
-        store may be refused for lack of space. Then informs the simulated client of the blocks'
-        slots."""
+        """Within the reserved room, no store may be refused."""
         session, engine, _, residency_id = self.named(data)
         if (engine, residency_id) not in self.model.residencies:
             self.opens(session, residency_id, {0: 5, 1: 2})
@@ -225,7 +197,6 @@ class ResidencyRules(WriteRules):
             )
             self.finish(session, name, succeeded=True)
         if residency is not None:
-            # Informs the simulated client of the slots of the stored blocks.
             self.tell(engine, residency_id)
             for group, rows in residency.rows.items():
                 first = min(rows, default=0)
@@ -239,10 +210,8 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """Returns True if a store is certain to find the room that its residency has reserved. All
-        of these must be true: nothing else pins or writes blocks; the index has free entries
-        (records); no slot is larger than a slab (piece of the arena); and the store needs at most
-        the room that is left of the reservation."""
+        """Nobody else pins or writes, entries are free, and no slot is larger than a slab: the
+        room is certain."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

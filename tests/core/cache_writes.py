@@ -1,5 +1,4 @@
-"""The part of the state machine that tests `CacheCore` (the server's bookkeeping of blocks): its
-rules (random steps) for reservations and stores."""
+"""The state machine's rules for reservations and stores."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -32,9 +31,6 @@ from tests.core.support import begin_store, reserve, words_of
 
 
 class WriteRules(CacheWorld):
-    """State machine rules that reserve blocks and begin stores. They check that exactly the
-    expected blocks are reserved, and that no shard (a rank's part) of a block is written twice."""
-
     def make_runs(
         self, lists: tuple[list[int], list[int]], depth: int
     ) -> tuple[list[Run], list[tuple[int, list[int]]]]:
@@ -76,8 +72,8 @@ class WriteRules(CacheWorld):
             self.check_reservation(session, lease_id, named, results, expires_s, room)
 
     def unwritten_room(self, engine: str, residency: ModelResidency | None) -> tuple[int, bool]:
-        """Returns how many bytes a new write lease of the engine may reserve, and whether they are
-        promised to its residency."""
+        """(Bytes that a new write lease may reserve, whether they are promised to the
+        residency)."""
         config = self.core.config
         capacity = int(2 * config.unwritten_share * config.arena_bytes)
         held = self.unwritten_bytes(engine)
@@ -94,9 +90,7 @@ class WriteRules(CacheWorld):
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None
     ) -> tuple[list[int], list[int]]:
-        """Returns the block numbers of the two groups for a call that may use an existing write
-        lease. Mostly draws blocks from the first call of that lease, since the core refuses other
-        blocks. Else returns `lists`."""
+        """Mostly draws blocks of an existing lease's first call, since the core refuses others."""
         if not existing or not existing.write or not data.draw(st.integers(0, 3)):
             return lists
         asked = dict(existing.asked)
@@ -129,9 +123,7 @@ class WriteRules(CacheWorld):
         expires_s: float,
         room: tuple[int, bool],
     ) -> None:
-        """Checks the result of each block of a reservation (`named`: pairs of group and block
-        numbers), and adds the reserved blocks to the model. `room`: the result of `unwritten_room`
-        before the call."""
+        """`room`: result of `unwritten_room` before the call."""
         most_bytes, has_promise = room
         engine, ks = self.sessions[session]
         lease = self.model.leases.get((engine, lease_id))
@@ -175,8 +167,7 @@ class WriteRules(CacheWorld):
             self.model.written[key] = 0
 
     def count(self, keys: list[Key], results: list[int], lease: ModelLease | None) -> None:
-        """Adds the results of a reservation to the model's counters. If the call lists a block
-        twice, the second result is IN_FLIGHT and does not count."""
+        """The second listing of a block is IN_FLIGHT and does not count."""
         counted = self.model.counted
         counted.present_blocks += results.count(BlockResult.PRESENT)
         counted.no_space_blocks += results.count(BlockResult.NO_SPACE) if lease is None else 0
@@ -205,8 +196,7 @@ class WriteRules(CacheWorld):
         shard %= self.num_shards
         existing = self.model.leases.get((engine, lease_id))
         if existing and existing.write and existing.keys and data.draw(st.integers(0, 3)):
-            # Mostly chooses blocks that the lease reserved, so that often all shards (ranks' parts)
-            # of a block are stored.
+            # Chosen so that often all shards of a block are stored.
             numbers = [[key[2] for key in existing.keys if key[1] == group] for group in (0, 1)]
             lists = (numbers[0], numbers[1])
         else:
@@ -224,9 +214,7 @@ class WriteRules(CacheWorld):
         ttl_s: float,
         residency_id: str,
     ) -> bool:
-        """Begins a store of one shard (a rank's part) of blocks and returns True. If the core
-        refuses the store, checks that it had to, and returns False. `lists`: block numbers of each
-        group."""
+        """False if the core refused the store, as it had to."""
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)
@@ -309,10 +297,8 @@ class WriteRules(CacheWorld):
         lease: ModelLease | None,
         shard: int,
     ) -> list[list[int]]:
-        """Converts the results of a `begin_store` call into those that a `reserve` call with the
-        same blocks would have: each block that the call's own lease has reserved gets RESERVED.
-        Before that, checks for each such block that the call copies it or has a valid reason not
-        to."""
+        """Converts results of `begin_store` into those of `reserve`. A block that the own lease
+        reserved must have been copied, or have a reason why not."""
         view = [result.tolist() for result in results]
         listed: set[Key] = set()
         for row, slot_run, (group, numbers) in zip(view, slots, named, strict=True):
@@ -333,9 +319,7 @@ class WriteRules(CacheWorld):
         return view
 
     def reasons_not_to_copy(self, key: Key, lease: ModelLease, shard: int) -> set[BlockResult]:
-        """Returns the results that the core may report if it does not copy this shard (a rank's
-        part) of a leased block: the block was aborted, the shard is already written, or the shard
-        is being written. Returns an empty set if the core must copy the shard."""
+        """Empty if the core must copy the shard."""
         busy = any(
             t.lease is lease and t.shard_index == shard and any(k == key for _, _, k, _ in t.todo)
             for t in self.model.transfers.values()

@@ -1,5 +1,4 @@
-"""`Cache`, a test harness for a `CacheCore` (the server's bookkeeping of blocks) with one session.
-In it, a block is a number and a prompt is a list of numbers."""
+"""`Cache`: a core with one session; a block is a number, a prompt a list of numbers."""
 
 from collections.abc import Sequence
 
@@ -11,9 +10,6 @@ NUM_SLOTS = 64
 
 
 class Cache(World):
-    """A cache with one session and one group of blocks. A block is a number; a chain of blocks is a
-    prompt."""
-
     def __init__(self, policy: str) -> None:
         super().__init__(NUM_SLOTS // 4, 200, policy)
         self.session = self.open()
@@ -29,7 +25,6 @@ class Cache(World):
     def add(
         self, chain: Sequence[int], start: int = 0, retention: Retention = NO_RETENTION
     ) -> list[int]:
-        """Stores the blocks of a chain from position `start` on. Returns one result per block."""
         new, parent = chain[start:], chain[start - 1] if start else None
         self._number_of |= {words_of([number])[0].tobytes(): number for number in new}
         results = self.store(
@@ -52,8 +47,7 @@ class Cache(World):
         self.core.touch(self.session.number, [HashList(0, words_of(chain))], self.now_s, retention)
 
     def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
-        """Stores chains of new blocks, spread evenly over the time until `until_s`, `num_blocks` in
-        total. None of them is requested again."""
+        """Stores new chains, evenly until `until_s`. None is requested again."""
         starts = range(0, num_blocks, chain_blocks)
         step_s = (until_s - self.now_s) / max(1, len(starts))
         for start in starts:

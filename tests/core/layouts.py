@@ -1,5 +1,4 @@
-"""Builds KV memory layouts of ranks with a given shape, and computes the bytes that a copy must
-move between them."""
+"""KV memory of ranks in any layout, and the bytes that a copy must move between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,19 +12,14 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 
 Bytes = NDArray[np.uint8]
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Orders of the axes of an engine's KV memory, outermost first: L layer, B block, H head, N token,
-C content."""
+"""Axes of an engine's KV memory, outermost first: L layer, B block, H head, N token, C content."""
 LAYER, BLOCK, KERNEL, HEAD, TOKEN, CONTENT = range(6)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a group's KV on one rank.
-
-    num_kernel: number of kernel blocks (the attention kernel's unit) in a block.
-    num_tokens: tokens in a kernel block.
-    content: bytes per head and token.
-    """
+    """A group's KV on one rank. A kernel block is the attention kernel's unit. `content`: bytes
+    per head and token."""
 
     num_layers: int
     num_kernel: int
@@ -35,18 +29,12 @@ class Shape:
 
     @property
     def all_bytes(self) -> int:
-        """Returns the bytes of a block over all layers."""
         return self.num_layers * self.num_kernel * self.num_heads * self.num_tokens * self.content
 
 
 def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
-    """Returns a view of `memory` with the axes [layer, block, kernel block, head, token, content].
-    A kernel block is the attention kernel's unit; a block may have several.
-
-    memory: has the outermost axis of `order` as its rows.
-    order: the order of the axes in memory, outermost first: L layer, B kernel block, H head, N
-        token, C content.
-    """
+    """A view [layer, block, kernel block, head, token, content] of `memory`, whose rows are the
+    outermost axis of `order`."""
     sizes = {
         "L": shape.num_layers,
         "B": num_blocks * shape.num_kernel,
@@ -63,16 +51,14 @@ def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
 
 
 def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
-    """Returns the order of the axes within a page (a block's bytes in one layer) in memory,
-    outermost first, as axis numbers. Two engines can share blocks only if they have the same order.
-    """
+    """Order of the axes within a page, outermost first. Engines share blocks only if it is
+    equal."""
     letters = order.replace("L", "").replace("B", "B" if num_kernel > 1 else "").replace("C", "")
     return tuple("LBKHNC".index("K" if letter == "B" else letter) for letter in letters)
 
 
 def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
-    """Returns the bytes of a page in the order in which a slot stores them. `order`: order of the
-    axes in the rank's memory (see `view_of`)."""
+    """A page's bytes in the order in which a slot stores them."""
     axes = inner_axes(order, view.shape[KERNEL])
     page = view[layer, block]
     left_out = [axis for axis in (KERNEL, HEAD, TOKEN) if axis not in axes]
@@ -81,12 +67,8 @@ def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
 
 @dataclass
 class Rank:
-    """The KV memory of one rank.
-
-    memories: the allocated memories by name.
-    views: for each group, a list of (name of a memory, view of that memory). A view contains all
-        layers of the group, or one layer.
-    """
+    """A rank's KV memory. `views` has for each group (name of a memory, view), of all layers or
+    of one."""
 
     order: str
     num_blocks: int
@@ -94,7 +76,7 @@ class Rank:
     views: list[list[tuple[str, Bytes]]] = field(default_factory=list)
 
     def layer(self, group: int, layer: int) -> Bytes:
-        """Returns the view of one layer of a group, with the axes [1, block, ...]."""
+        """Axes: [1, block, ...]."""
         views = [view[i : i + 1] for _, view in self.views[group] for i in range(view.shape[LAYER])]
         return views[layer]
 
@@ -125,13 +107,8 @@ class Rank:
 
 
 def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int) -> Rank:
-    """Allocates the KV memory of a rank. A group without layers has no memory and no views.
-
-    order: the order of the axes in memory (see `view_of`).
-    placing: how the groups are placed in memory: `layers`, one memory for each layer; `apart`, one
-        memory for each group; `packed`, side by side in one memory; `overlaid`, all groups on the
-        same bytes.
-    """
+    """Allocates a rank's memory. `placing`: a memory for each layer (`layers`), for each group
+    (`apart`), or one for all groups, side by side (`packed`) or on the same bytes (`overlaid`)."""
     rank = Rank(order, num_blocks)
     if placing in ("layers", "apart"):
         for group, shape in enumerate(shapes):
@@ -145,8 +122,8 @@ def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int
                 [(name, view_of(rank.memories[name], order, own, num_blocks)) for name in names]
             )
         return rank
-    # If blocks are the outermost axis, each row of memory holds one kernel block of every group.
-    # Otherwise a single row holds one region per group.
+    # With blocks outermost, a row holds one kernel block of every group; else a region per
+    # group.
     num_rows = num_blocks * shapes[0].num_kernel if order.startswith("B") else 1
     widths = [num_blocks * shape.all_bytes // num_rows for shape in shapes]
     starts = (
@@ -170,12 +147,10 @@ def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int
 
 @dataclass(frozen=True)
 class Case:
-    """A test case: an engine that stores and an engine that loads. Both have KV of the same shapes,
-    but in different memory layouts.
+    """An engine that stores and one that loads, in different memory layouts.
 
-    shapes: for each shard (a rank's part of blocks), the shape of each group's KV.
-    storing, loading: for each rank of the storing and of the loading engine, the order of the axes
-        in memory (see `view_of`) and how the groups are placed in memory (see `make_rank`).
+    shapes: for each shard and group.
+    storing, loading: (order, placing) of each rank.
     """
 
     shapes: tuple[tuple[Shape, ...], ...]
@@ -191,8 +166,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draws a case with one to three groups. The engine has one or two pipeline stages, each
-    divided over one or two ranks by tensor parallelism. A stage may lack layers of a group."""
+    """One or two pipeline stages, each over one or two ranks. A stage may lack layers of a
+    group."""
     num_groups, num_kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pages = [
         Shape(1, num_kernel, *draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(st.integers(1, 40)))
@@ -221,7 +196,7 @@ def cases(draw: st.DrawFn) -> Case:
             for other in ORDERS
             if inner_axes(other, num_kernel) == inner_axes(order, num_kernel)
         ]
-        # Groups of unequal shape can be overlaid only if blocks are the outermost axis.
+        # Groups of unequal shape can be overlaid only if blocks are outermost.
         for ranks, its_order in ((storing, order), (loading, draw(st.sampled_from(reference)))):
             overlaid = ["overlaid"] if alike or its_order.startswith("B") else []
             ranks.append(
@@ -231,8 +206,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Rank]:
-    """Returns a rank for each shard of the case, with memory full of random bytes. `places`: for
-    each rank, the order of its axes and how its groups are placed in memory."""
+    """A rank per shard, its memory full of random bytes."""
     ranks = [
         make_rank(order, placing, shapes, case.num_blocks)
         for (order, placing), shapes in zip(places, case.shapes, strict=True)
@@ -244,15 +218,13 @@ def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Gener
 
 
 def dealt(case: Case, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Distributes the block ids of the case over its groups in random order. Returns the ids of
-    each group; no id belongs to two groups."""
+    """Random block ids for each group."""
     ids = rng.permutation(case.num_blocks)
     return [ids[group :: len(case.groups)] for group in range(len(case.groups))]
 
 
 def shard_bytes(rank: Rank, group: int, num_layers: int, block: int) -> Bytes:
-    """Returns the bytes that a rank contributes to the slot of a block: those of the group's first
-    `num_layers` layers, read through the rank's views."""
+    """The bytes that a rank contributes to a block's slot."""
     return np.concatenate(
         [
             np.empty(0, np.uint8),

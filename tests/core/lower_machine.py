@@ -1,6 +1,4 @@
-"""A hypothesis state machine that tests how the core keeps track of a tier below host memory: which
-blocks are there, and which are being copied. A naive model records the bytes that each block must
-have in the tier and in host memory."""
+"""A state machine for a tier below host memory, against a naive model of the bytes in both."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -22,22 +20,18 @@ NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=6, uniqu
 GROUPS = st.integers(0, 1)
 SPACES = st.integers(1, 2)
 Content = tuple[int, int, bytes, int]
-"""Which block is in a slot or in a place of the tier: its key space, group and hash, and how often
-the key space had been flushed when the block was stored."""
+"""What a slot or place holds: key space, group, hash, and the number of flushes before."""
 GARBAGE: Content = (0, 0, b"", 0)
 
 
 def encoded_bytes(slot_bytes: int) -> int:
-    """Returns the bytes that the tier reserves for an encoded (compressed) block from a slot of
-    this size. For a slot of SLOT_ALIGN bytes, this is more than the slot has.
-    """
+    """Bytes of a compressed block in the tier. For SLOT_ALIGN bytes, they are more than the slot
+    has."""
     return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
 
 
 class LowerMachine(RuleBasedStateMachine):
-    """A cache of two key spaces with an arena of six slabs (pieces of equal size), and a tier below
-    with one, three or nine slabs. Random steps store, lease, evict and flush blocks, and copy them
-    between arena and tier."""
+    """An arena of six slabs, and a tier of one, three or nine."""
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -115,8 +109,6 @@ class LowerMachine(RuleBasedStateMachine):
             self.goes_down(move)
 
     def goes_down(self, move: Move, *, is_plain: bool = False) -> None:
-        """Adds the begun move of blocks (a copy from the arena to the tier) to the model.
-        `is_plain`: the move may not encode blocks."""
         offsets = self.core.space.index.offsets(move.entries).tolist()
         places = self.lower.space.index.offsets(move.places).tolist()
         is_encoded = self.is_encoded(move)
@@ -127,8 +119,7 @@ class LowerMachine(RuleBasedStateMachine):
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
 
     def is_encoded(self, move: Move) -> BoolMask:
-        """Returns a mask of those blocks of a move (a copy between arena and tier) that are encoded
-        in the tier. Checks that each block has the right size in the arena and in the tier."""
+        """Mask of the blocks that are compressed in the tier. Checks all sizes."""
         groups = self.core.space.index.keys(move.entries)[1]
         slots = np.array(self.sizes, np.int64)[groups]
         places = self.lower.space.index.slot_bytes(move.places)
@@ -141,8 +132,7 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def lie_below_only(self, space: int, group: int, numbers: list[int]) -> None:
-        """Stores blocks, copies them to the tier and evicts them from the arena, so that later
-        steps can promote them."""
+        """Stores, demotes and evicts blocks, so that later steps can promote them."""
         self.store(space, group, numbers, 0)
         words = self.core.space.index.find(space, group, words_of(numbers))
         ready = np.unique(words[table.is_ready(words)])
@@ -238,8 +228,7 @@ class LowerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(move.is_up for move, _, _ in self.moves))
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
-        """Gives up a promotion (a copy from the tier into the arena) that hangs. The tier may still
-        write to its slots, so lookups must not find its blocks."""
+        """The hung tier may still write to its slots, so lookups must not find the blocks."""
         up = [move for move, _, _ in self.moves if move.is_up and len(move.entries)]
         if up:
             move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))
@@ -276,12 +265,9 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """Flushes a key space (a model in a configuration) in parts. During the flush, no copy of
-        its blocks between arena and tier may begin, and the results of copies in progress must be
-        dropped."""
+        """During the flush, no move of the key space may begin, and those under way are void."""
         parts = self.core.flush(space)
         next(parts, None)
-        # Another flush of the same key space begins and ends while this flush runs.
         with self.books.stopped(space):
             pass
         self.begin_down(data, 8)
@@ -293,8 +279,6 @@ class LowerMachine(RuleBasedStateMachine):
         for _ in parts:
             pass
         for group in (0, 1):
-            # After the flush, the blocks are neither ready nor reserved, so a
-            # store of each must succeed.
             assert not self.core.space.index.find(space, group, words_of(range(NUM_HASHES))).any()
         assert not len(self.lower.space.index.ready_blocks(space))
 
@@ -326,7 +310,6 @@ class LowerMachine(RuleBasedStateMachine):
         self.core.check_invariants()
 
     def teardown(self) -> None:
-        """Ends all moves and leases, and checks that no block stays reserved or pinned."""
         if not hasattr(self, "core"):
             return
         while self.moves:

@@ -1,5 +1,4 @@
-"""Builds block tables as a killed server leaves them, with blocks of two groups, and damages their
-records at random, to test restarts."""
+"""Block tables as a killed server leaves them, with damaged records."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -25,8 +24,7 @@ def empty(config: CoreConfig = CONFIG) -> CacheCore:
 
 
 def filled() -> CacheCore:
-    """Returns a core with blocks of two groups. Some of the blocks have sketches (compact
-    summaries of their keys); some blocks are still being written."""
+    """Blocks of two groups, some with sketches, some still being written."""
     core = empty()
     session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
     groups = ((0, 8), (1, 6), (session.sketches[0], 4))
@@ -39,8 +37,7 @@ def filled() -> CacheCore:
 
 
 def damage(records: Words, data: st.DataObject) -> Words:
-    """Overwrites some words of some records, with values from elsewhere in the table or with any
-    value."""
+    """Overwrites words of records with values from elsewhere in the table, or any."""
     rows, words = st.integers(0, len(records) - 1), st.integers(0, table.RECORD_WORDS - 1)
     for _ in range(data.draw(st.integers(1, 12))):
         word = data.draw(words)

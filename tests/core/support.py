@@ -1,6 +1,5 @@
-"""Helpers for the tests of `CacheCore` (the server's bookkeeping of blocks): tables in plain
-memory, hashes made from numbers, key spaces of two groups, and `World`, a core with shortcuts for
-sessions."""
+"""For tests of `CacheCore`: hashes made from numbers, key spaces of two groups, and `World`.
+Generators run to their end here."""
 
 import hashlib
 import itertools
@@ -47,8 +46,7 @@ SLAB = 4 * SLOT_ALIGN
 
 
 def make_table(capacity: int, num_buckets: int = 0) -> BlockTable:
-    """Returns a block table in new memory. `num_buckets` 0: as many buckets as a server would
-    use."""
+    """`num_buckets` 0: as many as a server would use."""
     geometry = TableGeometry.for_capacity(capacity, 1, 1 << 30)
     if num_buckets:
         geometry = TableGeometry(num_buckets, capacity, 1, 1 << 30)
@@ -62,13 +60,11 @@ def hash_of(number: int) -> bytes:
 
 
 def words_of(numbers: Sequence[int]) -> Words:
-    """Returns the block hashes made from these numbers, as uint32 [n, 8]."""
     return hash_words(b"".join(map(hash_of, numbers)), 32)
 
 
 def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: int = 1) -> KeySpace:
-    """Returns a key space of two groups, full attention and sliding window, with the given slot
-    sizes."""
+    """Two groups: full attention and sliding window."""
     groups = (
         GroupSpec(GroupKind.FULL_ATTENTION, 16, _shards(full_bytes, num_shards)),
         GroupSpec(
@@ -79,15 +75,12 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
 
 
 RUNS_PER_ARENA = st.sampled_from([(1, 64), (1, 4), (2, 4), slabs.RUNS_PER_ARENA])
-"""Bounds (least, most) for the number of runs (groups of adjacent slabs with slots of one size)
-into which an arena can be cut. With low bounds, a small arena may have long runs, as a large arena
-has; with the server's own bounds, its runs are short."""
+"""Bounds (least, most) of the runs of slabs into which an arena is cut. Low ones give a small
+arena long runs."""
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A base for state machines that vary how many adjacent slabs (pieces of the arena) the arena
-    cuts into slots of one size at a time. A subclass calls `use_runs` in its `start`; `teardown`
-    restores the defaults."""
+    """A state machine that varies `RUNS_PER_ARENA`: `start` calls `use_runs`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +99,7 @@ def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
 
 
 class World:
-    """A test harness for a `CacheCore`: an arena of `num_slabs` slabs (pieces of equal size) with
-    four slots each, and shortcuts for calls of sessions. Blocks stored in a call are ready when the
-    call returns."""
+    """A `CacheCore` whose slabs have four slots."""
 
     def __init__(
         self,
@@ -134,7 +125,6 @@ class World:
         tenant: str = "",
         now_s: float = 0.0,
     ) -> SessionRecord:
-        """Opens a session in a key space of two groups."""
         key_space = replace(make_key_space(model, *sizes, num_shards), tenant=tenant)
         return self.core.open_session(engine, "rank", key_space, now_s, kinds)
 
@@ -151,12 +141,8 @@ class World:
         residency_id: str = "",
         is_private: bool = False,
     ) -> list[int]:
-        """Stores blocks of a group under a new lease. Returns one result per block.
-
-        numbers: a number for each block, from which its hash is made.
-        depth: position of the first block in its prompt.
-        parent: number of the block before the first one; None if there is none.
-        """
+        """Stores blocks, which are ready then; one result per block. `parent`: number of a
+        block."""
         self.num_calls += 1
         before = None if parent is None else words_of([parent])[0]
         name, runs = f"store {self.num_calls}", [Run(group, words_of(numbers), before, depth)]
@@ -167,19 +153,16 @@ class World:
         return results
 
     def found(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> list[int]:
-        """Looks up blocks, given by their numbers. Returns the numbers of those that are found."""
         (mask,) = self.core.lookup(key_space_id, [HashList(group, words_of(numbers))])
         return [number for number, hit in zip(numbers, mask.tolist(), strict=True) if hit]
 
     def entries(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> Entries:
-        """Returns for each block its word in the block index: the number of the block's entry
-        (record), with the high bit set while the block is reserved; 0 for an absent block."""
+        """Entries of blocks, with the high bit set while they are reserved; 0 if absent."""
         return self.core.space.index.find(key_space_id, group, words_of(numbers))
 
 
 def residencies(core: CacheCore) -> Residencies:
-    """Returns the object that manages the core's residencies (requests whose KV stays in host
-    memory). Creates it at the first call."""
+    """The core's one; made at the first call."""
     for pinner in core.pinners:
         if isinstance(pinner, Residencies):
             return pinner
@@ -187,15 +170,13 @@ def residencies(core: CacheCore) -> Residencies:
 
 
 def reason_of(call: Callable[[], object]) -> Reason:
-    """Calls the core, which must refuse the call. Returns the reason."""
     with pytest.raises(HotKVError) as refused:
         call()
     return refused.value.reason
 
 
 def grants(call: Callable[[int], object]) -> int:
-    """Makes calls with the arguments 0, 1, … until one is refused as OVERLOADED. Returns the number
-    of calls that succeeded."""
+    """Calls with 0, 1, … until one is OVERLOADED. How many succeeded."""
     for number in itertools.count():
         try:
             call(number)
@@ -208,11 +189,7 @@ def grants(call: Callable[[int], object]) -> int:
 def taken_over(
     old: CacheCore, policy: str, last_used_s: float | None, now_s: float
 ) -> tuple[CacheCore, Restored]:
-    """Kills the server `old`: makes the core of the next server, and restores into it the blocks
-    from the state that is left. Returns the new core and a report of the restore.
-
-    last_used_s: the time of last use of every block; None: unknown.
-    """
+    """Kills the server, and restores its blocks into the next. `last_used_s` None: unknown."""
     capacity, old_marks = old.config.capacity, old.marks.copy()
     memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
     core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
@@ -232,8 +209,7 @@ def insert(
     slot_bytes: int,
     depths: Int64s,
 ) -> Entries:
-    """Makes room for blocks and inserts them as reserved entries (records in the block table).
-    Returns the entries. `depths`: the blocks' positions in their prompts."""
+    """Makes room, and inserts blocks as reserved."""
     finished(space.make_room(key_space_id, group_index, slot_bytes, len(hashes)))
     return space.insert(key_space_id, group_index, hashes, slot_bytes, depths, 1)
 
@@ -241,7 +217,6 @@ def insert(
 def reserve(
     core: CacheCore, session: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float
 ) -> Reservation:
-    """Runs the generator `CacheCore.reserve` to its end. Returns the reservation."""
     return finished(core.reserve(session, lease_id, runs, ttl_s, now_s))
 
 
@@ -258,7 +233,6 @@ def begin_store(
     residency_id: str = "",
     is_private: bool = False,
 ) -> list[SlotRun]:
-    """Runs the generator `CacheCore.begin_store` to its end. Returns the slots to copy to."""
     options = StoreOptions(retention, residency_id, is_private=is_private)
     return finished(
         core.begin_store(session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, options)
@@ -266,7 +240,7 @@ def begin_store(
 
 
 def expire(core: CacheCore, now_s: float) -> int:
-    """Runs the generator `CacheCore.expire` to its end. Returns the number of expired leases."""
+    """Number of leases that expired."""
     before = core.counters.expired_leases
     for _ in core.expire(now_s):
         pass
@@ -274,22 +248,19 @@ def expire(core: CacheCore, now_s: float) -> int:
 
 
 def flush(core: CacheCore, key_space_id: int) -> int:
-    """Runs the generator `CacheCore.flush` to its end. Returns the number of blocks that were
-    ready."""
+    """Number of blocks that were ready."""
     return sum(core.flush(key_space_id))
 
 
 def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-    """Runs the generator `CacheCore.evict` to its end. Returns (dropped, kept) blocks. Checks that
-    `would_evict` predicted both numbers."""
+    """(Dropped, kept) blocks, as `would_evict` predicted."""
     said = would_evict(core, key_space_id, group_index, hashes)
     counts = list(core.evict(key_space_id, group_index, hashes))
     return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
-    """Runs the generator `CacheCore.evict_all` to its end. Returns (dropped, kept) blocks. Checks
-    that `would_evict` predicted both numbers."""
+    """As `evict`."""
     said = would_evict(core, key_space_id)
     counts = list(core.evict_all(key_space_id))
     return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
@@ -301,8 +272,7 @@ Said = tuple[int, int, int]
 def would_evict(
     core: CacheCore, key_space_id: int, group_index: int = 0, hashes: Words | None = None
 ) -> Said:
-    """Runs the generator `CacheCore.would_evict` to its end. Returns (dropped blocks, kept blocks,
-    bytes in use after such an evict)."""
+    """(Dropped blocks, kept blocks, bytes in use after such an evict)."""
     used_bytes = core.space.used_bytes()
     counts = list(core.would_evict(key_space_id, group_index, hashes))
     assert core.space.used_bytes() == used_bytes
@@ -324,12 +294,10 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """Returns a hash whose home bucket (where a lookup begins) is `home`, of `num_buckets`, and
-    whose tag (the bits that a lookup compares) is `tag`.
+    """A hash with this home bucket and tag.
 
-    tail: the value of all bytes after the first eight, so that hashes with the same home and tag
-        can differ.
-    salt: the number that the table mixes into the hashes of the key space.
+    tail: all bytes after the first eight, so that such hashes can differ.
+    salt: of the key space.
     """
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt

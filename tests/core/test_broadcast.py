@@ -1,5 +1,4 @@
-"""Tests of `Feeds`, which pass events to the readers of a stream. A reader gets the events in
-order. Its feed (queue) has a bounded size; if the reader is too slow, it learns how many events it
+"""Tests `Feeds`: events come in order through a bounded queue; a slow reader learns how many it
 has lost."""
 
 import asyncio
@@ -21,8 +20,6 @@ from tests.core.support import reason_of
 
 @dataclass(frozen=True)
 class Item:
-    """A numbered item in a feed."""
-
     number: int
     num_bytes: int = 0
 
@@ -32,9 +29,6 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=30)
 
 @given(steps=STEPS, bound=st.integers(1, 12))
 def test_reader_sees_all_or_hears_what_it_missed(steps: list[tuple[int, int]], bound: int) -> None:
-    """Puts items into a feed of bounded size and reads some of them, in random steps. Items are
-    read in order, and each item is either read or counted as lost."""
-
     async def run() -> None:
         feeds: Feeds[Item] = Feeds()
         waiting: list[int] = []
@@ -87,8 +81,7 @@ def test_the_answers_of_a_stream_fit_a_message() -> None:
     async def run() -> None:
         answers = stream(None, mock.Mock(), 0, feeds, message, response)
         await anext(answers)
-        # The 256 items together are as large as the largest message, so with the message's own
-        # bytes they do not fit into one.
+        # The 256 items alone fill a message, so with its own bytes one is too many.
         num_bytes = MAX_MESSAGE_BYTES // 256
         overhead = message(Item(0, num_bytes)).ByteSize() - num_bytes
         feeds.put([Item(number, num_bytes - overhead) for number in range(256)])

@@ -1,6 +1,5 @@
-"""Compares the whole `CacheCore` (the server's bookkeeping of blocks) with the naive `CacheModel`
-in random sequences of calls. Every answer must be right, pinned blocks must stay, and a call that
-raises must change no state."""
+"""Compares `CacheCore` with the naive `CacheModel` in random calls. A call that raises must
+change nothing."""
 
 from collections.abc import Callable
 
@@ -18,9 +17,6 @@ Call = Callable[[], object]
 
 
 class CacheMachine(ReadRules, ResidencyRules):
-    """The complete state machine: reads, writes, operators' calls, hints and invalid calls in any
-    order."""
-
     @rule(ks=st.integers(0, 2), group=st.integers(0, 1), numbers=NUMBERS | st.none())
     def evict(self, ks: int, group: int, numbers: list[int] | None) -> None:
         hashes = None if numbers is None else words_of(numbers)
@@ -115,9 +111,7 @@ class CacheMachine(ReadRules, ResidencyRules):
 
 
 class ResidentMachine(CacheMachine):
-    """A state machine with the rules that concern residencies (requests whose KV stays in host
-    memory) only, so that these rules run more often.
-    """
+    """Has only the rules for residencies, so that they run more often."""
 
     acquire = release = begin_load = reserve = touch = nonsense = None  # type: ignore[assignment]
 

@@ -1,6 +1,4 @@
-"""Tests cases of `CacheCore` (the server's bookkeeping of blocks) that the state machine of
-`test_cache` does not reach: calls that list a block or an id twice, impossible key spaces, the
-eviction policy during a flush, and limits on what each tenant may pin."""
+"""Cases of `CacheCore` that the state machine of `test_cache` does not reach."""
 
 import sys
 from collections.abc import Callable
@@ -32,8 +30,7 @@ from tests.core.support import (
 
 
 def test_block_reserved_and_stored_twice_copies_once() -> None:
-    """Stores a block that the call lists twice. Only the first listing may be copied; the second
-    gets the result IN_FLIGHT. Two copies into one slot could mix their bytes."""
+    """Two copies into one slot could mix their bytes."""
     world = World()
     core, session = world.core, world.open().number
     run = [Run(0, words_of([1, 2, 1]))]
@@ -53,9 +50,7 @@ def test_block_reserved_and_stored_twice_copies_once() -> None:
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
 def test_store_of_many_runs_takes_linear_time(num_slabs: int) -> None:
-    """Stores 50 and then 200 runs (lists of blocks) from two ranks, and counts the calls of Python
-    functions. The count must grow linearly, also if most blocks find no room, because stores run on
-    the event loop, and would delay other calls."""
+    """Stores run on the event loop. What is counted are calls of Python functions."""
     counts = []
     for num_runs in (50, 200):
         world, calls = World(num_slabs, capacity=600), list[int]()
@@ -75,10 +70,7 @@ def test_store_of_many_runs_takes_linear_time(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces() -> None:
-    """Opens two sessions of one engine in different key spaces (each is a model in a
-    configuration). One session refers to leases of the other, or loads blocks that a lease of its
-    own does not pin. The core must refuse each call: a load would read the slots in the layout of
-    its own session, which does not fit blocks of another key space."""
+    """A load reads slots in the layout of its own session, which does not fit another key space."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
@@ -107,8 +99,6 @@ def test_leases_do_not_cross_key_spaces() -> None:
 
 
 def of_two_ranks(**config: object) -> tuple[World, int]:
-    """Returns a cache with a simulated engine (`World`), and the number of a session of two ranks,
-    whose blocks of group 0 have sketches (compact summaries of their keys)."""
     world = World(capacity=50, unadmitted_share=1.0, **config)
     kinds = (Sketch(0, "f", 1, (SLOT_ALIGN // 2,) * 2),)
     return world, world.open(num_shards=2, kinds=kinds).number
@@ -131,8 +121,7 @@ def test_joining_ranks_name_at_most_the_first_call() -> None:
             refused(core, call, Reason.DUPLICATE_ID)
     same = reserve(core, session, "id", first, 0.0, 0.0)
     assert {value for row in same.results for value in row.tolist()} == {BlockResult.RESERVED}
-    # The second rank sends sketches (compact forms of keys) of other blocks than the first
-    # rank, because each rank sends those that it could build.
+    # Each rank sends the sketches that it could build.
     runs = [Run(0, words_of([2, 0])), Run(MAX_GROUPS, words_of([0, 1]))]
     results = reserve(core, session, "id", runs, 0.0, 0.0).results
     assert [row.tolist() for row in results] == [
@@ -142,9 +131,7 @@ def test_joining_ranks_name_at_most_the_first_call() -> None:
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
-    """Reserves more blocks than all write leases together may list. (Blocks that are already
-    present count too, and so do sketches, compact summaries of blocks' keys.) The core must
-    refuse such calls. It must evict no block for them, although the arena is full."""
+    """Blocks that are present count too, and so do sketches. The refusal evicts nothing."""
     num_bytes = 2 * write_weight(4, 2) + 2 * write_weight(20, 2)
     world, session = of_two_ranks(client_memory_bytes=num_bytes)
     core = world.core
@@ -171,10 +158,7 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes blocks in three ways: by an evict, by a flush, and by a reservation that is released
-    before its block is stored. The eviction policy remembers evicted blocks, in case they are
-    requested again. So only the first way may count as an eviction. The flush must also end the
-    pins that requests had asked for."""
+    """The policy remembers evicted blocks. Flushed and released ones must not be among them."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))
@@ -200,9 +184,7 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_certain_share() -> None:
-    """Leases eight blocks for each of two tenants, to each of which half of the arena (16 slots) is
-    guaranteed. With `unadmitted_share` 0.25, leases whose load has not begun may pin a quarter of a
-    tenant's guarantee. So each lease must pin only four blocks."""
+    """Leases whose load has not begun may pin a quarter of a tenant's guarantee."""
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
     for tenant in "ab":
@@ -215,8 +197,7 @@ def test_each_tenant_may_pin_a_certain_share() -> None:
 
 @pytest.mark.parametrize("num_promised", [0, 8])
 def test_stores_never_whole_take_share_and_promise(num_promised: int) -> None:
-    """Stores one of two shards of many blocks, also for a residency. More blocks than the share and
-    than the residency may have must be refused, and evict nobody."""
+    """What is refused evicts nobody."""
     world = World(6, unwritten_share=0.25)
     sizes = 2 * SLOT_ALIGN, 2 * SLOT_ALIGN
     core, kind = world.core, world.open("kind", "kind", sizes)

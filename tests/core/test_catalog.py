@@ -1,6 +1,5 @@
-"""Tests the catalog of key spaces (each is a model in a configuration), which is bounded. To
-register another key space, it forgets an unused one: first those without blocks, then those unused
-for longest. It must never forget a key space in use."""
+"""Tests the bounded catalog of key spaces: it forgets unused ones, first those without blocks,
+then those unused for longest."""
 
 import ctypes
 import mmap
@@ -42,8 +41,7 @@ def opened(
 
 
 def make_room(core: CacheCore, key_space: KeySpace, kinds: tuple[Sketch, ...] = ()) -> list[int]:
-    """Forgets key spaces (each is a model in a configuration) until a new one fits, as the
-    server does. Returns the numbers of the forgotten key spaces."""
+    """Numbers of the key spaces that the server would forget."""
     gone = []
     while number := core.catalog.surplus(key_space, kinds):
         flush(core, number)
@@ -53,9 +51,7 @@ def make_room(core: CacheCore, key_space: KeySpace, kinds: tuple[Sketch, ...] = 
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """A state machine in which two tenants open sessions on more key spaces (each is a model in
-    a configuration) than each may have. The model records the order in which the last session of
-    each key space ended."""
+    """Two tenants open more key spaces than each may have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,9 +144,7 @@ TestCatalog.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """Fills the catalog. Then asks which key spaces (a model in a configuration each) must be
-    forgotten to make room for one whose blocks are too large for the arena. The catalog must refuse
-    the request, and forget none."""
+    """A refused request must not make a full catalog forget any."""
     world = make_world()
     for name in "uvw":
         world.core.close_session(opened(world, named(name)).number, 1.0)
@@ -160,9 +154,7 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
-    """Checks that a key space's weight (the memory that the catalog counts for it, in bytes) covers
-    its strings and its kinds of sketches (compact forms of keys). The catalog has a limit of
-    weight, so a heavy new key space must displace an old one."""
+    """A weight includes strings and kinds of sketches."""
     texts = tuple(map(str, range(500)))
     for key_space in (
         replace(named("one"), groups=(replace(GROUPS[0], layer_names=texts),)),
@@ -187,7 +179,7 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
 
 
 def resident_bytes(array: np.ndarray) -> int:
-    """Returns how many bytes of an array are in physical memory, rounded up to whole pages."""
+    """Bytes in physical memory, in whole pages."""
     page = mmap.PAGESIZE
     begin = array.ctypes.data // page * page
     length = array.ctypes.data + array.nbytes - begin
@@ -198,9 +190,7 @@ def resident_bytes(array: np.ndarray) -> int:
 
 
 def test_passing_key_spaces_leave_no_memory() -> None:
-    """The block index has a table of hash salts (numbers that differ between key spaces) with a row
-    for each key space. Opens and forgets twice as many key spaces as the table has rows, while one
-    key space stays in use. Its blocks must still be found. At most half of the table may be in
+    """The index has a row of hash salts per key space; at most half of the rows may be in
     physical memory."""
     world = make_world(most=MAX_KEY_SPACES)
     core = world.core

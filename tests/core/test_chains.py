@@ -1,5 +1,4 @@
-"""Tests that the cache evicts a prompt's last blocks first: a block is evicted only after all
-blocks behind it in its chain."""
+"""Tests that a block is evicted only after all blocks behind it in its chain."""
 
 from collections.abc import Sequence
 
@@ -14,15 +13,13 @@ from tests.core.chained_cache import Cache
 
 
 def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:
-    """Returns the blocks that are still present although an earlier block of their chain (prompt)
-    is missing, so that no request can use them."""
+    """Blocks of no use to any request: an earlier block of their chain is missing."""
     tails = [chain[first_missing(cache, chain) :] for chain in chains]
     return [number for tail in tails for number in tail if number in cache.resident]
 
 
 def first_missing(cache: Cache, chain: list[int]) -> int:
-    """Returns the position of the first missing block of a chain; the chain's length if all are
-    present."""
+    """The chain's length if all are present."""
     return next(
         (position for position, number in enumerate(chain) if number not in cache.resident),
         len(chain),
@@ -34,9 +31,7 @@ def first_missing(cache: Cache, chain: list[int]) -> int:
 def test_chains_that_grow_keep_their_heads(
     policy: str, seed: int, gaps_s: tuple[float, ...]
 ) -> None:
-    """Lets chains of blocks (prompts) grow while the cache is full, as a chunked prefill or a
-    decode does. At each step only the new blocks are stored; the earlier ones are not used again.
-    No block may be evicted before the blocks behind it in its chain."""
+    """Each step stores only new blocks, and uses no earlier one."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     chains: list[list[int]] = [[], [], []]
@@ -54,9 +49,7 @@ def test_chains_that_grow_keep_their_heads(
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """Stores a prefix twenty times, and then refreshes its blocks a thousand times (`refresh` marks
-    blocks as recently used). Only real uses may add to the heat by which blocks are evicted, so it
-    must not grow by the refreshes."""
+    """A refresh marks blocks as recently used, but adds no heat."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):
@@ -82,9 +75,7 @@ def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
 
 @given(data=st.data())
 def test_chain_goes_back_as_far_as_links(data: st.DataObject) -> None:
-    """Follows the links from each block to the block before it, in a table of which some records
-    are damaged. `ancestors` must stop at the first link that leads to a removed block or to a block
-    of another chain."""
+    """The chain ends at a removed block, or at one of another chain."""
     words = {
         table.W_PARENT: st.integers(0, 7),
         table.W_KEY_SPACE: st.integers(1, 2),

@@ -1,6 +1,5 @@
-"""Tests of checksums (checksums over a block's key and bytes). The kernel must agree with a
-reference. A check must detect a change of a covered byte, a missing page, and the bytes or the key
-of another block."""
+"""Tests checksums: the kernel against a reference, and that they detect a changed byte, a
+missing page, and another block's bytes or key."""
 
 import os
 from unittest import mock
@@ -24,8 +23,6 @@ STRIDES = st.sampled_from([1, 2, 16, 64])
 
 
 class Memory:
-    """An arena of slots with random bytes."""
-
     def __init__(self, seed: int, num_blocks: int = 4) -> None:
         rng = np.random.default_rng(seed)
         self.bytes = rng.integers(0, 256, num_blocks * SLOT, np.uint8)
@@ -33,8 +30,7 @@ class Memory:
         self.offsets = np.arange(num_blocks, dtype=np.int64) * SLOT
 
     def evidence(self, shards: list[int], stride: int) -> Evidence:
-        """Returns the checksums of all blocks, computed for one shard (a rank's part
-        of a block) after the other, as stores do."""
+        """Checksums, added shard by shard as stores do."""
         num_blocks, begin = len(self.offsets), 0
         sums, strides = np.zeros(num_blocks, np.uint64), np.full(num_blocks, stride)
         for shard, num_bytes in enumerate(shards):
@@ -61,9 +57,8 @@ def test_kernel_and_threads_find_what_the_reference_finds(
     assert kernel.tolist() == several.tolist() == reference.tolist()
 
 
-def test_check_values_stay_what_earlier_servers_have_written() -> None:
-    """Compares checksums of fixed bytes with constants from earlier versions. After an upgrade,
-    the server checks old blocks against the values that the old server wrote."""
+def test_checksums_equal_those_of_earlier_servers() -> None:
+    """After an upgrade, old blocks are compared with sums of the old server."""
     memory = Memory(0, 1)
     memory.bytes[:] = np.arange(SLOT) % 251
     checks = [int(memory.evidence([3000, 2000], stride).checks[0]) for stride in (1, 2)]

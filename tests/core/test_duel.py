@@ -1,6 +1,5 @@
-"""Tests `Duel`, which finds out which of several eviction rules (contenders) fits the traffic best:
-it simulates each rule in a small shadow cache, without blocks, and selects the rule with the most
-hits."""
+"""Tests `Duel`, which plays eviction rules in small shadow caches and selects the one with the
+most hits."""
 
 import math
 
@@ -27,17 +26,15 @@ HOLDING = [number for number, contender in enumerate(CONTENDERS) if contender.ho
 
 
 def keys_of(numbers: list[int]) -> Keys:
-    """Returns keys that look like hashes: they differ in many bits, as the duel's sampling of keys
-    needs."""
+    """They differ in many bits, as sampling needs."""
     return np.array(
         [(2 * number + 3) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) | 1 for number in numbers], np.uint64
     )
 
 
 class NaiveShadow:
-    """A naive version of a shadow cache, which simulates one contender (an eviction rule) with keys
-    only. It evicts the coldest key (used least and longest ago), but no key that was used within
-    the contender's hold time. It remembers the uses of all keys that it ever saw."""
+    """A naive shadow cache: evicts the coldest key, but none within the hold time, and remembers
+    all uses."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -46,7 +43,7 @@ class NaiveShadow:
         self.hits = 0
 
     def ask(self, numbers: list[int], now_s: float, limit: int) -> None:
-        """Serves a request. The keys of one request never evict each other."""
+        """The keys of one request never evict each other."""
         while len(self.heat) > limit and numbers:
             del self.heat[min(self.heat, key=self.heat.__getitem__)]
         for depth, number in enumerate(numbers):
@@ -82,17 +79,14 @@ def held_by(cache: Duel, contender: int) -> set[int]:
 
 @given(data=st.data(), seed=st.integers(0, 1 << 32))
 def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
-    """Runs random requests through a `Duel` that samples all keys, and through naive shadow caches
-    (simulated caches, which have keys only). Both must have the same keys and equal scores. The
-    score of a rule is halved at the end of each comparison period (round), and the period's hits
-    are added."""
+    """A score is halved at a round's end, and the round's hits are added."""
     rng = np.random.default_rng(seed)
     cache = Duel(128)
     shadows = [NaiveShadow(contender) for contender in CONTENDERS]
     scores, before, ends_s = np.zeros(len(CONTENDERS)), np.zeros(len(CONTENDERS)), np.inf
     now_s = 10.0
     for _ in range(data.draw(st.integers(1, 60))):
-        # All requests have different times, so that any two keys differ in heat.
+        # No two requests have the same time, so that any two keys differ in heat.
         now_s += float(rng.exponential(rng.choice([1.0, 9.0, 50.0, 900.0]))) + 1e-3
         numbers = rng.permutation(60)[: rng.integers(1, 15)].tolist()
         limit = int(rng.integers(1, 50))
@@ -113,10 +107,7 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
 
 
 def test_only_the_oldest_ghosts_make_way() -> None:
-    """Uses many keys, some of them repeatedly, while the shadow caches (simulated caches) may hold
-    two. The duel's table also remembers keys that a shadow cache has evicted, called ghosts. When
-    the table is full, it may drop only the oldest ghosts: the shadow caches must hold the same keys
-    as naive ones that forget nothing."""
+    """Otherwise the shadows would hold other keys than naive ones that forget nothing."""
     cache, shadows = Duel(1), [NaiveShadow(contender) for contender in CONTENDERS]
     for now in range(5 * cache._keys.size):
         number = now if now % 5 else max(0, now - 12)
@@ -131,9 +122,8 @@ def test_only_the_oldest_ghosts_make_way() -> None:
     seed=st.integers(0, 1 << 32),
 )
 def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -> None:
-    """Changes the cache size, on which the share of keys that the duel samples depends. If the
-    share shrinks, the shadow caches (simulated caches) must drop only the keys that left the
-    sample. If it grows, they must start empty."""
+    """If the sampled share shrinks, shadows drop only keys outside the sample; if it grows, they
+    start empty."""
     rng = np.random.default_rng(seed)
     cache = Duel(20_000)
     for number, size in enumerate(sizes):
@@ -203,9 +193,7 @@ def test_holding_policy_leaves_the_race_while_barred() -> None:
 
 
 def test_years_and_long_silences() -> None:
-    """Uses growing chains of blocks at times in the far future and after long pauses. A shadow
-    cache (simulated cache) that has no room for a whole chain must still keep the first blocks of
-    the chain rather than the last."""
+    """Without room for a whole chain, its first blocks must stay."""
     cache = Duel(64)
     for number, now_s in enumerate([1e9, 1e9 + 1.0, 1.1e9, 1.1e9 + 61.0]):
         cache.observe(keys_of(list(range(30 + number))), now_s, 20)

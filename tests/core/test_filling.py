@@ -1,7 +1,5 @@
-"""Tests three classes. `Filling` allocates memory for the arena piece by piece, `RecordsMemory`
-does so for the records of the block table, and `ArenaPinner` pins the arena for CUDA. Memory that
-they report as allocated must exist. If memory runs short, they must not touch or pin a page that
-has none."""
+"""Tests `Filling`, `RecordsMemory` and `ArenaPinner`: arena and block table get memory piece by
+piece. If it runs short, no page without memory is touched or pinned."""
 
 import errno
 import os
@@ -41,8 +39,7 @@ CAPACITY = 5000
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Yields a folder on tmpfs, where the arena is in production too. Only there do files without
-    allocated memory behave as the arena does."""
+    """Only on tmpfs do files without memory behave as the arena does."""
     with runtime_folder(2 * ARENA) as folder:
         yield folder
 
@@ -76,8 +73,7 @@ def pinner_of(filling: Filling, arena: FileMapping, runtime: FakeRuntime) -> Are
     return ArenaPinner(runtime, arena.address, ARENA, COLLAPSE_BYTES, filling.settle)
 
 
-def nothing(filled_bytes: int, coming_bytes: int) -> None:
-    """Ignores the progress report of `Filling`."""
+def nothing(filled_bytes: int, coming_bytes: int) -> None: ...
 
 
 def test_pieces_come_in_order_and_are_filled(
@@ -107,8 +103,7 @@ def test_pieces_come_in_order_and_are_filled(
 def test_piece_filled_before_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that waits for the whole arena helps to fill it. It has begun with the first piece
-    when the thread that fills the arena starts. In the end all pieces must be filled, in order."""
+    """A thread that waits for the arena helps to fill it, and has begun first."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
     populated: list[int] = []
 
@@ -168,7 +163,6 @@ def before_each_piece(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 
 
 def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
-    """Makes allocations fail after this number of pieces."""
     calls = iter(range(num_pieces))
 
     def act() -> None:
@@ -182,9 +176,7 @@ def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
 def test_short_memory_ends_filling_where_it_is(
     filling: Filling, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
-    """Makes memory run short while `Filling` allocates the arena, or while it allocates the table's
-    records after the first piece. It must stop there (at `end` bytes of the arena), keep the pieces
-    that it has filled, and report the reason to threads that wait for more."""
+    """What was filled stays, and waiting threads learn why."""
 
     def records() -> Iterator[int]:
         yield 1
@@ -239,8 +231,7 @@ print(filling.filled_bytes >> 20, filling.problem)
 
 @pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
 def test_a_file_system_that_is_full_kills_nobody(tmp_path: Path, kernel: str) -> None:
-    # The file system has room for 64 MiB, plus a page for the file in which
-    # the server notes its state.
+    # Room for 64 MiB, and a page for the server's state.
     script = f'mount -t tmpfs -o size=65540k none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -322,9 +313,7 @@ def test_waiters_for_memory_learn_of_a_stop(filling: Filling) -> None:
 def test_slabs_of_restored_blocks_are_filled_first(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a restart, restores two blocks that lie beyond the part of the arena that has memory so
-    far. One of them is two slabs (pieces of the arena) large. The server must allocate the memory
-    of these three slabs at once, since stores may use them."""
+    """They lie beyond the memory allocated so far, but stores may use their slabs at once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)
@@ -341,9 +330,7 @@ def test_slabs_of_restored_blocks_are_filled_first(
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks how much memory the server may use, on fake machines. The answer must respect the
-    machine's memory, the limit of the process's control group and the limits of all groups above
-    it. Also checks the reasons why huge pages are refused."""
+    """The least of the machine's memory and all limits of control groups."""
     own = tmp_path / "own"
     for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", own), ("MEMINFO", tmp_path / "info")):
         monkeypatch.setattr(limits, name, path)
@@ -464,9 +451,7 @@ def test_closing_stops_early(runtime: FakeRuntime) -> None:
 def test_what_was_pinned_before_a_refusal_stays_pinned(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pins an arena piece by piece, until CUDA refuses the fourth piece. The first three must stay
-    pinned. Then closes the pinner, and CUDA fails to unpin one of them. `close` must still unpin
-    the other two."""
+    """`close` unpins the others although CUDA fails to unpin one."""
     monkeypatch.setattr(limits, "memlock_bytes", lambda: 64 << 10)
     runtime.fail_call("register", 4)
     pinner = ArenaPinner(runtime, ADDRESS, 100 * PAGE, PAGE)

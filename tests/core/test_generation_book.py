@@ -1,13 +1,7 @@
-"""Tests `GenerationBook`, in which a node records flushes of key spaces and the generations of
-shared stores. (A store has a generation for each key space, a number that each flush raises.) A
-node that reaches a store must never serve a block that was stored before an answered flush.
-
-The state machine drives the books of three nodes over a naive store. The store executes a node's
-calls some turns after they were sent, and answers later. Nodes are stopped, disconnected and
-killed; after a kill, the node's next server has only the saved records. The store goes down, loses
-its generations, or is restored from an old copy. After such a restore the nodes do not trust the
-store for a while. In this time, the node that knows the latest generation always reaches the store.
-"""
+"""Tests `GenerationBook`: a node that reaches a store must never serve a block of before an
+answered flush. The state machine has three nodes and a store that answers late, goes down, loses
+its generations, or is restored from a copy. For a while nodes distrust it then; in this time the
+node that knows the latest generation reaches it."""
 
 import random
 from dataclasses import dataclass, field
@@ -43,10 +37,10 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """A naive shared store: its generation (number that each flush raises), and its blocks as
-    (generation, moment at which the block was stored).
+    """A naive store.
 
-    copies: backups of generation and blocks, from which the store may be restored.
+    copies: backups from which it may be restored.
+    blocks: (generation, moment of the store).
     """
 
     generation: int = 0
@@ -67,19 +61,16 @@ class Store:
         return self.generation
 
     def tick(self) -> int:
-        """Advances the store's clock and returns its time. Generations (numbers that each flush
-        raises) are such times."""
+        """Generations are such times."""
         self.clock += 10
         return self.clock
 
 
 @dataclass
 class Node:
-    """A node: its `GenerationBook`, and its blocks. A block is the moment (a number) at which it
-    was stored.
+    """A node's book, and its blocks: the moments of their stores.
 
-    calls: the node's calls to the store, in the order of sending: [kind, argument, answer]. The
-        answer is None until the store has executed the call.
+    calls: [kind, argument, answer]; None until the store has executed the call.
     """
 
     book: GenerationBook
@@ -94,7 +85,7 @@ class Node:
 
 
 def kept(book: GenerationBook) -> GenerationBook:
-    """Returns the `GenerationBook` of the node's next server, which has only the saved records."""
+    """The next server's book has only the saved records."""
     records = {
         name: Record(
             one.local,
@@ -109,13 +100,10 @@ def kept(book: GenerationBook) -> GenerationBook:
 
 
 class Flushes(RuleBasedStateMachine):
-    """The state machine of three nodes and a store, described at the top of the module. Moments are
-    numbers that grow with each stored block and each flush.
+    """Moments grow with each stored block and each flush.
 
-    flushed: the moment of the latest flush that was answered and that the store has confirmed. No
-        block that was stored before this moment may be served.
-    knower: after a restore of the store, the node that knows the latest generation (a number that
-        each flush raises); else None.
+    flushed: of the latest flush that was answered and confirmed. Nothing older may be served.
+    knower: after a restore, the node with the latest generation; else None.
     """
 
     def __init__(self) -> None:
@@ -130,8 +118,8 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), turns=st.integers(1, 30), haste=st.floats(0.3, 1.0))
     def run(self, seed: int, turns: int, haste: float) -> None:
-        """Advances time by some turns. In each turn, every node and the store do each thing that
-        they can do with probability `haste`. Each fault ends with probability 0.03."""
+        """Some turns, in which nodes and store do each thing that they can with probability
+        `haste`."""
         dice = random.Random(seed)
         for _ in range(turns):
             self.now_s += TURN_S
@@ -146,7 +134,6 @@ class Flushes(RuleBasedStateMachine):
                     self.node_works(node, dice, haste)
 
     def store_works(self, node: Node, dice: random.Random, haste: float) -> None:
-        """Executes the calls that a node has sent, in order."""
         for call in node.calls:
             if call[-1] is None and self.store.is_up and not node.is_cut:
                 if dice.random() > haste:
@@ -164,7 +151,7 @@ class Flushes(RuleBasedStateMachine):
             if dice.random() > haste:
                 break
             what, argument, answer = node.calls.pop(0)
-            # The connection may be lost together with an answer that is on its way.
+            # An answer on its way may be lost too.
             answer = None if is_away and dice.random() < 0.5 else answer
             if what == "raise":
                 book.raised("store", FP, answer or None, self.now_s)  # type: ignore[arg-type]
@@ -200,9 +187,6 @@ class Flushes(RuleBasedStateMachine):
         self.load(node)
 
     def load(self, node: Node) -> None:
-        """Loads all blocks as an engine would: from host memory, and from the store under the
-        generation (number that each flush raises) that the node knows. All blocks must be younger
-        than the latest flush that was answered."""
         if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
             return
         served = set(node.blocks)
@@ -236,10 +220,6 @@ class Flushes(RuleBasedStateMachine):
         haste=st.floats(0.3, 1.0),
     )
     def flush(self, number: int, waits: bool, seed: int, turns: int, haste: float) -> None:
-        """Requests a flush on a node.
-
-        waits: True if the caller waits for the answer.
-        """
         node = self.nodes[number]
         if not node.is_stopped:
             self.moment += 1
@@ -259,7 +239,6 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def kill(self, number: int) -> None:
-        """Kills a node's server. The next server has the same blocks and the saved records."""
         old = self.nodes[number]
         book = kept(old.saved) if old.saved else GenerationBook(("store",))
         new = self.nodes[number] = Node(book, old.blocks, saved=old.saved)
@@ -281,16 +260,14 @@ class Flushes(RuleBasedStateMachine):
     @precondition(lambda self: self.store.copies)
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
-        """Restores the store from an old copy. Until the store is trusted again, the node that
-        knows the latest generation (number that each flush raises) has no faults, so that it can
-        raise the store's generation."""
+        """Until it is trusted again, `knower` has no faults, so that it can raise the
+        generation."""
         store = self.store
         generation, blocks = data.draw(st.sampled_from(store.copies))
         store.generation, store.blocks = generation, set(blocks)
         store.is_up, store.restored_below = True, store.tick()
         store.trusted_at_s = self.now_s + GRACE_S
         for node in self.nodes:
-            # All connections to the store are lost.
             for call in node.calls:
                 call[-1] = call[-1] if call[-1] is not None else ("lost",)
             node.calls = [call for call in node.calls if call[-1] != ("lost",)]
@@ -310,8 +287,7 @@ class Flushes(RuleBasedStateMachine):
         self.store.blocks.clear()
 
     def teardown(self) -> None:
-        """Ends all faults. Checks that each flush is answered once the store has raised its
-        generation (number that each flush raises), and that all nodes then agree with the store."""
+        """Without faults, all flushes are answered, and all agree with the store."""
         self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
@@ -334,8 +310,7 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(GenerationBook):
-    """An `GenerationBook` with one store, whose generation (a number that each flush raises) it
-    knows. Short methods stand for the calls that a node makes."""
+    """A book with one store whose generation it knows."""
 
     def __init__(self, generation: int = 7) -> None:
         super().__init__(("store",))
@@ -345,19 +320,16 @@ class Shown(GenerationBook):
     def shows(
         self, generation: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()
     ) -> None:
-        """Makes the book ask the store for its generation (number that each flush raises), and
-        passes the answer to the book.
+        """Asks the store.
 
-        below: nonzero if the store has just restarted; the book must not trust generations below
-            this number.
-        blocks: key spaces of which the node has blocks.
+        below: nonzero if the store has just restarted; lower generations are not trusted.
+        blocks: key spaces of which the node has some.
         """
         assert self.due("store", (), now_s) == [FP]
         self.shown("store", {FP: generation}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """Begins to raise the store's generation (number that each flush raises). Returns the
-        number above which the new generation must be; 0 if the book needs no raise now."""
+        """The number that the new generation must exceed; 0: no raise is needed now."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 
@@ -366,10 +338,8 @@ class Shown(GenerationBook):
         self.flushed(FP, now_s)
 
     def state(self, now_s: float) -> tuple[int, bool, bool]:
-        """Returns three values: the generation (number that each flush raises) of the store to
-        which the node's blocks belong; True if the store has confirmed this generation in the last
-        CONFIRMED_S; True if the key space is outdated (the store has shown a newer generation, and
-        this node has not flushed the key space since)."""
+        """(Generation of the node's blocks, whether it was confirmed in the last CONFIRMED_S,
+        whether it is outdated)."""
         is_fresh = self.is_fresh(FP, "store", now_s)
         return self.generation(FP, "store"), is_fresh, self.is_outdated(FP)
 
@@ -402,14 +372,12 @@ def test_flush_lost_again_by_the_store_pends() -> None:
     assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     book.flushes(10.1)
-    # The store shows an earlier generation (number that each flush raises), because it was restored
-    # from a copy.
+    # The store was restored from a copy.
     book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
     assert book.raises(11.1) == 9
-    # The store refuses to raise its generation (number that each flush raises), and shows the
-    # earlier generation again.
+    # The store refuses the raise.
     book.raised("store", FP, None, 11.2)
     revision = book.revision
     book.shows(7, 11.5, blocks=(FP,))
@@ -427,16 +395,14 @@ def test_silent_store_is_pending_and_notified_once() -> None:
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
-    # Until the store has raised its generation (number that each flush raises), nothing is read
-    # from it. But host memory serves the blocks that were stored since the flush.
+    # Until the raise, nothing is read from the store; host memory serves what was stored since.
     book.shows(7, 12.1, blocks=(FP,))
     assert book.state(12.2) == (NO_GENERATION, True, False)
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # The store has raised its generation (number that each flush raises) late, and another node may
-    # have flushed in between. Blocks stored on this node since its own flush may be older than that
-    # flush, so the node must flush again.
+    # Another node may have flushed before the late raise, so what is newer than this node's
+    # flush may be older than that one.
     assert book.begin_flush(13.0) == FP
 
 
@@ -496,8 +462,7 @@ def test_only_key_spaces_in_use_are_asked_often() -> None:
     assert set(book.due("store", idle, 101.0 + IDLE_EVERY_S)) & set(idle)
     book.rest(set(idle), 101.0 + USED_S + IDLE_EVERY_S)
     assert book.due("store", (), 200.0) == []
-    # The saved records have a store that the settings no longer contain. A flush must not wait for
-    # that store.
+    # The records name a store that the settings no longer have.
     book = GenerationBook(("store",), {FP: Record(stores={"removed": GenerationStanding()})})
     book.flush(FP, 300.0)
     assert book.begin_raise("store", 300.0)
@@ -511,10 +476,8 @@ def test_only_key_spaces_in_use_are_asked_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_a_generation_is_settled_on(has_blocks: bool) -> None:
-    """The store shows a new generation (a number that each flush raises), and the book adopts it,
-    after a flush if the node has blocks. The book must then raise its seal number, which is part of
-    the checksums of the key space's blocks on the disk. So older blocks on the disk become
-    unreadable, even if the power fails before their records are deleted."""
+    """Seals are part of the disk's checksums: older blocks are unreadable even if the power
+    fails before their records are deleted."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision
@@ -552,8 +515,7 @@ def test_full_store_confirms_it_has_no_generation() -> None:
     book.flushes(5.0)
     book.shows(NO_GENERATION, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_GENERATION, True, False)
-    # The store now has a generation (number that each flush raises), perhaps from another node's
-    # flush. Blocks stored before may be older than that flush, so they are outdated.
+    # It may come from another node's flush.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 
@@ -566,7 +528,7 @@ def test_answers_in_between_wait_for_their_turn() -> None:
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    # The question was sent before the store raised its generation, so the answer changes nothing.
+    # This was asked before the raise, so it changes nothing.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
     book.flushes(10.05 + TELL_S)
@@ -579,15 +541,11 @@ def test_answers_in_between_wait_for_their_turn() -> None:
     assert book.state(6.1) == (NO_GENERATION, False, True), "it was shown during the flush"
     book.flushes(6.1)
     assert book.generation(FP, "store") == 9
-    # If one of two stores shows a new generation, the key space is outdated: blocks on this node
-    # may be older than the flush that raised it.
+    # Blocks here may be older than the flush that raised it.
     two = GenerationBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
-    # One store raises its generation (number that each flush raises) late. Until then, flushed
-    # blocks may have been copied from it to the other store, so that store must raise its
-    # generation
-    # again.
+    # Flushed blocks may have been copied from the late store to the other.
     for answer in (8, None):
         two.flush(FP, 10.0)
         assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
@@ -600,7 +558,7 @@ def test_answers_in_between_wait_for_their_turn() -> None:
         assert book.begin_raise("other", 20.0) and not book.begin_raise("store", 20.0)
         book.raised("other", FP, 10, 20.0)
         assert not book.begin_raise("store", 30.0) and not book.begin_raise("other", 30.0)
-    # If both stores raise their generations late and at the same time, both must raise them again.
+    # Both stores are late at the same time.
     two.flush(FP, 40.0)
     assert two.begin_raise("other", 42.0) and two.begin_raise("store", 42.0)
     two.raised("store", FP, 11, 42.1)
@@ -619,16 +577,13 @@ def test_restored_old_copy_confirms_nothing() -> None:
     book.doubt(FP, 5.05)
     book.shows(7, 5.05, below=7)
     assert book.is_fresh(FP, "store", 5.05), "this generation the store had when it was copied"
-    # A read finds another generation (number that each flush raises) in the store than expected.
-    # The book must then ask the store for its generation at once.
+    # A read has found another generation than expected.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
 
 
 def test_no_copies_between_stores_during_refused_raise() -> None:
-    """Flushes a key space (a model in a configuration) while one of two stores refuses to raise its
-    generation (a number that each flush raises). That store may still serve flushed blocks, so the
-    book must forbid copies between the stores (`is_calm` is False)."""
+    """The store that refuses may still serve flushed blocks."""
     book = GenerationBook(("other", "store"))
     now_s = 0.0
 
@@ -655,9 +610,7 @@ def test_no_copies_between_stores_during_refused_raise() -> None:
 
 
 def test_no_copies_between_stores_after_a_restart() -> None:
-    """Restarts a node with two stores of different generations (numbers that each flush raises).
-    The earlier server may have loaded flushed blocks from one store, so copies between stores are
-    forbidden (`is_calm` is False) for `CALM_S` seconds."""
+    """The earlier server may have loaded flushed blocks from one store."""
     stores = {
         name: GenerationStanding(generation, True)
         for name, generation in (("other", 9), ("store", 7))
@@ -682,14 +635,13 @@ def test_no_copies_between_stores_after_a_restart() -> None:
 def test_store_missed_by_a_flush_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
-    """Another node, which does not use the second of this node's two stores, flushes a key space (a
-    model in a configuration). So the second store keeps its generation (a number that each flush
-    raises), and `missed` must report this store, once. If the second store's generation changes
-    later,
-    nothing was missed: the store may have been full, without a generation, until it had room.
+    """Another node, which does not use the second store, has flushed. If that store's generation
+    changes later, nothing was
 
-    later: the generations that the second store shows later.
-    lost: the turns in which this node can't reach the first store.
+    missed: it was full until then.
+
+    later: the second store's generations.
+    lost: turns in which the first store can't be reached.
     """
     book = GenerationBook(("other", "store"))
     found = []
@@ -706,14 +658,13 @@ def test_store_missed_by_a_flush_is_named_once(
             book.flushed(FP, float(turn))
         found += book.missed(float(turn))
     assert found == [(FP, "store")] * has_missed
-    # The second store may still have flushed blocks, so they must not be copied to the first.
+    # The second store may have flushed blocks.
     assert book.is_calm(FP) != has_missed
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
 def test_nobody_serves_once_a_flush_is_answered(late_s: float) -> None:
-    """Another node has asked the store just before the store was told of the flush. late_s: how
-    long the node that flushes takes to flush itself."""
+    """The other node has asked just before the raise. `late_s`: how long the flush takes here."""
     book, other = Shown(), Shown()
     other.shows(7, 10.1 - 1e-6)
     ticket = book.flush(FP, 10.0)

@@ -1,6 +1,5 @@
-"""Tests the hit rule, which finds the longest prefix of a prompt that can be loaded. Compares it
-with a reference that goes token by token. Also checks that it finds a ready prefix by few lookups
-of blocks."""
+"""Tests the hit rule, which finds the longest prefix that can be loaded, against a reference
+that goes token by token, and counts its lookups."""
 
 import math
 
@@ -35,8 +34,7 @@ def group_specs(draw: st.DrawFn) -> GroupSpec:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
-    """Draws groups, for each group a mask of its ready blocks, and the limit of the hit in tokens.
-    A mask may end before or after the limit."""
+    """(Groups, masks of ready blocks, limit in tokens); masks may end before or after the limit."""
     groups = draw(st.lists(group_specs(), min_size=1, max_size=6))
     masks = []
     for group in groups:
@@ -49,9 +47,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
 
 
 def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
-    """Returns the tokens whose KV a request needs in this group to continue after `hit_tokens`
-    tokens, by the definition of the group's kind. For a Mamba group this is only the last token,
-    which stands for the state after it."""
+    """By the definition of the kind. Mamba's last token stands for the state after it."""
     match group.kind:
         case GroupKind.FULL_ATTENTION | GroupKind.MLA:
             return range(hit_tokens)
@@ -69,9 +65,7 @@ def blocks_reference(group: GroupSpec, hit_tokens: int) -> list[int]:
 
 
 def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
-    """Returns True if the ready blocks suffice for a hit of this length in this group. A hit can't
-    be longer than the mask of ready blocks, even if the group needs none of the blocks before the
-    hit's end."""
+    """A hit can't exceed the mask, even if it needs none of the blocks."""
     needed = blocks_reference(group, hit_tokens)
     if is_draft and group.kind is not GroupKind.MAMBA:
         needed = [*needed, hit_tokens // group.block_tokens]
@@ -140,8 +134,7 @@ def test_alignment_not_divided_by_blocks_is_refused() -> None:
 
 
 class Residency:
-    """A fake block lookup. It is called with positions of blocks and returns which of them are
-    ready. It counts the calls and the positions."""
+    """A fake lookup, which counts calls and positions."""
 
     def __init__(self, ready: BoolMask) -> None:
         self.ready = ready
@@ -190,10 +183,7 @@ def test_prefix_with_holes_is_found_right(num_blocks: int, holes: set[int], tail
 
 
 def test_contradicting_answers_lead_to_looking_everywhere() -> None:
-    """Searches ready blocks that have a narrow hole (missing blocks) and, behind it, a wide one.
-    The first round of the search looks at only some blocks, and sees only the wide hole. The search
-    must still return just the blocks before the narrow hole. So it must look at every block in the
-    second round."""
+    """The first round of probes sees only the wide hole behind the narrow one."""
     ready = np.ones(8192, np.bool_)
     ready[100:130] = ready[400:900] = False
     residency = Residency(ready)

@@ -1,10 +1,5 @@
-"""Compares the hit rule (the longest prefix that can be loaded) with vLLM's: vLLM's own KV cache
-coordinators search block pools with random contents.
-
-The hits must be equal except in the cases of `excuse`: our hit may be longer if vLLM asks for more
-blocks than it needs, and shorter if vLLM counts blocks that it has not looked up.
-`check_context_parallel` must raise exactly when vLLM's coordinator fails an assertion.
-"""
+"""Compares the hit rule with vLLM's KV cache coordinators. Hits are equal but for the cases of
+`excuse`; `check_context_parallel` raises exactly when vLLM's coordinator fails an assertion."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -61,10 +56,8 @@ def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
 def coordinator(
     specs: list[Any], drafts: set[int], *, decode_ranks: int = 1, prefill_ranks: int = 1
 ) -> Any:
-    """Returns vLLM's KV cache coordinator for groups of these specs.
-
-    drafts: indices of the groups that belong to the draft model of speculative decoding.
-    decode_ranks, prefill_ranks: number of ranks of context parallelism in decode and in prefill.
+    """drafts: indices of the draft model's groups.
+    decode_ranks, prefill_ranks: of context parallelism.
     """
     groups = [
         interface.KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in drafts)
@@ -91,9 +84,7 @@ def coordinator(
 def vllm_hit(
     ours: Any, groups: list[GroupSpec], ready: list[BoolMask], num_hashes: int, limit_tokens: int
 ) -> int:
-    """Inserts the ready blocks into the block pool of `ours` (a coordinator of vLLM). Returns the
-    hit in tokens that vLLM finds for a prompt of `num_hashes` hashes, at most `limit_tokens`.
-    Empties the pool afterwards."""
+    """vLLM's hit in tokens. Empties the pool afterwards."""
     pool, hash_tokens = ours.block_pool, ours.block_pool.hash_block_size
     blocks = iter(pool.blocks[1:])
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
@@ -109,8 +100,8 @@ def vllm_hit(
 
 
 def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
-    """Returns random groups that vLLM accepts, and the indices of the draft model's groups. If a
-    group belongs to the draft model, so do all groups equal to it."""
+    """(Groups that vLLM accepts, indices of the draft model's). Equal groups belong to the same
+    model."""
     equal_blocks = rng.random() < 0.5
     kinds = (
         list(GroupKind)
@@ -138,30 +129,25 @@ def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
 def excuse(
     groups: list[GroupSpec], drafts: set[int], num_tokens: int, ours: int, theirs: int
 ) -> str:
-    """Returns the reason why our hit and vLLM's may differ; "" if they must be equal.
-
-    drafts: indices of the draft model's groups.
-    num_tokens: length of the prompt. ours, theirs: the two hits in tokens.
-    """
+    """Why the two hits may differ; "" if they must be equal."""
     if ours > theirs:
-        # With a single group, vLLM does not look up the last block of the prompt. With a draft
-        # model, that block would prove the hit of the blocks before it.
+        # vLLM does not look up a single group's last block. With a draft model, it would prove
+        # the hit of those before it.
         if len(groups) == 1 and drafts and num_tokens % groups[0].block_tokens == 0:
             return "drafter alone"
-        # If a run of window blocks reaches back to the start of the prompt, vLLM shortens the hit
-        # twice: it rounds down, and also drops the block for the draft model.
+        # If window blocks reach back to the prompt's start, vLLM shortens twice: it rounds down,
+        # and drops the block for the draft model.
         if any(
             groups[i].kind is GroupKind.SLIDING_WINDOW
             and groups[i].block_tokens < alignment_tokens(groups)
             for i in drafts
         ):
             return "drafter rounded down twice"
-        # A sliding window of one token covers only the token that is computed, so a hit needs no
-        # block of that group. But vLLM requires one, so its hit may be shorter.
+        # A window of one token is the token that is computed, so no block is needed; vLLM
+        # requires one.
         return "window of one token" if any(group.window_tokens == 1 for group in groups) else ""
-    # With chunked local attention, vLLM counts the blocks before the prompt's last chunk as hits
-    # without looking them up. If it then shortens the hit into the chunk before, those blocks may
-    # be absent.
+    # vLLM counts blocks before the last chunk as hits without a look. If it then shortens into
+    # the chunk before, they may be absent.
     if any(
         group.kind is GroupKind.CHUNKED_LOCAL and group.window_tokens % group.block_tokens
         for group in groups
@@ -218,9 +204,6 @@ def test_hits_are_those_of_vllm() -> None:
 def test_context_parallelism_is_refused_where_vllm_asserts(
     kind: GroupKind, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """Makes vLLM's coordinator for a group of this kind and these numbers of ranks of context
-    parallelism. If vLLM can't divide the group's blocks over the ranks, its coordinator fails an
-    assertion. Exactly then `check_context_parallel` must refuse the group."""
     window_tokens = 16 if kind in WINDOWED else 0
     spec = vllm_spec(GroupSpec(kind, 8, (1,), window_tokens), is_sharded=is_sharded)
     full = vllm_spec(GroupSpec(GroupKind.FULL_ATTENTION, 8, (1,)), is_sharded=True)

@@ -1,7 +1,4 @@
-"""Tests the records that the server keeps about hints, in which routers announce requests and ask
-to pin or prefetch blocks. Compares them with naive models: sessions and the prefixes they share,
-outcomes of the hints' actions, rate limits, and the expected time until a session's next request.
-"""
+"""Tests the server's books of hints against naive models."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -43,8 +40,7 @@ CHAINS = st.lists(st.integers(0, 2), max_size=12)
 
 
 def words(chain: list[int]) -> Words:
-    """Returns the hashes of a chain of blocks. As in a real chain, each hash depends on all earlier
-    blocks."""
+    """As in a real chain, each hash depends on all earlier blocks."""
     found, seed = [], 1
     for number in chain:
         seed = hash((seed, number)) & 0x7FFF_FFFF
@@ -60,9 +56,8 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class SessionsMachine(RuleBasedStateMachine):
-    """A state machine that compares `HintSessions` with an OrderedDict of lists. `HintSessions`
-    remembers, for each session (such as a chat) and key space (a model in a configuration), the
-    blocks of the latest prompt."""
+    """`HintSessions` against an OrderedDict. It has the latest prompt of each session and key
+    space."""
 
     @initialize()
     def start(self) -> None:
@@ -135,9 +130,7 @@ TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """A state machine that compares the record of a tenant's hints (requests to pin, demote or
-    prefetch blocks) with dicts and sets: the outcome of each hint's action, and how many blocks
-    were reused because of it."""
+    """A tenant's record against dicts: outcomes of actions, and blocks reused because of them."""
 
     @initialize()
     def start(self) -> None:
@@ -182,8 +175,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), more=CHAINS)
     def go_on(self, which: int, more: list[int]) -> None:
-        """Ends a request that belongs to a hint. Its own blocks are added to the hint's chain of
-        blocks, so that later hits of them count for the hint too."""
+        """Later hits of the ended request's own blocks count for the hint too."""
         for outcome, chain, start, seen in self.watched[which : which + 1]:
             self.watched.remove((outcome, chain, start, seen))
             self.watch(outcome, chain + more, start, seen)
@@ -191,10 +183,8 @@ class TenantMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.watched)
     @rule(chain=CHAINS, like=st.integers(0, 3), first=st.integers(0, 6), stop=st.integers(4, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """Reports twice that the blocks `first` to `stop` of a prompt were hit. The prompt either
-        continues the chain of blocks of a hint's action (number `like`), or begins with other
-        tokens. For each action, only blocks of its chain that were hit for the first time must
-        count as reused."""
+        """The prompt continues the chain of action `like`, or does not. Only first hits count as
+        reused."""
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))
@@ -256,8 +246,6 @@ def names(book: HintBook) -> list[str]:
 
 
 def use(book: HintBook, name: str, now_s: float) -> TenantHints:
-    """Makes a request of a tenant's session, with a prompt of twenty blocks. Returns the tenant's
-    record."""
     tenant = book.tenant(name, now_s)
     tenant.sessions.use("s", 1, words([0] * 20), now_s)
     return tenant
@@ -293,9 +281,7 @@ def test_tenant_seen_longest_ago_is_forgotten() -> None:
 
 
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
-    """Adds tenants with sessions (such as chats) until the records of the sessions exceed the
-    node's bound, in bytes or in tenants. The book must then forget the tenant whose last request is
-    the oldest, but never a tenant with prefetches in progress."""
+    """The tenant unused for longest is forgotten, but none with prefetches in progress."""
     limits = HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 40)
     book = HintBook(limits)
     for number, name in enumerate("abc"):
@@ -352,10 +338,8 @@ TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1
 def test_session_is_expected_as_others_then_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
-    """Records pauses between the requests of three sessions. Compares the predicted pause before a
-    session's next request with its definition: the median of the session's own latest pauses and of
-    PRIOR_GAPS more, each as long as the median pause of all sessions. A session's blocks must be
-    protected for HELD_GAPS times this pause, or not at all if that is longer than MAX_HOLD_S."""
+    """That is the median of its latest pauses and of PRIOR_GAPS times the common median. Blocks
+    are held for HELD_GAPS times that, but not beyond MAX_HOLD_S."""
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

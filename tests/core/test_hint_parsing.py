@@ -1,5 +1,4 @@
-"""Tests that hints from routers (envelopes with a list of actions) are parsed correctly, and that
-no malformed envelope makes the parser raise."""
+"""Tests the parser of hints: no malformed envelope makes it raise."""
 
 import json
 from typing import Any
@@ -120,8 +119,7 @@ def test_id_counts_once_and_gaps_are_numbered() -> None:
 
 
 def test_index_as_id_names_no_other_action() -> None:
-    """Parses an action with the id `#1` before an action without an id, whose default id would be
-    `#1`. The second action must get another id, so that their outcomes can be distinguished."""
+    """An action without id gets `#1` by default; outcomes must stay apart."""
     result = read(envelope(action("demote", action_id="#1"), action("release", action_id=None)))
     assert [one.action_id for one in result.actions] == ["#1", "#1'"] and not result.rejected
 
@@ -197,7 +195,7 @@ FIELDS = ["target", "session_id", "token_range", "priority", "ttl_s", "deadline_
 
 
 def maps(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draws any value, or a dict that has some of these fields."""
+    """Any value, or a dict with some of these fields."""
     return VALUES | st.fixed_dictionaries({}, optional=fields)
 
 

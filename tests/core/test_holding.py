@@ -1,5 +1,4 @@
-"""Tests the cache while its eviction policy holds blocks: refuses to evict them for some time after
-a use. Tests which stores are then refused for lack of room, and which are never refused."""
+"""Tests a policy that holds blocks for a time after a use: which stores are refused."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,12 +18,8 @@ HOLDING = Contender(0.1, hold_s=HOLD_S)
 
 
 class Place(World):
-    """A cache of 24 slots. Its eviction policy applies the last of `contenders` (eviction rules),
-    as if it had won the comparison of the rules. By default this rule holds each block (refuses to
-    evict it) for five seconds after a use.
-
-    guaranteed: the number of slots that are guaranteed to each tenant.
-    """
+    """24 slots, and a policy for which the last of `contenders` has won. `guaranteed`: slots of
+    each tenant."""
 
     def __init__(
         self,
@@ -53,8 +48,7 @@ class Place(World):
         retention: Retention = NO_RETENTION,
         tenant: str = "",
     ) -> list[int]:
-        """Stores blocks of a tenant. Returns those that found room. Checks that the refused blocks
-        are the last ones: once a block is refused, no later one may be stored."""
+        """Blocks that found room. Once one is refused, no later one may be stored."""
         named, session = list(numbers), self.sessions[tenant]
         results = self.store(session, named, now_s, group=group, retention=retention)
         self.core.check_invariants()
@@ -97,8 +91,7 @@ def test_refused_blocks_are_remembered_kept_ones_admitted() -> None:
     place.stored(range(24), 0.0)
     assert place.stored([50], 1.0) == [] and len(place.policy._ghosts) == 1
     assert place.stored([60, 61], 1.0, retention=Retention(2)) == [60, 61]
-    # Stores a chain. Block 51 finds no room; it and the blocks before it count as used, the blocks
-    # behind it do not.
+    # Refused block 51 and those before it count as used, those behind it do not.
     place.store(place.sessions[""], [51, *range(22), 60, 61], 1.0)
     assert len(place.policy._ghosts) == 4
     assert place.stored([50], 10.0) == [50]
@@ -106,9 +99,7 @@ def test_refused_blocks_are_remembered_kept_ones_admitted() -> None:
 
 
 def test_guarantee_is_a_claim_on_others_blocks() -> None:
-    """Fills the cache with blocks of one tenant, which the policy holds (refuses to evict). A
-    second tenant's stores must evict them at once, until it has its guaranteed bytes. Its further
-    stores must be refused until the hold has ended."""
+    """Held blocks go for the guarantee, and only for it."""
     place = Place({"late": 12, "early": 8})
     assert len(place.stored(range(24), 0.0, tenant="early")) == 24
     late = list(range(100, 116))
@@ -128,10 +119,7 @@ def test_tenant_at_its_bound_keeps_its_blocks() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "sketches"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """Applies an eviction rule that holds recently used blocks (refuses to evict them). Then a
-    second block size, a tier or sketches (compact summaries of blocks' keys) appear. With
-    any of these, no such rule is allowed. So the best of the other rules must be applied at once.
-    """
+    """With any of these, no rule may hold blocks, so the best of the others wins."""
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16
@@ -147,8 +135,7 @@ def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     assert len(place.stored(range(50, 66), 1.0)) == 16
     assert duel.winner == Contender(30.0) and space.policy.figures()["hold_s"] == 0.0
     if cause == "another size":
-        # The last block of the second size may have been evicted. Stores such a block again, so
-        # that there are still two sizes.
+        # The policy must still see two sizes.
         place.stored([202], 150.0, group=1)
     place.stored([80], 200.0)
     place.stored([81], 300.0)

@@ -1,5 +1,4 @@
-"""Tests the eviction policy `Hotness`. Compares it with its definition: the heat of blocks, which
-follows from their uses, and the order of eviction, which follows from the heat."""
+"""Tests `Hotness` against its definition: uses make heat, and heat the order of eviction."""
 
 import math
 from collections import OrderedDict
@@ -27,13 +26,12 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 CAPACITY = 12
 TOLERANCE = 2e-5
-"""Allowed error per use of a block's use count (a log2), because each use rounds the count to
-float32 once."""
+"""Error of a block's count (a log2) per use, which rounds it to float32."""
 PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
 def make_hotness(capacity: int, contender: Contender) -> Hotness:
-    """Returns a policy in which this contender (eviction rule) has won for good."""
+    """A policy in which this contender has won for good."""
     policy = Hotness(capacity)
     policy.duel = Duel(capacity, (contender,))
     return policy
@@ -48,10 +46,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """A state machine that compares the heat of blocks with its definition. Each block is a chain
-    of its own. A use of a block counts 1 at first, and half as much after every `memory_s` seconds.
-    The block's count is log2 of the sum over all its uses, including uses before an eviction.
-    """
+    """A use counts 1, and half after every `memory_s`; a block's count is log2 of the sum, also
+    over an eviction."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -60,7 +56,7 @@ class DefinitionMachine(RuleBasedStateMachine):
         self.now_s = 1000.0
         self.entry_of: dict[int, int] = {}
         self.uses: dict[int, list[tuple[float, int]]] = {}
-        # Evicted keys, the oldest first; their number is limited.
+        # Evicted keys, the oldest first; bounded.
         self.ghosts: OrderedDict[int, int] = OrderedDict()
         self.num_evicted = 0
 
@@ -115,9 +111,8 @@ class DefinitionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
     def decline(self, data: st.DataObject, passed: int, priority: int) -> None:
-        """Offers a block that finds no room. If the policy's rule holds blocks (refuses to evict
-        them), the policy must count the offer as a use, and remember the block's key as it does for
-        evicted blocks. Otherwise it must ignore the offer."""
+        """A rule that holds blocks counts the offer as a use and remembers the key; others
+        ignore it."""
         self.now_s += passed / TICKS_PER_S
         block = data.draw(self.absent())
         depth = data.draw(st.integers(0, 2))
@@ -150,8 +145,7 @@ TestDefinitionMachine = DefinitionMachine.TestCase
 
 
 class NaiveHotness:
-    """A naive hotness policy. For each entry (record of a block), it computes the time of last use
-    and the count of uses in float64. To find a block to evict, it compares all entries."""
+    """Compares all entries, by times and counts in float64."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -183,8 +177,7 @@ class NaiveHotness:
 
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the policy examine all entries (records of blocks) for every block that it evicts,
-    instead of a sample of them. So the order of eviction is exact."""
+    """The policy examines all entries for each victim, not a sample."""
     monkeypatch.setattr(shared, "MIN_QUEUED", 0)
     monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
@@ -197,8 +190,7 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = 30
     policy, naive, now_s = make_hotness(capacity, contender), NaiveHotness(contender), 500.0
-    # Each inserted block has a new key, so the policy remembers no evicted block (ghost) with this
-    # key. `DefinitionMachine` tests ghosts.
+    # Each key is new, so no ghost is met.
     for step in range(60):
         now_s += float(rng.choice([0.0, 1.0, 30.0, 2000.0])) * TICKS_PER_S // 1 / TICKS_PER_S
         retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 0.0, 50.0])))
@@ -222,9 +214,7 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
 def take_coldest(
     policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int
 ) -> list[int]:
-    """Asks the policy for `count` of the evictable entries (records of blocks) to evict. Checks
-    that they are the entries that the naive policy finds coldest, within the precision of float32.
-    """
+    """Victims must be the coldest, within the precision of float32."""
     victims: list[int] = policy.victims(
         4096, count, lambda numbers: np.isin(numbers, evictable)
     ).tolist()
@@ -239,8 +229,6 @@ def take_coldest(
 
 @given(data=st.data(), contender=st.sampled_from(CONTENDERS))
 def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender) -> None:
-    """Stores, uses and evicts whole or partial chains of blocks. In the order of eviction, a block
-    must never be hotter (come later) than the block before it in its chain."""
     policy = make_hotness(80, contender)
     chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
     resident = dict.fromkeys(range(len(chains)), 0)
@@ -277,10 +265,7 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """Asks the policy for blocks to evict. With `keep_at_s`, it must not offer the blocks that were
-    used within the hold time `hold_s`, nor those that a call of `hold` has listed. It must offer
-    all other blocks, and always those that `demote` has marked for early eviction. Without
-    `keep_at_s`, it must offer all blocks."""
+    """What was used within `hold_s` or listed by `hold` is kept, unless it was demoted."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -317,9 +302,7 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Makes another contender (eviction rule) win: because a comparison period ends, or because the
-    old winner holds recently used blocks (keeps them from eviction), which is no longer allowed.
-    The policy must sort the blocks that are queued for eviction by the new rule."""
+    """The winner changes at a round's end, or because holding is no longer allowed."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):
@@ -353,8 +336,6 @@ def test_clock_and_time_to_live_never_shrink() -> None:
 
 
 def test_retained_blocks_go_if_nothing_else_may() -> None:
-    """Asks for victims when every block has a time to live. The policy must name some: it evicts
-    blocks with a time to live last, but does not refuse to evict them."""
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))
     policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
     anything = np.ones(2, np.bool_)
@@ -363,8 +344,6 @@ def test_retained_blocks_go_if_nothing_else_may() -> None:
 
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
 def test_clocks_that_start_anywhere(start_s: float) -> None:
-    """Uses a chain of blocks from any start time of the clock. For two years and more, an earlier
-    block must stay hotter than a later one, and heat must stay finite."""
     policy = make_hotness(20, CONTENDERS[0])
     chain = list(range(1, 11))
     policy.admit(entries_of(chain), keys_of(chain), start_s)

@@ -1,6 +1,5 @@
-"""Tests of the core's long operations, which are generators that run in parts. Other calls may come
-between two parts. The core must be consistent after each part, and the operation must have its
-documented result at the end."""
+"""Tests operations in parts, with other calls in between. After each part the core must be
+consistent."""
 
 from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import Mock
@@ -43,11 +42,10 @@ def small_parts() -> Iterator[None]:
 
 
 class Meddler(World):
-    """A core, and a method `call` that makes one call of any kind. Tests use it between the parts
-    of a long operation.
+    """Makes any one call between two parts.
 
-    turn: number of the present part of the long operation.
-    began: for each block of the first key space, the turn in which its last store began.
+    turn: number of the part.
+    began: the turn in which a block's last store began.
     """
 
     def __init__(self, num_slabs: int = NUM_SLOTS // 4) -> None:
@@ -98,9 +96,7 @@ class Meddler(World):
 def test_a_flush_in_parts_leaves_nothing_of_before(
     before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
 ) -> None:
-    """Flushes a key space (a model in a configuration) in parts, with `num_calls` random calls
-    between two parts. Blocks that were stored or being stored when the flush was requested must
-    never be found. Other key spaces keep their blocks."""
+    """Blocks that were being stored must be gone too."""
     world = Meddler(num_slabs=3)
     core = world.core
     for what, number in before:
@@ -137,9 +133,6 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
 def test_there_is_room_after_whatever_came_between(
     between: list[tuple[str, int]], group: int, count: int
 ) -> None:
-    """Reserves `count` blocks of a group in a full cache, in parts, with random calls between the
-    parts. These calls pin and write only few blocks, so all blocks of the reservation must find
-    room."""
     world = Meddler(num_slabs=NUM_SLOTS)
     for start in range(0, 135, 9):
         world.end(world.begin(range(start + 200, start + 209)))
@@ -159,9 +152,7 @@ def test_there_is_room_after_whatever_came_between(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """Lets `sweep` search all entries for ten blocks to evict; it finds only three. The next `take`
-    must return these three without another search, since there are no more. The `take` after it
-    must search again."""
+    """A `take` after a `sweep` returns what that found, without another search."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -197,8 +188,6 @@ def test_slots_in_slabs_are_found(slab_bytes: int) -> None:
 
 
 def test_entries_without_memory_are_not_used() -> None:
-    """Stores blocks while memory for the block table's entries (records) is still being allocated.
-    Only entries that already have memory may be used."""
     world = World(NUM_SLOTS // 4)
     session, index = world.open(), world.core.space.index
     for limit in (5, 8):
@@ -209,9 +198,7 @@ def test_entries_without_memory_are_not_used() -> None:
 
 
 def test_room_for_sketches_keeps_their_blocks() -> None:
-    """Reserves sketches (summaries of blocks' keys) of present blocks in a full cache.
-    Making room must not evict these blocks: the slot of a sketch whose block is gone would
-    never be freed."""
+    """The slot of a sketch without a block would never be freed."""
     world = World(2)
     session = world.open(kinds=(Sketch(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):
@@ -221,19 +208,15 @@ def test_room_for_sketches_keeps_their_blocks() -> None:
         world.core.check_invariants()
     world.core.check_invariants()
     assert world.found(range(4)) == list(range(4))
-    # While the core makes room, it must not evict the blocks in `beside`. Both lists also contain a
-    # group that does not exist (7), for which the core must evict nothing.
+    # Group 7 does not exist.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
     unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
     assert not list(world.core.make_room_above(1, unknown, beside, 1.0))
     assert world.found(range(4)) == list(range(4))
 
 
-def test_sketchs_reused_number_is_not_evicted() -> None:
-    """Reserves blocks in a full cache, in parts that evict entries (records of blocks). Between two
-    parts, one of the entries to evict is freed otherwise, and its number goes to a new
-    sketch (compact summary of a block's keys). The later part must not evict this new
-    entry."""
+def test_reused_number_of_a_sketch_is_kept() -> None:
+    """Between two parts, an entry to evict is freed, and its number goes to a new sketch."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Sketch(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):
@@ -248,8 +231,8 @@ def test_sketchs_reused_number_is_not_evicted() -> None:
 
 
 def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:
-    """Reserves blocks 100 to 111 in a full cache, in parts. Calls `between` after the first part.
-    Returns the result of each block."""
+    """Reserves blocks 100 to 111 in a full cache; `between` runs after the first part. Their
+    results."""
     world = Meddler()
     for number in range(0, NUM_SLOTS, 2):
         world.call("store", number)
@@ -287,9 +270,7 @@ def test_slots_freed_meanwhile_are_not_evicted_again() -> None:
 
 
 def test_bounded_tenant_finds_its_few_blocks() -> None:
-    """Reserves many runs (lists of blocks) for a tenant that has all the memory it may have, so
-    that its own blocks must be evicted. The core must search for them once per call, not once per
-    run, since each search looks at the records of all blocks."""
+    """A search looks at all records, so there must be one per call, not per run."""
     bound = TenantShare(0, 6 * SLOT_ALIGN)
     world = World(24, tenants={"large": TenantShare(), "small": bound})
     space, sizes = world.core.space, (SLOT_ALIGN, 2 * SLOT_ALIGN)
@@ -310,10 +291,7 @@ def test_bounded_tenant_finds_its_few_blocks() -> None:
 
 @pytest.mark.parametrize("at", range(4))
 def test_tenants_blocks_may_be_pinned_during_choice(at: int) -> None:
-    """One tenant fills the arena with small blocks. For another tenant, reserves a large block, for
-    which some slabs (pieces of the arena) must be emptied. While the core chooses them (between the
-    parts `at` and `at` + 1), a lease pins all small blocks. The reservation must then report that
-    there is no space, and must not raise an error."""
+    """A lease comes between the parts `at` and `at` + 1. That is lack of room, not an error."""
     shares = {"large": TenantShare(), "small": TenantShare()}
     world, sizes = World(4, tenants=shares, unadmitted_share=1.0), (SLOT_ALIGN, 2 * SLOT_ALIGN)
     large, small = (world.open(name, name, sizes, tenant=name) for name in shares)
@@ -332,9 +310,7 @@ BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 
 @given(st.lists(st.lists(BLOCKS, min_size=1), min_size=1), st.integers(-1, 30))
 def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most: int) -> None:
-    """Random blocks are in several lists, each sorted by heat. `coldest` must choose the blocks to
-    evict: the coldest of all lists, with at most `most` bytes in total. Among equally cold blocks
-    it chooses the first ones of each list that still fit."""
+    """At most `most` bytes may go. Of equally cold blocks, the first that still fit go."""
     blocks = []
     for rows in map(np.array, parts):
         heat, sizes = rows[np.argsort(rows[:, 0])].T

@@ -1,5 +1,4 @@
-"""Tests the block index, which finds a block's entry (record) by its hash. Compares it with a dict.
-Also checks that clients without compiled kernels find the same entries in the table."""
+"""Tests the block index against a dict, with and without compiled kernels."""
 
 import copy
 from contextlib import suppress
@@ -50,8 +49,7 @@ class Entry:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """A state machine that makes every change in an index and in a dict. `plain` reads the same
-    table without compiled kernels, as a client without numba does."""
+    """`plain` reads the table as a client without numba does."""
 
     @initialize(
         hash_bytes=st.sampled_from([8, 16, 20, 32]),
@@ -71,8 +69,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins = [0] * (capacity + 1)
 
     def keys(self, data: st.DataObject, max_size: int = 12) -> tuple[int, int, list[bytes]]:
-        """Draws hashes of a group that often collide: they have few home buckets (where a lookup
-        begins) and few tags (the bits that a lookup compares)."""
+        """Few home buckets and tags, so that hashes often collide."""
         key_space_id, group = data.draw(st.sampled_from(GROUPS))
         salt = SALTS[key_space_id][group]
         home, tag, tail = st.integers(0, self.num_buckets - 1), st.integers(0, 9), st.integers(0, 2)
@@ -109,8 +106,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(home=st.integers(0, 11), tail=st.integers(0, 2), count=st.integers(8, 10))
     def crowd(self, home: int, tail: int, count: int) -> None:
-        """Inserts `count` blocks with the same home bucket (where a lookup begins): more than a
-        bucket can hold, so that some must be placed in later buckets."""
+        """Inserts more than their home bucket can hold."""
         home %= self.num_buckets
         hashes = [
             crafted_hash(home, self.num_buckets, tag, tail, SALTS[2][0], self.hash_bytes)
@@ -127,7 +123,7 @@ class IndexMachine(RuleBasedStateMachine):
         offset: int,
         lease: int,
     ) -> None:
-        """Inserts the hashes that the index does not contain yet."""
+        """Inserts the hashes that are not there yet."""
         fresh = [h for h in hashes if (key_space_id, group, h) not in self.model]
         offsets = (offset + np.arange(len(fresh), dtype=np.int64)) * SLOT_ALIGN
         depths = depth + np.arange(len(fresh), dtype=np.int64)
@@ -210,9 +206,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find(self, data: st.DataObject) -> None:
-        """Looks up known and unknown hashes and checks their records. Then looks them up by their
-        tags (32 bits of a hash, as clients do), with and without compiled kernels. Both must give
-        the same results."""
+        """Looks up by hash, and by tag as clients do."""
         key_space_id, group, hashes = self.keys(data, max_size=30)
         words, salt, packed = self.pack(hashes), SALTS[key_space_id][group], b"".join(hashes)
         found = [self.model.get((key_space_id, group, h)) for h in hashes]
@@ -229,16 +223,13 @@ class IndexMachine(RuleBasedStateMachine):
         assert np.array_equal(probes[0], probes[1])
         tags = [self.tag(*key) for key in self.model]
         for h, entry, probed in zip(hashes, found, probes[0].tolist(), strict=True):
-            # A probe (a lookup as clients make it) compares only tags, bits of the hash. It finds
-            # every existing block, and finds an absent block only if another block has the same
-            # tag.
+            # A probe compares only tags, so it may find an absent block.
             assert probed or not entry
             if tags.count(self.tag(key_space_id, group, h)) <= (entry is not None):
                 assert probed == (entry.word if entry else 0)
         ready = self.index.table.ready(packed, self.hash_bytes, salt)
         assert ready.tolist() == [0 < word < int(RESERVED_FLAG) for word in probes[0].tolist()]
-        # If a writer dies during a change, the bucket's sequence number stays odd. Readers must
-        # take such a bucket for a miss.
+        # A writer that dies leaves the sequence number odd, which means a miss.
         self.index.table.buckets[:, table.SEQ] += 1
         assert not self.index.find(key_space_id, group, words).any()
         for view in (self.index.table, self.plain):
@@ -263,8 +254,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
     def passed_by(self) -> list[int]:
-        """Returns for each bucket of the table how many keys belong into it but were placed in a
-        later bucket, because it was full."""
+        """For each bucket, its keys that lie in a later one."""
         rows = self.index.table.buckets[:, table.ENTRIES :].tolist()
         passed = [0] * self.num_buckets
         for (key_space_id, group, block_hash), entry in self.model.items():
@@ -277,9 +267,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Checks that index and dict have the same entries (records of blocks), and that a bucket's
-        sequence number rises with every change of the bucket, by which readers notice the change.
-        """
+        """Readers notice a change by the bucket's sequence number."""
         index = self.index
         index.check_invariants()
         buckets, before = index.table.buckets, self.buckets
@@ -320,8 +308,7 @@ def test_pins_exceed_any_small_counter() -> None:
 
 
 def test_block_in_the_last_searched_bucket_is_found() -> None:
-    """Inserts blocks that all have the same home bucket (where a lookup begins), until all buckets
-    that a lookup visits are full. All blocks must be found. One more block must find no place."""
+    """All have one home bucket, and one more finds no place."""
     most, num_buckets = table.WAYS * table.MAX_PROBE_BUCKETS, 2 * table.MAX_PROBE_BUCKETS
     index = BlockIndex(make_table(most + 8, num_buckets))
     index.add_key_space(2, [3])
@@ -372,8 +359,7 @@ FEW_WORDS = st.lists(st.sampled_from([0, 1]), min_size=8, max_size=8)
 
 @given(data=st.data(), words=st.lists(FEW_WORDS, max_size=8))
 def test_rows_of_hashes_are_those_of_lists(data: st.DataObject, words: list[list[int]]) -> None:
-    """Compares `first_occurrences` and `rows`, which work on arrays of hashes, with lists. Some
-    hashes differ only after their first eight bytes."""
+    """Some hashes differ only after their first eight bytes."""
     hashes = np.array(words, np.uint32).reshape(-1, 8)
     expected = [at for at, row in enumerate(words) if row not in words[:at]]
     assert first_occurrences(hashes).tolist() == expected
@@ -390,7 +376,6 @@ def test_records_split_by_key_space_group_size(kinds: list[tuple[int, int, int]]
         zip(records, kinds, strict=True)
     ):
         record[[table.W_KEY_SPACE, table.W_SIZE]] = key_space_id, size
-        # This word also contains the block's state, which the function must ignore.
         record[table.W_GROUP_STATE] = group | number % 3 << 16
     parts = [
         [

@@ -1,6 +1,4 @@
-"""Tests of `cache.inspect`, which reads figures and block lists from the core for operators. The
-answers must agree with the core and be copies. Compares the map of the arena's use with a naive
-map, and histograms with a plain count."""
+"""Tests what `cache.inspect` reads for operators: it must agree with the core, and be a copy."""
 
 import math
 import re
@@ -36,9 +34,6 @@ from tests.core.support import (
 
 
 class Cache(World):
-    """A cache of four slabs (pieces of the arena) with four slots each, and a session in a key
-    space of two groups."""
-
     def __init__(self) -> None:
         super().__init__(4, 60, "hotness")
         kinds = (Sketch(0, "min-max", 1, (SLOT_ALIGN,)),)
@@ -127,9 +122,7 @@ def test_blocks_are_found_in_parts_and_pages(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("most", [1, 3, 6, 100])
 def test_hottest_blocks_are_the_last_to_evict(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Lists the `most` hottest blocks of two key spaces, which are examined in parts of three. The
-    list must agree with the policy's heat, the hottest first. A block that is evicted between two
-    parts must not be in it."""
+    """A block evicted between two parts must not be listed."""
     cache = Cache()
     core, other = cache.core, cache.open(model="other")
     for number in range(1, 6):
@@ -182,9 +175,7 @@ def test_an_answer_stays_as_it_is() -> None:
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
-    # An operator's command gets the entry number (number of the record) of block 9. Then block 9 is
-    # evicted, and the number goes to a sketch (compact summary of keys), which must not be
-    # described as a block.
+    # Block 9's number now belongs to a sketch.
     _, number = cache.entries([8, 9]).tolist()
     evict(cache.core, 1, 0, words_of([9]))
     cache.store(cache.session, [8], group=MAX_GROUPS)
@@ -217,8 +208,7 @@ def test_why_a_block_is_missing_is_told() -> None:
     cache.store(cache.session, [4])
     flush(core, 1)
     assert (why(3), why(4)) == (Cause.OPERATOR, Cause.FLUSH)
-    # The server ends the lease of block 6, because it expires; the engine releases the lease of
-    # block 7. In neither case is the block stored.
+    # Expiry ends the lease of block 6; the engine releases that of 7.
     for lease_id, block in (("late", 6), ("left", 7)):
         reserve(core, cache.session.number, lease_id, [Run(0, words_of([block]))], 10.0, 1.0)
     core.release(cache.session.number, "left")
@@ -240,14 +230,11 @@ def test_a_story_is_told_of_any_number() -> None:
 
 
 REACHES = re.compile(r"core\.(?:_|(?!config\.)\w+\.)\w+|= [\w.]+\b_?core$", re.MULTILINE)
-"""Matches code that uses a private attribute of the core, an attribute of one of its parts (except
-its settings), or another name for the core."""
+"""A private attribute of the core, one of its parts but the settings, or another name for it."""
 
 
 @pytest.mark.parametrize("part", ["wire", "monitoring"])
 def test_no_outer_part_reaches_into_the_books(part: str) -> None:
-    """Searches the sources of the gRPC services, and the sources that make figures for operators.
-    They may call methods of the core (`CacheCore`), but must not use the objects inside it."""
     for path in Path(hotkv_server.__file__).parent.joinpath(part).rglob("*.py"):
         assert not REACHES.findall(path.read_text()), path
 
@@ -260,8 +247,7 @@ END_S = 1000.0
 
 
 class NaiveMap:
-    """A map of the arena for operators, computed naively by walking over each entry (record of a
-    block) and each slab (piece of the arena). A cell of the map sums up `slabs_per_cell` slabs."""
+    """Computes the map from each entry and slab."""
 
     def __init__(self, core: CacheCore, slabs_per_cell: int) -> None:
         num_cells = math.ceil(core.space.pool.num_slabs / slabs_per_cell)
@@ -313,8 +299,6 @@ def test_a_map_is_what_each_entry_says(
     most_cells: int,
     backed: int,
 ) -> None:
-    """Compares the map of the arena (how full its parts are) with a naive map, after random calls,
-    with at most `most_cells` cells."""
     world = World(NUM_SLABS, 60, policy, is_backed=False)
     core = world.core
     core.space.grow(backed * SLAB, 0)
@@ -373,9 +357,7 @@ def test_it_counts_as_a_plain_search_does(
 
 @pytest.mark.parametrize("policy", ["lru", "hotness", "arc"])
 def test_age_is_time_since_the_last_use(policy: str) -> None:
-    """Evicts blocks and checks the histogram of the ages (time since last use) that blocks have
-    when they are evicted. The core learns the time when a session opens and at each tick of the
-    clock. Blocks that an operator evicts must not count."""
+    """The core learns the time when a session opens and at each tick."""
     world = World(1, policy=policy)
     core, session = world.core, world.open(now_s=900.0)
     counted = inspect.eviction_ages(core)

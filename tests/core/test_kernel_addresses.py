@@ -1,8 +1,6 @@
-"""Tests that no kernel uses the address of an array that numba has freed already.
-
-numba frees a local array right after the last line that names it. A kernel that takes the array's
-address (`array.ctypes.data`) and uses the address after that line reads or writes freed memory.
-Arguments are safe: the caller holds them.
+"""Tests that no kernel uses an address of an array that numba has freed: numba frees a local
+array after the last line that names it, even if its `ctypes.data` is used later. Arguments are
+safe: the caller holds them.
 """
 
 import importlib
@@ -26,7 +24,6 @@ NUMBERS = ("uint64", "int64", "intp")
 
 
 def kernels() -> Iterator[Any]:
-    """Yields the Python functions of all kernels."""
     for package in (hotkv_proto, hotkv_server, hotkv_sparse):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if module.name.endswith("kernels"):
@@ -36,10 +33,10 @@ def kernels() -> Iterator[Any]:
 
 
 class Addresses:
-    """What the variables of a kernel hold, by numba's own intermediate code.
+    """What variables hold, by numba's intermediate code.
 
-    arrays: for each variable that keeps local arrays alive, the names of the arrays.
-    addresses: for each variable that is an address, the arrays that it points into.
+    arrays: kept alive by each variable.
+    addresses: for each address, the arrays that it points into.
     """
 
     def __init__(self, function: Any) -> None:
@@ -89,8 +86,7 @@ class Addresses:
                     self.arrays[name] |= self.arrays[operand.name]
 
     def late_uses(self) -> set[str]:
-        """Returns the lines, as file:line, that use an address of an array that nothing keeps
-        alive."""
+        """Lines (file:line) that use an address of an array that nothing keeps alive."""
         alive: dict[int, set[str]] = {min(self.blocks): set()}
         found, todo = set[str](), [min(self.blocks)]
         while todo:

@@ -125,8 +125,7 @@ def test_group_hashes_are_those_at_last_tokens(num_hashes: int, step: int) -> No
 def test_token_hashes_are_those_of_vllm(
     seed: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares `token_block_hashes` with vLLM's own functions. Of these, `init_none_hash` reads the
-    seed from the environment, and `hash_block_tokens` hashes block after block."""
+    """`init_none_hash` reads the seed from the environment."""
     utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
     hashing = pytest.importorskip("vllm.utils.hashing")
     for name in ("NONE_HASH", "_NONE_HASH_SEED"):

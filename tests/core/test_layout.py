@@ -1,6 +1,5 @@
-"""Tests that a `Layout`, which describes an engine's KV memory, yields the right pieces of bytes to
-copy, and that an invalid layout is refused with the name of the field. `dataplane/test_layouts.py`
-tests the copies."""
+"""Tests which bytes a `Layout` copies, and that an invalid one is refused with the field's name.
+`dataplane/test_layouts.py` tests the copies."""
 
 import math
 from dataclasses import replace
@@ -126,9 +125,7 @@ def test_any_numbers_are_refused_or_stay_inside(
     of_layout: dict[str, int],
     of_handle: dict[str, int],
 ) -> None:
-    """Replaces fields of a valid layout of KV memory by any numbers that protobuf can carry. The
-    server must refuse the layout, or the copies that it describes must stay inside the engine's
-    memory and the slot."""
+    """Protobuf can carry any of these numbers."""
     tensor = replace(TENSOR, **of_tensor)
     if data.draw(st.booleans()):
         dims = data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10))
@@ -154,9 +151,7 @@ def test_any_numbers_are_refused_or_stay_inside(
 )
 @pytest.mark.parametrize("split", [False, True])
 def test_block_has_a_run_per_layout_break(order: str, runs_per_block: int, split: bool) -> None:
-    """Describes the memory of three layers with four heads each as one tensor or (`split`) as one
-    tensor per layer, in several orders of the axes. Either way, a block must be copied in
-    `runs_per_block` contiguous pieces; if its layers are adjacent in memory, in one piece."""
+    """The layers are one tensor, or one each (`split`)."""
     shape = Shape(3, 1, 4, 5, 8)
     rank = make_rank(order, "packed", [shape], 6)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (shape.all_bytes,))
@@ -170,8 +165,7 @@ def test_block_has_a_run_per_layout_break(order: str, runs_per_block: int, split
 
 
 def test_neighbours_in_the_first_block_only_differ() -> None:
-    """Describes two tensors that are adjacent in block 0 but not in block 1, because their strides
-    differ. Their bytes must not be copied as one contiguous run."""
+    """They are adjacent in block 0 only, as the strides differ."""
     tensors = (PageTensor(0, "m", 0, 32, 16, 0), PageTensor(0, "m", 16, 64, 16, 16))
     layout = Layout(0, 2, (MemoryHandle("m", 96),), tensors)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (32,))

@@ -1,6 +1,5 @@
-"""Tests how the core decides about a tier below host memory. Blocks are copied to the tier and back
-into host memory during stores, leases, evictions and flushes. The tier fails, is slow, loses
-blocks, and can't encode (compress) some blocks."""
+"""Tests what the core decides about a tier that fails, is slow, loses blocks, and can't compress
+some."""
 
 import tracemalloc
 from contextlib import ExitStack
@@ -31,8 +30,7 @@ TestLowerMachine.settings = settings(max_examples=80, deadline=None)
 
 
 class Tiered(World):
-    """A core (the server's bookkeeping of blocks) with a tier below host memory that has room for
-    32 blocks."""
+    """A core with a tier that has room for 32 blocks."""
 
     def __init__(self, num_slabs: int = 6, capacity: int = 40) -> None:
         super().__init__(num_slabs, capacity)
@@ -58,8 +56,7 @@ def test_waiting_is_taken_in_order_once() -> None:
     assert down.waiting.num_bytes == SLOT_ALIGN
     evict(tiered.core, 1, 0, words_of([3]))
     assert tiered.taken(SLOT_ALIGN) == [] and not len(down.waiting)
-    # There are more stores than the index has entries (records), so blocks are evicted while they
-    # wait for the copy to the tier. The queue must then contain only blocks that still exist.
+    # Some blocks were evicted while they waited.
     for number in range(10, 20):
         tiered.add([number])
     assert (len(down.waiting), down.waiting.num_bytes) == (6, 6 * SLOT_ALIGN)
@@ -76,7 +73,7 @@ def test_blocks_nobody_else_finds_go_to_no_tier() -> None:
     copies = Copies(tiered.lower.moves)
     books_of(tiered.core).copies.append(copies)
     for _ in range(2):
-        # In the second round, the blocks are already present, so the store only marks them as used.
+        # The second round only marks present blocks as used.
         for number, is_private in enumerate((True, False)):
             tiered.store(tiered.session, [number], is_private=is_private)
         assert tiered.taken(1 << 30) == [1] and copies.num_waiting == 1
@@ -97,16 +94,13 @@ def test_blocks_stored_during_a_flush_are_written_after() -> None:
 def test_flush_changes_neither_chain_nor_demand(
     monkeypatch: pytest.MonkeyPatch, *, begins_late: bool, ends_early: bool
 ) -> None:
-    """Stores a chain of six blocks, with a block of another key space before its last two. While
-    the chain's key space is flushed, the chain must wait for the write gate (which decides what is
-    written to the disk). A turn offers the gate only a limited number of bytes: the other block
-    uses up the first turn, so the chain's last two blocks come in a later one. The flush may begin
-    or end between two parts of the first turn. The gate must be offered the chain in order, and
-    must not count waiting blocks as new demand in every turn."""
+    """Another key space's block uses up the first turn's bytes, so the chain's last two wait; a
+    flush begins or ends meanwhile. The gate sees the chain in order, and waiting blocks only
+    once as demand."""
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     down, index = tiered.down, tiered.core.space.index
-    # With this budget, the gate admits only a part of the blocks if it counts more than 8 of them.
+    # With it, the gate admits only a part if it counts more than 8 blocks.
     down.gate.set_budget(3200 * SLOT_ALIGN)
     session, other = tiered.session, tiered.open(model="other")
     for number in range(6):
@@ -157,8 +151,7 @@ def test_blocks_waiting_for_a_flush_may_be_evicted(
         assert np.array_equal(tiered.entries([9]), first)
         evict(tiered.core, 1, 0, words_of([1]))
         finished(taking)
-        # The table entry of the evicted block 0 now belongs to block 9. Block 9 must be in the
-        # queue only once.
+        # Block 0's entry now belongs to block 9.
         assert len(queue) == 3 and queue.num_bytes == 3 * SLOT_ALIGN
     ready = finished(tiered.down.take(1 << 30, 1.0))
     assert np.array_equal(ready, tiered.entries([2, 3, 9]))
@@ -168,8 +161,7 @@ def test_blocks_waiting_for_a_flush_may_be_evicted(
 
 
 def test_restored_blocks_of_flushed_move_are_written_later() -> None:
-    """Flushes a block while it is being copied to a slow disk, and stores it again. The new block
-    must be copied to the disk too, but only after the old copy has ended."""
+    """The new copy may begin only after the old one has ended."""
     tiered = Tiered()
     tiered.add([3])
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
@@ -181,8 +173,7 @@ def test_restored_blocks_of_flushed_move_are_written_later() -> None:
 
 
 def test_earlier_servers_blocks_are_written_when_used() -> None:
-    """Uses a block that an earlier server stored and that was not loaded since (it is unverified).
-    It must then be queued for a copy to the tier, although it was offered to the tier before."""
+    """The unverified block was offered before, but its use must queue it again."""
     tiered = Tiered()
     tiered.add([3])
     assert tiered.taken(1 << 30) == [3]
@@ -192,9 +183,7 @@ def test_earlier_servers_blocks_are_written_when_used() -> None:
 
 
 def test_gate_knows_what_precedes_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offers parts of chains (prompts) to the write gate, which decides which blocks a tier stores.
-    The gate must learn of each block whether it begins a chain, follows a block that is written to
-    the tier, or follows a block that is not."""
+    """A block follows nothing, a block that the tier has, or one that it has not."""
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     down, seen = tiered.down, []
@@ -227,8 +216,7 @@ def test_gate_knows_what_precedes_each_block(monkeypatch: pytest.MonkeyPatch) ->
     tiered.add([10], 8, 7)
     refused = (7, [1, 0], [1, 0], [0, 0], [6, 7])
     assert written() == [refused, (10, [1], [0], [1], [8])]
-    # Uses a chain of which some blocks are in the tier. Only the other blocks must be offered to
-    # the gate.
+    # Only blocks that the tier lacks may be offered.
     used = [HashList(0, words_of([0, 1, 2, 4, 5, 7, 8]))]
     tiered.core.touch(tiered.session.number, used, 2.0)
     assert written() == [refused]
@@ -238,9 +226,7 @@ def test_gate_knows_what_precedes_each_block(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:
-    """Leases and moves (copies between tiers) have numbers, each kind in its own half of a range.
-    Lets both reach the end of their half. They must then start again at its beginning, and skip
-    numbers in use."""
+    """Each has half of a range, starts again at its end, and skips numbers in use."""
     tiered = Tiered()
     core, moves = tiered.core, tiered.lower.moves
     core.acquire(tiered.session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
@@ -269,9 +255,8 @@ def test_key_space_lives_while_a_block_lies_below() -> None:
 
 
 def test_reason_why_no_tier_has_a_block() -> None:
-    """Asks the core why three blocks are missing. The first was evicted for lack of room and then
-    found damaged in the tier. The second was demoted by a hint. A flush then removes the second and
-    the third block. The core must know each cause."""
+    """Block 1 was evicted, then found damaged in the tier; 2 was demoted by a hint, then
+    flushed; 3 was flushed."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])
@@ -294,8 +279,6 @@ def test_reason_why_no_tier_has_a_block() -> None:
 
 
 def test_block_listed_twice_moves_up_once() -> None:
-    """Requests blocks from the tier in two lists that repeat blocks. Each of the three blocks must
-    be promoted once."""
     tiered = Tiered()
     tiered.add([1, 2, 3])
     (move,) = tiered.down.begin(tiered.core.space.index.ready_blocks())
@@ -313,23 +296,21 @@ def test_promoted_blocks_in_a_chain_break_no_link() -> None:
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
     tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
     below = tiered.lower.space
-    # Asks for a place for a block that is larger than the whole tier. It must get none, and nothing
-    # may be evicted for it.
+    # This block is larger than the whole tier, so nothing is evicted for it.
     finished(below.make_room(1, 0, 9 * SLAB, 2))
     assert not len(below.insert(1, 0, words_of([20]), 9 * SLAB, np.zeros(1, np.int64), FIRST_MOVE))
     deepest = int(below.index.find(1, 0, words_of([7]))[0])
     chain = below.index.keys(below.chains.ancestors(deepest, 100))[2]
     assert np.array_equal(np.sort(chain, 0), np.sort(words_of(range(7)), 0))
     evict(tiered.core, 1, 0, words_of([5, 6]))
-    # Promotes parts of the chain, as a lease does that lists only the blocks that the engine lacks.
+    # Leases list only what the engine lacks, as here.
     for listed in ([3, 4, 5], [1, 6, 7]):
         up = tiered.lower.up.begin(1, [HashList(0, words_of(listed))], 2.0)
         assert up is not None and len(up) == 1
         tiered.lower.up.end(up, np.ones(1, np.bool_), np.zeros(1, np.bool_), None, 2.0)
         books_of(tiered.core).arrivals.release(up)
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([7])[0]), 100)
-    # No list of a promotion contained both block 5 and block 6, so block 6 has no link to block 5
-    # as its parent.
+    # No promotion listed both 5 and 6, so 6 has no link.
     assert chain.tolist() == tiered.entries([6]).tolist()
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([5])[0]), 100)
     assert chain.tolist() == tiered.entries(list(range(5))).tolist()
@@ -339,9 +320,7 @@ def test_promoted_blocks_in_a_chain_break_no_link() -> None:
 def test_long_queue_is_searched_in_bounded_parts(
     monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
 ) -> None:
-    """Searches a queue of blocks to copy, most of which were evicted while the tier was down. One
-    turn of the event loop may search only a bounded number of parts; later turns search the rest.
-    """
+    """Most blocks in the queue were evicted while the tier was down."""
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
@@ -375,8 +354,7 @@ def test_block_replaced_between_parts_is_left_out(
     evict(tiered.core, 1, 0, words_of([0]))
     tiered.add([9])
     assert np.array_equal(tiered.entries([9]), first)
-    # The table entry of the evicted block 0 now belongs to block 9. Block 9 is queued for the disk,
-    # but not for the shared store.
+    # Block 0's entry now belongs to block 9, which is queued for the disk only.
     others = tiered.entries([1, 2] if is_shared else [1, 2, 9])
     assert np.array_equal(finished(taking), others)
 
@@ -391,8 +369,7 @@ def test_write_takes_its_bytes_at_least_one_block() -> None:
 
 
 def test_waiting_blocks_take_few_bytes_each() -> None:
-    """Queues 20,000 blocks one by one, as if the tier were down. The queue must use less than 40
-    bytes per block, because host memory may hold millions of blocks."""
+    """Host memory may hold millions of blocks."""
     num_blocks = 20_000
     queue = waiting.WaitingBlocks(BlockIndex(make_table(num_blocks)))
     tracemalloc.start()

@@ -1,6 +1,5 @@
-"""Tests of `LowerMemory`, the files with a disk tier's records, which say which block is where on
-the disk. A tier keeps the slab size (slabs are pieces of equal size) that its first server chose,
-so the next server finds the blocks in their places."""
+"""Tests `LowerMemory`, a disk tier's records. The slab size of the first server stays, so the
+next one finds the blocks."""
 
 import errno
 import logging
@@ -43,7 +42,7 @@ def opened(
 
 
 def left(folder: Path) -> None:
-    """Leaves the files of a server whose slabs (pieces of the disk's file) have 4 MiB."""
+    """Leaves the files of a server with slabs of 4 MiB."""
     with opened(folder, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
 
@@ -85,9 +84,7 @@ def test_slabs_of_a_new_disk_are_large(disk_bytes: int, slab_mib: int) -> None:
 
 
 def test_disk_is_no_larger_than_its_records() -> None:
-    """A record of the block table has 32 bits for a block's place on the disk. Inserts a block at
-    the last place of the largest disk that the settings allow: the place must fit. The settings
-    must refuse a larger disk."""
+    """A record has 32 bits for a place on the disk; the settings must refuse a larger disk."""
     most = DiskSettings.model_validate({"bytes": MAX_DISK_BYTES})
     space = Space(make_table(8), most.bytes, 256 * MIB, LRU(8))
     offsets = np.array([most.bytes - SLOT_ALIGN])
@@ -127,7 +124,7 @@ def test_changes_are_in_the_file_once_written(
             made.written().result(60)
             assert made.kept_revision == entry and made.num_changed == made.num_saved
         assert not made.problem and made.is_alive()
-        # Changes a record without a call of `changed`. The change must still be saved.
+        # The change must be saved without a call of `changed`.
         made.table.records[9, :] = 9
         record = made.table.records[9].tobytes()
         wait_for(lambda: record in (tmp_path / "records").read_bytes(), "it is not found")
@@ -140,8 +137,7 @@ def test_changes_are_in_the_file_once_written(
 def test_file_gets_its_name_after_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a new file is synced before it replaces the old one. Otherwise, on XFS, a power
-    loss may leave an empty file."""
+    """Otherwise, on XFS, a power loss may leave an empty file."""
     fsync, replace = os.fsync, Path.replace
     synced: set[int] = set()
     named: list[tuple[str, bool]] = []
@@ -216,7 +212,7 @@ def test_a_start_moves_only_parts_with_records(
     path = tmp_path / records.TABLE_FILE
     content = np.fromfile(path, np.uint8)
     assert len(content) == geometry.file_bytes and np.array_equal(content, made._bytes)
-    # Disk space is allocated for all records of the file.
+    # Disk space is allocated for all records.
     assert path.stat().st_blocks * 512 >= geometry.file_bytes - geometry.records_offset_bytes
 
 
@@ -278,7 +274,7 @@ def test_records_do_not_wait_for_byte_counts(
     caplog.set_level(logging.INFO)
 
     def lines() -> list[str]:
-        """Returns the lines that `records` has logged, and not those of other threads."""
+        """The records' lines, not those of other threads."""
         return [one.getMessage() for one in caplog.records if one.name == records.log.name]
 
     with opened(tmp_path, 64, 4) as made:

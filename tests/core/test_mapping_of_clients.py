@@ -1,6 +1,4 @@
-"""Tests of `map_file`, by which clients map a file: the mapping has the file's bytes, is aligned to
-a huge page and read-only, and lasts as long as a view of it. Also tests how clients find out which
-parts of the arena already have memory."""
+"""Tests how clients map files, and find which parts of the arena have memory."""
 
 import mmap
 import os
@@ -18,7 +16,6 @@ from hotkv_client.arena import HUGE_PAGE_BYTES, Arena, map_file
 
 @contextmanager
 def file_of(content: bytes) -> Iterator[int]:
-    """Yields the descriptor of a file in memory with this content."""
     fd = os.memfd_create("mapped")
     os.write(fd, content)
     yield fd
@@ -26,7 +23,7 @@ def file_of(content: bytes) -> Iterator[int]:
 
 
 def mapped_bytes() -> int:
-    """Returns how many bytes of the files of `file_of` this process has mapped."""
+    """Bytes of files of `file_of` that this process has mapped."""
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     ranges = [line.split()[0].split("-") for line in lines if "memfd:mapped" in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
@@ -63,9 +60,7 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
 
 
 def test_arena_says_which_bytes_have_memory() -> None:
-    """The server allocates the memory of its arena piece by piece, and a client must not touch
-    bytes without memory. Allocates single pages of a file. `memory_end(offset)` must return where
-    the allocated bytes that begin at this offset end, and must allocate nothing itself."""
+    """A client must not touch bytes without memory. To look must allocate none."""
     page = mmap.PAGESIZE
     with file_of(b"") as fd:
         os.truncate(fd, 4 * page)

@@ -1,6 +1,5 @@
-"""Tests the files of the arena, of the block table and of the server's state. A start that is
-killed at any write must leave usable files. A lack of memory must be handled, and each file must
-have only one writer at a time."""
+"""Tests the files of arena, block table and state: killed starts leave usable ones, and each has
+one writer at a time."""
 
 import errno
 import json
@@ -42,13 +41,12 @@ TOO_MANY_SHARDS = make_key_space("of another version", SLOT_ALIGN, SLOT_ALIGN, 4
 
 
 class KilledError(BaseException):
-    """An exception that stands for a kill. As a BaseException, it is not caught by `except
-    Exception`."""
+    """Stands for a kill: `except Exception` does not catch it."""
 
 
 class Start:
-    """The memory and the core of a server, made as a server's start in `folder` makes them.
-    `take_over` restores the blocks of the folder's earlier server."""
+    """Memory and core as a server's start makes them. `take_over` restores the earlier server's
+    blocks."""
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
@@ -72,16 +70,12 @@ class Start:
         return found
 
     def end(self) -> None:
-        """Ends the server as a kill would: the files stay as they are."""
+        """Leaves the files as a kill would."""
         self.memory.release()
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Creates the files that a server with blocks of two key spaces (each is a model in a
-    configuration) would leave.
-
-    unfit: True if that server also knew an earlier key space that this version refuses.
-    """
+    """Leaves files with two key spaces. `unfit`: and an earlier one that this version refuses."""
     start = Start(folder).take_over()
     if unfit:
         start.core.catalog._check = lambda key_space, kinds: None  # type: ignore[method-assign]
@@ -103,13 +97,8 @@ OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "un
 def test_killed_starts_never_mistake_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
-    """Kills two starts in a row before or after (`when`) a call of the function `name`, which
-    changes files. The third start must find each block in its own key space (a model in a
-    configuration), and in no other.
-
-    unfit: if True, an old key space is one that this version refuses, so the numbers of the other
-        key spaces do not start at 1.
-    """
+    """Two starts die before or after a call of `name`; the third finds each block in its own key
+    space only. `unfit`: numbers of the others do not start at 1."""
     leave(tmp_path, unfit=unfit)
     whole: Callable[..., object] = getattr(OWNERS[name], name)
 
@@ -137,8 +126,7 @@ def test_killed_starts_never_mistake_a_block(
 
 
 def test_spoiled_use_times_are_silently_unknown(tmp_path: Path) -> None:
-    """Reads a file of blocks' times of last use with invalid values. These times must count as
-    unknown. No numpy warning may occur, not even for a signalling NaN."""
+    """There must be no numpy warning, even for a signalling NaN."""
     memory = Start(tmp_path).memory
     geometry = memory.table.geometry
     bits = np.zeros(geometry.capacity + 1, "<u4")
@@ -204,7 +192,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "linked state": (lambda f: link(f / "state.json"), "symbolic links"),
     "owner": (lambda f: None, "belongs to uid"),
 }  # fmt: skip
-"""Changes to a server's files, each with the reason why the next server can't use the files."""
+"""Changes to the files, and why the next server can't use them."""
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -275,10 +263,8 @@ def test_start_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Populates a mapping (allocates its pages) in the way for old kernels, which touches each
-    page. The array is read-only, so that a write would fail. `populate` must only read: writing a
-    byte back could undo a concurrent copy. After `close`, the mapping must leave no reserved
-    addresses."""
+    """On old kernels each page is touched. A write could undo a concurrent copy, so the array is
+    read-only."""
 
     def regions() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
@@ -305,8 +291,7 @@ def test_bringing_memory_in_writes_none_of_it(
 def test_large_memory_is_populated_and_unmapped_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Populates and closes a mapping of several pieces and a page. No call may be longer than a
-    piece, because other threads that map memory, such as the event loop, wait for its end."""
+    """Threads that map memory, such as the event loop, must wait for each call."""
     piece_bytes, calls = mapping_module.PIECE_BYTES, dict[str, list[tuple[int, int]]]()
     mapping = FileMapping.create(tmp_path / "arena", 2 * piece_bytes + 4096, 0o600)
     libc, address = mapping_module._libc, mapping.address
@@ -337,15 +322,13 @@ def test_large_memory_is_populated_and_unmapped_in_pieces(
 def test_huge_pages_end_where_the_kernel_refuses(
     refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
 ) -> None:
-    """Requests huge pages for a mapping of ten from a fake kernel, piece by piece. If the kernel
-    refuses a piece, `make_huge` requests its pages one by one. It must stop at the first piece of
-    which the kernel has refused every page, and count the huge pages that it got before.
+    """If a piece is refused, its pages are requested one by one. After a piece without any, no more
+    is requested.
 
-    refused: numbers of the pages that the kernel refuses. It also refuses pages without memory.
-    start, end: the first huge page to request, and the page at which to stop.
-    piece: number of huge pages in a piece.
-    exclusive: no other process uses the file. Its pages then have no memory at first, and
-        `make_huge` allocates some of each page's memory before the request.
+    refused: pages that the kernel refuses; also those without memory.
+    start, end, piece: in huge pages.
+    exclusive: nobody else uses the file. Its pages have no memory, so some of each page's is
+        allocated before the request.
     """
     size = HUGE_PAGE_BYTES
     fd = os.memfd_create("huge")
@@ -374,8 +357,7 @@ def test_huge_pages_end_where_the_kernel_refuses(
 
 
 def test_table_has_huge_pages_as_the_arena(tmp_path: Path) -> None:
-    """Checks that the block table uses huge pages if the kernel offers any. With small pages,
-    lookups in a large table took a third longer."""
+    """With small pages, lookups in a large table took a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
     probe = FileMapping.create(tmp_path / "probe", memory.table_file.num_bytes, 0o600)
     probe.make_huge(0, 10.0)
@@ -399,7 +381,7 @@ def test_file_without_write_access_is_refused_unmapped(tmp_path: Path) -> None:
 
 
 def test_a_mapping_is_unmapped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `close`, another thread may map memory at the same address."""
+    """Another thread may have mapped memory there since."""
     mapping = FileMapping.create(tmp_path / "arena", 8192, 0o600)
     mapping.close()
     monkeypatch.setattr("hotkv_server.memory.mapping._libc", None)
@@ -408,8 +390,7 @@ def test_a_mapping_is_unmapped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["use.new", "state.json.new", "server.json.new"])
 def test_files_of_an_interrupted_write_are_removed(tmp_path: Path, name: str) -> None:
-    """Leaves a half-written file in a server's folder. `find` must count its bytes and `remove`
-    must delete it, since no other code would."""
+    """No other code would delete them."""
     directory = tmp_path / "arena"
     memory = NodeMemory.open(directory, ARENA, SLAB, 100, 7, prefault=False)
     (directory / name).write_bytes(bytes(1 << 20))

@@ -1,4 +1,4 @@
-"""Tests of NUMA placement, with /sys folders of fake machines."""
+"""Tests NUMA placement on /sys folders of fake machines."""
 
 import ctypes
 import errno
@@ -23,8 +23,8 @@ DUAL = {0: "0-3,8-11", 1: "4-7,12-15"}
 def machine(
     root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]] | None = None
 ) -> Path:
-    """Creates a /sys folder of a fake machine, with NUMA nodes (number -> processors) and PCI
-    devices (id -> vendor, class, node). Returns its path."""
+    """A fake /sys with NUMA nodes (number -> processors) and PCI devices (id -> vendor, class,
+    node)."""
     of_nodes, of_devices = root / "devices/system/node", root / "bus/pci/devices"
     files = {of_nodes / "has_memory": ",".join(map(str, nodes))}
     files |= {of_nodes / f"node{number}/cpulist": cpus for number, cpus in nodes.items()}
@@ -84,7 +84,7 @@ ONE = {0: "0-1"}
         ({}, "auto", [], ()),
     ],
 )
-def test_choice(
+def test_memory_follows_the_chosen_nodes(
     tmp_path: Path, nodes: dict[int, str], wanted: str, gpus: list[int], expected: tuple[int, ...]
 ) -> None:
     devices = {f"0000:1{at}:00.0": (*GPU, node) for at, node in enumerate(gpus)}
@@ -101,8 +101,7 @@ def test_node_without_memory_is_refused_by_name(tmp_path: Path) -> None:
     platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known"
 )
 def test_memory_is_placed_or_the_reason_said() -> None:
-    """Calls mbind for a new mapping on an existing NUMA node. If the machine forbids it, `place`
-    must return the reason."""
+    """The machine may forbid mbind."""
     nodes = numa.memory_nodes()
     if not nodes:
         pytest.skip("this kernel has no NUMA")
@@ -136,8 +135,7 @@ def test_kernel_may_refuse_the_asked_nodes(
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert numa.place(4096, 8192, (1023,)).startswith("Operation not permitted (")
     assert numa.place(4096, 8192, (0, 70)) != ""
-    # If one NUMA node is chosen, memory is placed there if possible. If several are chosen, memory
-    # is interleaved over them.
+    # One node is preferred; several nodes are interleaved.
     preferred, interleave = 1, 3
     assert calls == [
         (235, 4096, 8192, preferred, {1023}, 1025, 0),
@@ -153,8 +151,7 @@ def test_arena_is_placed_before_it_is_filled(tmp_path: Path) -> None:
 
     def place(address: int, num_bytes: int) -> None:
         placed.append(num_bytes)
-        # When `place` is called, no page of the arena may have memory yet, except the words of
-        # shared memory behind the arena's end in its file.
+        # Only the words behind the arena's end have memory yet.
         num_words = file_bytes(num_bytes) - num_bytes
         assert os.stat(tmp_path / "arena/arena").st_blocks * 512 <= num_words
 

@@ -1,5 +1,4 @@
-"""Tests `RetentionPins`, which pins blocks (protects them from eviction) for a time, because a
-request has asked for it. Compares it with a dict."""
+"""Tests `RetentionPins` against a dict."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,10 +20,8 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """A state machine in which two tenants pin entries (records of blocks) within a shared budget
-    of bytes; the first tenant also has a bound of its own. If several requests pin an entry, it has
-    one pin, which ends at the latest of the requested times. If the budget does not suffice, the
-    entries that were requested first are pinned."""
+    """Two tenants share a budget; one also has a bound. An entry's pin ends at the latest of the
+    requested times."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),
@@ -46,9 +43,9 @@ class HoldsMachine(RuleBasedStateMachine):
         )
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
         self.size_of = dict(zip(entries.tolist(), index.slot_bytes(entries).tolist(), strict=True))
-        # Entry numbers in random order, as in an index that has been in use for some time.
+        # Numbers in any order, as in an index in use.
         self.numbers = np.random.default_rng(seed).permutation(entries)
-        # Other owners pin some of the entries too.
+        # Other owners pin some too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
         self.others = index.pins.copy()
         self.index, self.holds = index, RetentionPins(index, tenants, 1.0)
@@ -59,8 +56,7 @@ class HoldsMachine(RuleBasedStateMachine):
         return self.numbers[places].astype(np.uint32)
 
     def held_bytes(self, size: int = 0) -> int:
-        """Returns the bytes of all blocks that are pinned; with `size`, only of blocks of this
-        size."""
+        """Bytes of pinned blocks; with `size`, only of that size."""
         sizes = [self.size_of[held] for held in self.until_s]
         return sum(one for one in sizes if size in (0, one))
 
@@ -70,9 +66,8 @@ class HoldsMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]),
     )
     def hold(self, places: list[int], tenant: int, ttl_s: float) -> None:
-        """Pins entries (records of blocks) of a tenant, some of them listed twice. Once a new entry
-        exceeds the budget, neither it nor any later new entry may be pinned: the later blocks of a
-        chain are useless without the earlier ones."""
+        """After an entry beyond the budget, no later one is pinned: a chain is useless without
+        its head."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         size = SIZES[tenant]
         entries = [one for one in self.entries(places).tolist() if self.size_of[one] == size]
@@ -92,7 +87,6 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @rule(passed_s=st.sampled_from([0.0, 0.5, 3.0, 19.0, 1e5]))
     def expire(self, passed_s: float) -> None:
-        """Advances time. A pin ends exactly at its end time."""
         self.now_s += passed_s
         for _ in self.holds.expire(self.now_s):
             pass
@@ -123,7 +117,7 @@ class HoldsMachine(RuleBasedStateMachine):
 TestHoldsMachine = HoldsMachine.TestCase
 
 
-def test_holds_during_other_ends_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_made_during_expiry_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds_module, "PART_ENTRIES", 2)
     machine = HoldsMachine()
     machine.start(1 << 40, 0)
@@ -133,8 +127,7 @@ def test_holds_during_other_ends_end_in_time(monkeypatch: pytest.MonkeyPatch) ->
     ending = machine.holds.expire(machine.now_s)
     for _ in range(3):
         next(ending)
-    # Pins two entries (records of blocks) between parts of `expire`: entry 2 is in a finished part,
-    # entry 20 in a later one.
+    # Entry 2 is in a finished part, entry 20 in a later one.
     for entry, until_s in ((2, 2.0), (20, 3.0)):
         machine.holds.hold(np.array([entry], np.uint32), until_s)
         machine.holds.check_invariants()

@@ -1,6 +1,5 @@
-"""Tests of a tier that encodes (compresses) blocks, so that a block's place in the tier is smaller
-than its slot: which groups get small places, how they count in the write budget, and how records of
-an earlier server are restored."""
+"""Tests a tier that compresses: which groups get smaller places, how they count in the budget,
+and how records are restored."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -56,8 +55,7 @@ def test_group_that_hardly_fits_rests_a_while() -> None:
         ((0, 1), 0, LARGE),
         ((0, 0), RETRY_BLOCKS - 1, LARGE),
         ((0, 0), 1, SMALL),
-        # At least a quarter of the blocks that were tried could be encoded, so new blocks of the
-        # group get small places.
+        # A quarter of these could be compressed.
         ((MIN_TRIED // 4, MIN_TRIED), 0, SMALL),
     ):
         if tried[1]:
@@ -68,8 +66,7 @@ def test_group_that_hardly_fits_rests_a_while() -> None:
 
 
 def test_what_was_tried_long_ago_is_forgotten() -> None:
-    """Reports a million blocks of a group as encoded with success, then only failures. After at
-    most 40,000 failures, new blocks of the group must get places of full size."""
+    """After a million successes, 40,000 failures must suffice."""
     sizes, num_blocks = sizes_of(), 0
     for _ in range(1000):
         sizes.tried(1, 0, 1000, 1000)
@@ -80,7 +77,7 @@ def test_what_was_tried_long_ago_is_forgotten() -> None:
 
 
 class Node(World):
-    """A core with a tier below that encodes blocks and has a daily budget of written bytes."""
+    """A core whose tier compresses, and has a daily budget."""
 
     def __init__(self) -> None:
         super().__init__(12, CAPACITY)
@@ -97,17 +94,14 @@ class Node(World):
         return move
 
     def end(self, move: Move, unfit: list[int]) -> Entries:
-        """Ends a move (a copy to the tier). `unfit`: positions in the move of the blocks that could
-        not be encoded. Returns the entries (records) of the blocks that must be moved again without
-        encoding."""
+        """The entries to move again as they are. `unfit`: positions that could not be
+        compressed."""
         is_unfit = np.isin(np.arange(len(move)), unfit)
         seals = np.full(len(move), 7, np.uint64)
         return self.down.end(move, ~is_unfit, seals, 1.0, is_unfit)
 
     def write(self, group: int, numbers: list[int], unfit: list[int]) -> Entries:
-        """Stores blocks, and moves them to the tier. If `unfit` lists positions of blocks that
-        can't be encoded, these are moved again without encoding. Returns the entries of these
-        blocks."""
+        """Unfit blocks are moved again, as they are."""
         self.offer(group, numbers)
         again = self.end(self.begun(), unfit)
         for plain in self.down.begin(again, is_plain=True):
@@ -129,8 +123,7 @@ def test_gate_counts_place_bytes_and_repeated_moves() -> None:
     assert not len(node.write(1, [1, 2], []))
     assert node.written_bytes() == 2 * SMALL + LARGE + 2 * PLAIN
     assert (counters.demoted, counters.encoded) == (5, 2)
-    # A block that was moved without encoding must not be moved a second time, even if the tier
-    # reports it as unfit for encoding.
+    # What was moved as it is must not be moved again.
     assert not len(node.write(1, [3], [0]))
     node.core.check_invariants()
     evict(node.core, 1, 0, words_of([1, 2]))
@@ -169,8 +162,7 @@ def test_key_spaces_that_are_forgotten_leave_nothing() -> None:
 
 
 def left() -> Space:
-    """Returns a tier's space (its places and entries) with blocks of two groups. In one group, some
-    blocks are encoded and some plain."""
+    """A tier in which one group has compressed and plain blocks."""
     node = Node()
     node.write(0, [1, 2, 3, 4], [0, 2])
     node.write(1, [1, 2], [])
@@ -178,11 +170,7 @@ def left() -> Space:
 
 
 def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
-    """Restores a tier's blocks from the records of an earlier server. Returns the tier's space (its
-    places and entries), and the report of the restore.
-
-    knows: True if the new server can read encoded blocks.
-    """
+    """`knows`: the new server can read compressed blocks."""
     space = below()
     catalog = Catalog(space.books)
     number, _ = catalog.register(KEY_SPACE, (), 0.0)
@@ -193,8 +181,7 @@ def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
 
 
 def test_blocks_come_back_in_places_of_both_sizes() -> None:
-    """Restores a tier with encoded (compressed) and plain blocks. A server with compression must
-    find all blocks in their places; a server without it must restore only the plain blocks."""
+    """Without compression, only the plain ones may come back."""
     old = left()
     records = old.index.table.records
     space, report = restored(records.copy())
@@ -214,9 +201,7 @@ def test_blocks_come_back_in_places_of_both_sizes() -> None:
     "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
 )
 def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
-    """Restores a record of a block of the size `was`, into which another size is written: neither
-    the slot size nor the encoded size of the block's group, or an encoded size that saves nothing.
-    The record must be dropped. (Sizes in units of SLOT_ALIGN.)"""
+    """Sizes are in units of SLOT_ALIGN."""
     records = left().index.table.records.copy()
     at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
     records[at, table.W_SIZE] = size
@@ -235,8 +220,7 @@ def test_a_damaged_table_gives_a_consistent_tier(data: st.DataObject) -> None:
 
 
 def test_one_block_in_two_places_comes_back_once() -> None:
-    """Restores two records of the same block, one encoded and one plain. One of them must be
-    restored, the other dropped."""
+    """One record is of a compressed block, the other of a plain one."""
     records = left().index.table.records.copy()
     small, large = (
         np.flatnonzero(records[:, table.W_SIZE] == size // SLOT_ALIGN)[0] for size in (SMALL, LARGE)

@@ -1,6 +1,5 @@
-"""Runs the contract that all eviction policies must fulfil, and tests their shared parts. Compares
-ARC and S3-FIFO with naive versions, and `GhostTable` with a dict. (`tests/simulate/test_replay.py`
-does so for LRU.)"""
+"""Tests all eviction policies by one contract, ARC and S3-FIFO against naive versions, and
+`GhostTable` against a dict. test_replay tests LRU."""
 
 from collections import Counter
 
@@ -31,7 +30,7 @@ def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32))
-def test_contract(name: str, seed: int) -> None:
+def test_every_policy_keeps_the_contract(name: str, seed: int) -> None:
     check_policy(POLICIES[name], seed=seed)
 
 
@@ -49,10 +48,8 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
 
 
 class NaiveLists:
-    """A base for naive eviction policies. It has two lists of blocks, the coldest first, and
-    remembers evicted blocks, called ghosts. A ghost records in which list the block was, and how
-    many evictions there were until then. Only the ghosts of the last 16 evictions count, as in one
-    bucket of the real table."""
+    """Two lists, the coldest first, and ghosts. Only those of the last 16 evictions count, as in
+    one bucket of the real table."""
 
     def __init__(self) -> None:
         self.lists: tuple[list[int], list[int]] = [], []
@@ -78,8 +75,7 @@ class NaiveLists:
 
 
 class NaiveARC(NaiveLists):
-    """A naive version of ARC as in its paper. `target`: the number of blocks that the list of
-    blocks used once should have, which the policy adapts."""
+    """ARC as in its paper. `target`: length of the list of blocks used once."""
 
     target = 0.0
 
@@ -109,10 +105,8 @@ class NaiveARC(NaiveLists):
 
 
 class NaiveS3FIFO(NaiveLists):
-    """A naive version of S3-FIFO as in its paper. To find victims, it looks at the first blocks of
-    a queue, as many as victims are still missing. It repeats this until it has all victims, or no
-    block may be evicted.
-    """
+    """S3-FIFO as in its paper. Looks at as many blocks as are missing, until it has all or none
+    may go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,8 +119,7 @@ class NaiveS3FIFO(NaiveLists):
     def touch(self, block: int) -> None:
         self.uses[block] = min(3, self.uses[block] + 1)
 
-    def refresh(self, block: int) -> None:
-        """Does nothing, because S3-FIFO counts only the order of arrival and uses."""
+    def refresh(self, block: int) -> None: ...
 
     def victims(self, count: int, may_go: set[int]) -> list[int]:
         chosen: list[int] = []
@@ -240,8 +233,7 @@ def test_stuck_demoted_entries_make_way(
 
 
 def test_stamps_stay_apart_after_years() -> None:
-    """Inserts a thousand blocks into an LRU policy in one call, three years after the clock began.
-    Their times of last use must still differ, so that their order is kept."""
+    """They are a thousand in one call, three years after the clock began."""
     policy = LRU(1000)
     entries = np.arange(1, 1001, dtype=np.uint32)
     policy.admit(entries, entries.astype(np.uint64), 1.0e8)
@@ -256,17 +248,14 @@ POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 
 def never_lost(table: GhostTable) -> NDArray[np.bool_]:
-    """Returns a mask of the keys in `POOL` that a ghost table can't lose for lack of room. The
-    bucket of such a key has room for all keys of the pool that belong into it."""
+    """Keys whose bucket has room for all keys of the pool that belong into it."""
     high = (spread(POOL) >> np.uint64(32)).tolist()
     buckets = [int(half) * len(table.tags) >> 32 for half in high]
     return np.array([buckets.count(bucket) <= WAYS for bucket in buckets])
 
 
 class GhostMachine(RuleBasedStateMachine):
-    """A state machine for `GhostTable`, the table of ghosts (keys of evicted blocks, with a value).
-    A ghost that is found must have its latest value and must not be too old. A young ghost must be
-    found, unless more keys belong into its bucket than fit."""
+    """A young ghost is found, unless more keys belong into its bucket than fit."""
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
@@ -317,8 +306,7 @@ TestGhostMachine = GhostMachine.TestCase
 
 @given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
 def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
-    """Adds ghosts (keys of evicted blocks) until the numbers by which the table orders them reach
-    their maximum. The table must then drop all ghosts, and must find those added after that."""
+    """When the numbers that order ghosts end, all are dropped."""
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)
@@ -352,8 +340,6 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
 
 
 def test_free_place_is_taken_before_ghosts_drop() -> None:
-    """Drops half of the ghosts (remembered keys of evicted blocks) in a full bucket of the table,
-    then adds as many. The new ghosts must fill the free places, and the other ghosts must stay."""
     table = GhostTable(4, is_lasting=True)
     table.remember(POOL[:WAYS], POOL[:WAYS])
     middle = int(np.sort(table.tags[0])[WAYS // 2])

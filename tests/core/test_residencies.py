@@ -1,7 +1,5 @@
-"""Tests residencies. A residency pins the blocks of a running request, which clients read in the
-arena itself. These cases go beyond the state machine of `test_cache`: sketches (compact
-forms of keys), tenants, condemned (damaged) blocks, damaged tables, and pins of other blocks that
-leave no room."""
+"""Tests residencies beyond the state machine: sketches, tenants, condemned blocks, damaged
+tables, and others' pins."""
 
 import re
 from dataclasses import replace
@@ -42,11 +40,7 @@ MEAN = Sketch(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core (bookkeeping of blocks) of 64 slots with shortcuts for calls of residencies (requests
-    whose KV stays in host memory).
-
-    words: the shared memory from which clients read whether their residencies are still valid.
-    """
+    """A core of 64 slots. `words` says whether residencies are still valid."""
 
     def __init__(self, **config: object) -> None:
         memory = no_readers(CAPACITY)
@@ -57,8 +51,6 @@ class Place(World):
         return residencies(self.core).open(session.number, name, {0: count}, 0.0)
 
     def make_room(self, session: SessionRecord, name: str, count: int) -> list[EvictionNotice]:
-        """Evicts blocks to make room for `count` blocks of the residency `name` (a request whose KV
-        stays in host memory). Returns the notices of the evicted blocks."""
         for _ in residencies(self.core).make_room(session.number, name, {0: count}):
             pass
         return self.core.take_effects()
@@ -80,7 +72,6 @@ class Place(World):
         self.core.check_invariants()
 
     def restarted(self) -> CacheCore:
-        """Kills the server. Returns the core of the next server, restored from the same memory."""
         self.core, self.restored = taken_over(self.core, "lru", None, 1.0)
         self.core.space.index.unverified[:] = False
         self.core.check_invariants()
@@ -124,11 +115,9 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
     assert slot_cost(slot_bytes, SLAB) == cost_bytes
 
 
-def test_holds_and_leases_leave_room_for_stores() -> None:
-    """In an arena of 64 slots, reserves 40 for a residency (a request whose KV stays in host
-    memory), and leases blocks; the lease pins 16 slots, its maximum. A sixteenth of the arena, 4
-    slots, must stay free for stores. So retention (pins that requests ask for) may pin only the
-    last 4 slots. Once the residency is closed, it may pin 16, its own maximum."""
+def test_retention_and_leases_leave_room_for_stores() -> None:
+    """Of 64 slots, 40 are reserved, a lease pins its maximum of 16, and a sixteenth stays free
+    for stores: 4 are left for retention, and its own maximum of 16 once the residency is closed."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))
@@ -153,11 +142,8 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
     ],
     ids=["bound", "guarantee of another"],
 )
-def test_holds_leave_room_for_residencies(shares: dict[str, TenantShare]) -> None:
-    """Pins blocks of tenant `a` by retention (pins that requests ask for), and reserves as much
-    room as possible for a residency of the same tenant (a request whose KV stays in host memory).
-    All stores into this residency must find room, and so must stores of tenant `b` in the other
-    half of the arena."""
+def test_retention_leaves_room_for_residencies(shares: dict[str, TenantShare]) -> None:
+    """All stores into the residency find room, and so do the other tenant's in its half."""
     place = Place(tenants=shares, held_share=0.25)
     session, core, held = place.open(tenant="a"), place.core, range(100, 100 + NUM_SLOTS // 8)
     place.store(session, held)
@@ -171,11 +157,9 @@ def test_holds_leave_room_for_residencies(shares: dict[str, TenantShare]) -> Non
     core.check_invariants()
 
 
-def test_holds_leave_promised_slots_of_their_size() -> None:
-    """Pins one small block in each slab (piece of the arena) of small blocks, so that large blocks
-    can't use these slabs. A residency (a request whose KV stays in host memory) then reserves all
-    slots of large blocks, and retention asks to pin large blocks too. The residency's stores must
-    all find room."""
+def test_retention_leaves_promised_slots_of_its_size() -> None:
+    """One pinned block in each small slab keeps large ones out. All large slots are promised,
+    and retention wants some."""
     place = Place(held_share=0.5)
     small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
     place.store(small, range(32))
@@ -192,9 +176,7 @@ def test_holds_leave_promised_slots_of_their_size() -> None:
 
 
 def test_promised_slots_stay_with_cold_blocks() -> None:
-    """All slots of small blocks are promised to a residency, and they hold cold blocks. Large
-    blocks need room then. They must not get the promised slots, nor must the cold blocks be evicted
-    in vain."""
+    """Large blocks must not get the promised small slots, nor evict cold blocks there in vain."""
     place = Place()
     small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
     promised = NUM_SLOTS - 16
@@ -234,8 +216,7 @@ def test_condemned_block_ends_its_readers_residencies() -> None:
     assert reason_of(lambda: place.extend(sessions[0], "r", [1])) is Reason.UNKNOWN_RESIDENCY
     again = place.promise(sessions[0], "r", 4)
     assert place.holds(again) and not place.holds(opened[0])
-    # After a restart, the core no longer knows which residency had a block. If block 3, which an
-    # old residency pinned, is condemned as damaged, all residencies must end.
+    # It no longer knows which residency had a block, so all end.
     place.restarted()
     for block, holds in ((1, True), (3, False)):
         condemn(place.core, place.entries([block]))
@@ -248,8 +229,7 @@ def test_blocks_flushed_under_readers_survive_kills() -> None:
     opened = place.promise(session, "r", 9)
     slots = []
     for first in (0, 3, 6):
-        # Stores the same three hashes three times, each time in other slots, because flushes remove
-        # the blocks from the index while the residency still pins their old slots.
+        # The residency still pins the flushed blocks' slots.
         place.store(session, [1, 2, 3])
         slots += place.extend(session, "r", [1, 2, 3], first)
         if first < 6:
@@ -356,10 +336,8 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
 
 
 def test_scattered_pins_leave_slabs_to_others() -> None:
-    """Reserves room for a residency's blocks (a residency is a request whose KV stays in host
-    memory) and for their sketches (compact forms of keys). Stores them one by one, among
-    another engine's blocks of the same size. So pinned blocks are scattered over many slabs (pieces
-    of the arena). Each store must nevertheless find the room that was reserved."""
+    """Stores among another engine's blocks scatter the pins; each must still find its reserved
+    room."""
     place = Place()
     session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
     other = place.open("f", "n", (SLAB // 2, 1))
@@ -392,10 +370,7 @@ def test_residency_waits_while_pins_fill_slabs() -> None:
 
 
 def test_promised_sketches_take_the_room_of_others() -> None:
-    """Reserves room for a residency (a request whose KV stays in host memory) and its
-    sketches (compact forms of keys). Then fills the arena so that no slab (piece of the
-    arena) can be emptied, and another session's sketches fill all slots of their size. The
-    residency's sketches must still find room, because they evict the other session's."""
+    """No slab can be emptied, so another session's sketches must go."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")
@@ -450,8 +425,7 @@ def test_a_block_is_pinned_while_it_is_compared() -> None:
 
 
 def test_a_store_pins_only_what_was_compared() -> None:
-    """Restored blocks that nobody has compared with their checksums are not pinned for a
-    residency: its client would read them in place."""
+    """The residency's client would read the block in place."""
     place = Place()
     session = place.open()
     place.store(session, [1, 2])

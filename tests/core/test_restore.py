@@ -1,5 +1,4 @@
-"""Tests how a starting server restores the cache from the block table of an earlier server.
-Whatever the old records contain, the new core (bookkeeping of blocks) must be consistent."""
+"""Tests how a start restores an earlier server's block table, whatever that contains."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,8 +45,7 @@ def test_what_tenants_hold_is_counted_after_a_start() -> None:
 
 
 class Counted(np.ndarray):
-    """A numpy array that counts the elements which numpy's functions process. Arrays that are
-    computed from it count too. The count measures the work of a restore."""
+    """Counts the elements that numpy processes, which are the work of a restore."""
 
     num_elements = 0
 
@@ -64,10 +62,7 @@ def plain(one: Any) -> Any:
 
 
 def test_restart_costs_alike_in_many_key_spaces() -> None:
-    """Restores 4,000 blocks that belong to one key space (a model in a configuration), and 4,000
-    that belong to 500. Each block must be found in its key space. With 500, the restart may process
-    less than four times as many array elements. (Elements are counted instead of time, which
-    depends on the machine's load.)"""
+    """Elements are counted, as time depends on the machine's load."""
     num_blocks, found = 4000, {}
     config = CoreConfig(num_blocks * SLOT_ALIGN, SLAB, num_blocks + 8)
     for num_spaces in (1, 500):
@@ -77,8 +72,7 @@ def test_restart_costs_alike_in_many_key_spaces() -> None:
         old = np.zeros((num_blocks + 1, table.RECORD_WORDS), np.uint32)
         places = np.arange(num_blocks)
         old[1:, :8] = words_of(range(num_blocks))
-        # The earlier server numbered its key spaces from 7 on. The new server numbers them from 1
-        # on, so most of the old numbers now belong to other key spaces.
+        # Most old numbers belong to other key spaces now.
         old[1:, table.W_KEY_SPACE] = 7 + places % num_spaces
         old[1:, table.W_GROUP_STATE] = table.STATE_READY << 16
         old[1:, table.W_SIZE], old[1:, table.W_OFFSET] = 1, places
@@ -118,10 +112,8 @@ def test_new_blocks_are_hotter_than_restored_ones(*, is_below: bool) -> None:
 
 
 def apart(records: Words) -> dict[tuple[int, bytes], bool]:
-    """Finds the blocks that a restore must find in damaged records. Returns a dict of the ready
-    blocks (group, hash) whose slots have the size of their group. The value is True if no other
-    record conflicts with the block's slot: has the same slot, or a slot of another size in the same
-    slab (piece of the arena)."""
+    """The ready blocks (group, hash) with slots of their group's size. True if no other record
+    has the slot, or another size in its slab."""
     slots = []
     for record in records.tolist():
         state, group = divmod(record[table.W_GROUP_STATE], 1 << 16)
@@ -141,8 +133,7 @@ def apart(records: Words) -> dict[tuple[int, bytes], bool]:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
-    """Restores a table with damaged records. The core must be consistent and must find exactly the
-    blocks whose slots conflict with no other record."""
+    """Only blocks whose slots conflict with no other record are there."""
     records = damage(filled().space.index.table.records.copy(), data)
     core = empty()
     restore(core, records, {1: 1}, None, 5.0)
@@ -175,8 +166,6 @@ def test_ready_blocks_come_back_unverified_with_checksum() -> None:
 
 
 def test_a_link_beyond_the_table_is_no_link() -> None:
-    """Damages the link from a sketch (compact form of keys) to its block, so that it points
-    beyond the table. The sketch must be dropped, and all blocks restored."""
     records = filled().space.index.table.records.copy()
     kind = int(np.flatnonzero(records[:, table.W_SKETCH])[-1])
     block = int(records[kind, table.W_SKETCH])
@@ -189,8 +178,6 @@ def test_a_link_beyond_the_table_is_no_link() -> None:
 
 
 def test_sketch_not_named_by_its_block_drops() -> None:
-    """Removes from a block's record the link to its sketch (compact form of keys). The
-    restore must keep the block and drop the sketch."""
     records = filled().space.index.table.records.copy()
     kind = int(np.flatnonzero(records[:, table.W_SKETCH])[-1])
     records[int(records[kind, table.W_SKETCH]), table.W_SKETCH] = 0
@@ -202,7 +189,6 @@ def test_sketch_not_named_by_its_block_drops() -> None:
 
 @pytest.mark.parametrize("field", [table.W_KEY_SPACE, table.W_GROUP_STATE, 0])
 def test_a_sketch_of_another_block_is_dropped(field: int) -> None:
-    """Gives a sketch another key space, group or hash than its block has."""
     core = empty()
     foreign = replace(KEY_SPACE, model="two")
     core.catalog.register(foreign, (KIND,), 0.0)
@@ -210,7 +196,6 @@ def test_a_sketch_of_another_block_is_dropped(field: int) -> None:
     kind = int(np.flatnonzero(records[:, table.W_SKETCH])[-1])
     block = int(records[kind, table.W_SKETCH])
     if field == table.W_GROUP_STATE:
-        # The block of the same hash in the other group.
         same = (records[:, :8] == records[kind, :8]).all(axis=1)
         (other,) = np.flatnonzero(same & (records[:, table.W_GROUP_STATE] & 0xFFFF == 1))
         records[block, table.W_SKETCH] = 0
@@ -223,7 +208,7 @@ def test_a_sketch_of_another_block_is_dropped(field: int) -> None:
     core.check_invariants()
 
 
-def test_a_record_without_check_value_is_dropped() -> None:
+def test_a_record_without_checksum_is_dropped() -> None:
     records = filled().space.index.table.records.copy()
     (row, *_) = np.flatnonzero(records[:, table.W_GROUP_STATE] == table.STATE_READY << 16)
     records[row, table.W_CHECK : table.W_CHECK + 2] = 0

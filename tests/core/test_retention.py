@@ -1,5 +1,4 @@
-"""Tests retention in the whole core: requests can pin their blocks for a time, or give them a
-priority and a time to live."""
+"""Tests retention in the whole core."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,7 +13,7 @@ from tests.core.chained_cache import NUM_SLOTS, Cache
 from tests.core.support import evict, expire, words_of
 
 NUM_HELD = NUM_SLOTS // 4
-"""Number of slots that requests may pin."""
+"""Slots that requests may pin."""
 LONG = pytest.mark.long
 EACH_POLICY = pytest.mark.parametrize(
     "policy",
@@ -49,8 +48,7 @@ def test_pinned_blocks_stay_until_their_time(
     cache.advance(ttl_s)
     assert not len(cache.core.retention_pins) and cache.found(chain) == chain
     cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
-    # Under some policies blocks of the chain survive this flood, because they were used twice and
-    # the new blocks once. Their pins have ended, so an operator can evict them.
+    # Some policies keep blocks that were used twice. They are no longer pinned.
     left = cache.found(chain)
     assert not left or policy not in ("lru", "s3fifo")
     assert evict(cache.core, 1, 0, words_of(chain)) == (len(left), 0)
@@ -67,9 +65,6 @@ def test_pinned_blocks_stay_until_their_time(
 def test_what_has_time_to_live_outlives_a_flood(
     policy: str, num_kept: int, ttl_s: float, flood: int
 ) -> None:
-    """Stores a chain of `num_kept` blocks with a time to live, and floods the cache with chains of
-    `flood` new blocks. The first chain must stay until its time ends. A second flood must then
-    evict it."""
     cache = Cache(policy)
     chain = list(range(num_kept))
     cache.add(chain, retention=Retention(ttl_s=ttl_s))
@@ -88,8 +83,6 @@ def test_what_has_time_to_live_outlives_a_flood(
     seed=st.integers(0, 1 << 32),
 )
 def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: int) -> None:
-    """Stores blocks with random priorities and times to live, without pins. Every store must still
-    find room."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     for _ in range(40):
@@ -104,9 +97,7 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
 @pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=LONG)])
 @given(passed_s=st.sampled_from([1.5, 60.0, 1e5]), length=st.integers(1, 40))
 def test_blocks_before_a_new_block_count_used(policy: str, passed_s: float, length: int) -> None:
-    """Evicts a block in the middle of a chain of `length` blocks. After `passed_s` seconds, stores
-    new blocks at the end of the chain. The blocks between the missing one and the new ones must
-    count as used now."""
+    """Those behind a missing block count as used too."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
     cache.add(chain)
@@ -124,8 +115,7 @@ def test_blocks_before_a_new_block_count_used(policy: str, passed_s: float, leng
 
 @pytest.mark.parametrize("late_s", [0.0, 50.0, 100.0])
 def test_late_hint_keeps_blocks_no_longer(late_s: float) -> None:
-    """Applies a hint some time after it arrived. The blocks must count as used when the hint is
-    applied, but their time to live must begin when the hint arrived."""
+    """They count as used now, but their time to live began when the hint arrived."""
     cache = Cache("hotness")
     chain, other = cache.fresh(3), cache.fresh(3)
     cache.now_s = 1000.0 + late_s

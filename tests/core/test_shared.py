@@ -1,6 +1,4 @@
-"""Tests how the core handles a tier that is a shared store, beside the tier below host memory that
-`test_lower` tests. During random calls, blocks are copied to the store and fetched from it, and the
-store forgets blocks at will."""
+"""The state machine of `lower_machine`, with a shared store that forgets blocks at will."""
 
 import contextlib
 from typing import Any
@@ -20,11 +18,7 @@ from tests.core.support import words_of
 
 
 class SharedMachine(LowerMachine):
-    """The state machine of `LowerMachine`, to which it adds a shared store.
-
-    remote: the blocks in the store. Their keys contain the number of flushes so far. (In a real
-        store, keys contain the generation, a number that each flush raises.)
-    """
+    """`remote` is the store, with numbers of flushes in place of generations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +45,7 @@ class SharedMachine(LowerMachine):
     @precondition(lambda self: self.copies.num_waiting)
     @rule(num_bytes=st.integers(0, 1 << 16), is_flushed=st.booleans(), data=st.data())
     def begin_out(self, num_bytes: int, is_flushed: bool, data: st.DataObject) -> None:
-        """Begins to copy queued blocks of at most `num_bytes` to the store.
-
-        is_flushed: True if a flush of the first block's key space is running. Blocks of this key
-            space must then go back to the queue.
-        """
+        """`is_flushed`: a flush of the first block's key space runs."""
         lanes = [lane for lane, waiting in enumerate(self.copies.lanes) if len(waiting)]
         lane = data.draw(st.sampled_from(lanes))
         taken = finished(self.copies.take(num_bytes, lane))
@@ -113,8 +103,7 @@ class SharedMachine(LowerMachine):
     def share_and_fetch(
         self, space: int, group: int, numbers: list[int], data: st.DataObject
     ) -> None:
-        """Puts blocks into the shared store, as another node would, and fetches them into the
-        arena."""
+        """Puts blocks into the store as another node would, and fetches them."""
         self.remote |= {self.content(space, group, number) for number in numbers}
         self.begin_in(space, group, numbers)
 
@@ -137,7 +126,6 @@ class SharedMachine(LowerMachine):
 
     @rule(keep=st.booleans())
     def forget(self, keep: bool) -> None:
-        """Lets the store evict blocks by itself."""
         self.remote = {content for at, content in enumerate(sorted(self.remote)) if keep and at % 2}
 
     def teardown(self) -> None:

@@ -1,6 +1,5 @@
-"""Tests that no client can use up the memory in which the core keeps leases and their lists of
-blocks, so that other clients find room. Also tests long operations on leases, which run in parts.
-"""
+"""Tests that no client can use up the memory for leases and their lists, and leases that end in
+parts."""
 
 from functools import partial
 
@@ -36,8 +35,8 @@ def test_nobody_takes_all_leases_or_transfers(
         for engine in ("a1", "a2", "b1")
     ]
     hashes = [HashList(0, words_of([1]))]
-    # The engines open as many leases as they can, one engine after the other. Each engine may open
-    # half of the leases that are still free. With tenants, a tenant's engines share such a half.
+    # Each engine may open half of the leases that are free; with tenants, their engines share
+    # it.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
         store = partial(begin_store, core, session, lease_id="s", runs=[], shard_index=0, ttl_s=0.0)
         assert grants(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]
@@ -50,9 +49,7 @@ def test_nobody_takes_all_leases_or_transfers(
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    """Opens leases with lists of 1,000 absent blocks. One engine must be refused after half of the
-    memory for such lists, so that another engine still finds some. Each lease must count with at
-    least the memory of its lists."""
+    """Absent blocks count too, and a lease with at least the memory of its lists."""
     world = make_world(client_memory_bytes=10 * read_weight(1, 1000))
     core, one, other = world.core, world.open("one").number, world.open("other").number
     absent = [HashList(0, words_of(range(1000)))]
@@ -79,9 +76,7 @@ def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
 def test_leases_that_end_in_parts_end_once(
     leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool, renews: bool
 ) -> None:
-    """Ends expired leases or, if `closing`, the leases of a closing session, in parts. Between the
-    parts, other leases are released or (`renews`) renewed, and a copy uses one of the leases. No
-    lease may end twice, end before its copy, or end although it was renewed."""
+    """Other leases are released or renewed in between, and a copy uses one."""
     world = make_world()
     core, mine, other = world.core, world.open(), world.open().number
     world.store(mine, range(10))
@@ -125,8 +120,7 @@ def test_all_but_newcomers_is_evicted_in_parts(monkeypatch: pytest.MonkeyPatch) 
     steps = core.evict_all(1)
     counts = [next(steps)]
     assert counts == [(16, 0)]
-    # Between two parts, reuses the entries (records) of blocks that were freed, and evicts blocks
-    # that a later part would free.
+    # Reuses freed entries, and evicts blocks of a later part.
     world.store(mine, range(200, 210))
     evict(core, 1, 0, words_of([90, 91]))
     counts += steps
@@ -164,9 +158,7 @@ def test_closing_sessions_report_pins_nothing_more(
 def test_accounts_share_a_bound_by_the_rule(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """Compares `FairBound`, which limits how much of a capacity one owner may use, with the rule
-    that it implements. Two accounts (`BoundShare`) count against the same capacity in different
-    units. What an owner uses in one account must reduce its room in the other."""
+    """`BoundShare`s count in different units against one capacity."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
     books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]
@@ -180,7 +172,7 @@ def test_accounts_share_a_bound_by_the_rule(
         allowed = [
             n for n in range(1, left + 1) if held(owner) + n <= floor or held(owner) + n <= left - n
         ]
-        # If an amount is allowed, all smaller amounts are allowed too.
+        # All smaller amounts must be allowed too.
         assert allowed == list(range(1, len(allowed) + 1))
         account, mine = accounts[which], books[which]
         assert bound.room(owner) == max(allowed, default=0)

@@ -1,6 +1,4 @@
-"""Tests that sketches (compact summaries of blocks' keys) are stored and removed together
-with their blocks: by a state machine over the whole core with a naive model, and by single cases.
-"""
+"""Tests that sketches are stored and removed with their blocks."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +32,7 @@ from tests.core.support import (
 
 NUM_HASHES = 12
 GROUPS = (0, MAX_GROUPS, MAX_GROUPS + 1)
-"""The group of blocks, and two groups of their sketches, one per version."""
+"""Blocks, and two versions of their sketches."""
 NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=7, unique=True)
 SOME = NUMBERS | st.just([])
 RARELY = st.sampled_from([False, False, False, True])
@@ -44,12 +42,10 @@ Key = tuple[int, int]
 
 @dataclass
 class Write:
-    """The model's record of a write lease.
+    """A write lease of the model.
 
-    masks: for each reserved key, a bit for each shard (a rank's part of the block) that is written.
-    copies: for each shard that is being written, a tuple for each of its blocks: the index of its
-        run (a list of blocks in the call), its position in the run, its key, and the offset of its
-        slot.
+    masks: shards that are written, by reserved key.
+    copies: for each shard being written, (index of the run, position there, key, offset).
     """
 
     lists: list[tuple[int, list[int]]]
@@ -62,9 +58,7 @@ class Write:
 
 
 class SketchMachine(RuleBasedStateMachine):
-    """A state machine in which two engines share a small arena. They have the same key space (a
-    model in a configuration), but different versions of sketches (compact forms of keys).
-    """
+    """Two engines of one key space have different versions of sketches."""
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -128,8 +122,7 @@ class SketchMachine(RuleBasedStateMachine):
         return self.ready | {(kind, number) for number, kind in self.kept.items()}
 
     def settle(self, *, makes_room: bool = False) -> None:
-        """Applies the core's eviction notices to the model and compares the two. Only a call that
-        makes room may remove a sketch (compact form of keys) whose block stays."""
+        """Only making room may remove a sketch whose block stays."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a sketch"
@@ -156,14 +149,12 @@ class SketchMachine(RuleBasedStateMachine):
     def begin_store(
         self, engine: int, blocks: list[int], others: list[int], shard: int, front: bool
     ) -> None:
-        """Begins a store of the KV of `blocks` and of the sketches (compact forms of keys)
-        of `others`. `front`: the sketches come first."""
+        """`front`: the sketches come first."""
         self.begin_whole(engine, blocks, others, shard % self.num_shards, front=front)
 
     @rule(engine=st.integers(0, 1), blocks=NUMBERS, others=NUMBERS)
     def store(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Stores `blocks` with their sketches (compact forms of keys) from all ranks, and
-        the sketches of those of `others` that are already ready. All copies succeed."""
+        """Stores blocks with all ranks' sketches, and sketches of ready `others`."""
         others = [number for number in others if (0, number) in self.ready and number not in blocks]
         name = self.begin_whole(engine, blocks, blocks + others)
         for shard in range(self.num_shards):
@@ -193,8 +184,7 @@ class SketchMachine(RuleBasedStateMachine):
         return name
 
     def joinable(self) -> list[tuple[str, int]]:
-        """Returns (lease name, shard) for each shard (a rank's part of the blocks) that an open
-        write lease still lacks."""
+        """(Lease name, shard) for what open write leases still lack."""
         return [
             (name, shard)
             for name, write in sorted(self.writes.items())
@@ -205,8 +195,6 @@ class SketchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.joinable())
     @rule(data=st.data())
     def join_store(self, data: st.DataObject) -> None:
-        """Begins the store of another rank's shard (a rank's part of a block) under an existing
-        write lease."""
         name, shard = data.draw(st.sampled_from(self.joinable()))
         self.begin(name, self.writes[name], shard, set())
 
@@ -240,12 +228,10 @@ class SketchMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks the result that a store returned for a key, of a block or of a sketch
-        (compact form of a block's keys). A sketch that existed before the store may be
-        gone, because making room may remove it.
+        """An earlier sketch may be gone: making room may remove it.
 
-        before: the keys that were found when the store began.
-        others: the keys that other leases have reserved.
+        before: found when the store began.
+        others: reserved by other leases.
         """
         if key in before and (key[0] == 0 or self.kept.get(key[1]) == key[0]):
             assert result == BlockResult.PRESENT
@@ -277,8 +263,8 @@ class SketchMachine(RuleBasedStateMachine):
         self.settle()
 
     def settle_write(self, name: str, write: Write) -> None:
-        """Updates a write lease after a copy: drops aborted blocks once no copy is in flight, and
-        ends the lease after its last shard (a rank's part of a block) or its release."""
+        """Drops aborted blocks once no copy is in flight, and ends the lease after its last
+        shard or its release."""
         if not write.copies:
             masks = write.masks.items()
             write.masks = {key: mask for key, mask in masks if key not in write.aborted}
@@ -309,9 +295,7 @@ class SketchMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), blocks=SOME, others=NUMBERS)
     def acquire(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Leases and loads the KV of `blocks`, and the sketches (compact forms of keys) of
-        `others`, in the engine's own version of sketches. Checks which are granted, and the
-        core's counters."""
+        """The sketches are of the engine's own version."""
         self.names += 1
         name, session = f"r{self.names}", self.sessions[engine]
         lists, held = self.lists(engine, blocks, others), []
@@ -345,8 +329,7 @@ class SketchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reads or self.writes)
     @rule(really=RARELY)
     def expire(self, really: bool) -> None:
-        """Advances time until all leases expire, if `really` (which is drawn rarely). A lease with
-        a copy in flight ends only when the copy has ended."""
+        """A lease does not end while a copy is in flight."""
         if not really:
             return
         self.now_s += 20.0
@@ -384,8 +367,6 @@ class SketchMachine(RuleBasedStateMachine):
 
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
-        """Kills the server at a random moment, if `really` (which is drawn rarely). The next server
-        restores the cache from the block table that is left."""
         if not really:
             return
         self.world.core, restored = taken_over(self.core, self.policy, None, self.now_s)
@@ -398,8 +379,6 @@ class SketchMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right(self) -> None:
-        """Checks the bytes in the slots of all blocks, and of all sketches (compact forms of
-        keys), that can be found or are pinned."""
         places = [(key, self.offset(key)) for key in self.all_ready()]
         places += [item for _, held in self.reads.values() for item in held]
         for key, offset in places:
@@ -418,8 +397,7 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
     found = [world.found([1, 2, 3], group=MAX_GROUPS + kind) for kind in range(2)]
     assert found == [[1, 3], [2]]
     world.core.space.index.unverified[world.entries([1, 3])] = True
-    # The census (counts of blocks and sketches for operators) must not depend on how many
-    # entries (records) it counts per part.
+    # Counts must not depend on the entries per part.
     for part in (1, 2, 1 << 17):
         monkeypatch.setattr(inspect, "PART_ENTRIES", part)
         *_, counted = inspect.census(world.core)

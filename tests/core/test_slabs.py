@@ -1,7 +1,6 @@
-"""Tests `SlabPool`, which cuts the arena into slabs (pieces of equal size) and forms runs (adjacent
-slabs with slots of one size). Slots must never overlap, and must always have memory. An empty run
-must be freed at once, and a run must waste little at its end. A pool that is rebuilt from its used
-slots must have the same slots."""
+"""Tests `SlabPool`, which forms runs: adjacent slabs with slots of one size. Slots never
+overlap, and have memory. An empty run is freed at once, and little is wasted at an end. A
+rebuilt pool has the same slots."""
 
 import math
 from collections import Counter
@@ -21,17 +20,15 @@ from hotkv_server.settings.storage import ArenaSettings
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns
 
 SIZES = [1, SLOT_ALIGN, SLOT_ALIGN + 1, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + SLOT_ALIGN]
-"""Slot sizes in bytes. Of the first five, a slab (piece of the arena) has room for 4, 4, 2, 1 and 1
-slots; slots of the last two sizes span two and three slabs."""
+"""In bytes. A slab has 4, 4, 2, 1 and 1 of the first five; the last two span two and three
+slabs."""
 
 Slot = tuple[int, int]
 """Offset and aligned size."""
 
 
 class NaivePool:
-    """A naive pool: the set of used slots, and the set of slabs (pieces of the arena) that have
-    memory. It asks the real pool only where the runs (adjacent slabs with slots of one size) are.
-    """
+    """A naive pool, which asks the real one only where the runs are."""
 
     def __init__(self, pool: SlabPool, backed: set[int]) -> None:
         self.pool = pool
@@ -39,7 +36,7 @@ class NaivePool:
         self.used: set[Slot] = set()
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Returns the first slab, length and slot size of each run."""
+        """(First slab, length, slot size) of each run."""
         owners = self.pool.slab_owner().tolist()
         heads = Counter(
             head
@@ -49,8 +46,7 @@ class NaivePool:
         return [(head, length, owners[head]) for head, length in heads.items()]
 
     def check_slots(self) -> None:
-        """Checks that each used slot is in a run (adjacent slabs) with slots of its size, at a
-        place where the run has a slot. Also checks that no run is empty."""
+        """Slots must lie in runs of their size, and no run may be empty."""
         in_use: Counter[int] = Counter()
         for head, length, size in self.runs():
             slots = {(head * SLAB + at * size, size) for at in range(length * SLAB // size)}
@@ -60,15 +56,12 @@ class NaivePool:
         assert in_use == Counter(size for _, size in self.used)
 
     def free_slots(self, size: int) -> int:
-        """Returns the number of unused slots in runs of this size."""
         num_slots = sum(length * SLAB // of for _, length, of in self.runs() if of == size)
         return num_slots - sum(of == size for _, of in self.used)
 
     def room(self, size: int) -> int:
-        """Returns how many slots of this size can still be allocated: free slots in existing runs
-        (adjacent slabs with slots of one size), and slots in gaps (free slabs between runs). A gap
-        is cut into runs of full length. The slabs that are left over make a shorter run, or
-        lengthen the run before them."""
+        """Free slots in runs, and those that gaps could have. A gap becomes runs of full length;
+        its rest is a shorter run, or lengthens the one before it."""
         length, lengths = run_slabs(size, SLAB, self.pool.num_slabs), self.lengths(size)
         longest = -(-size // SLAB) + slabs.LONGEST_END
         room = self.free_slots(size)
@@ -81,13 +74,11 @@ class NaivePool:
         return room
 
     def lengths(self, size: int) -> dict[int, int]:
-        """Returns the lengths of the runs (adjacent slabs) with slots of this size. Key: the number
-        of the slab behind the run. Value: the run's length in slabs."""
+        """Length of each run, by the slab behind it."""
         return {head + length: length for head, length, of in self.runs() if of == size}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Returns (first slab, length) of each gap: a sequence of free slabs (pieces of the arena)
-        that have memory."""
+        """(First slab, length) of each sequence of free slabs with memory."""
         lent = {head + at for head, length, _ in self.runs() for at in range(length)}
         free = sorted(self.backed - lent)
         starts = [slab for slab in free if slab - 1 not in free]
@@ -95,12 +86,8 @@ class NaivePool:
         return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
     def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
-        """Returns four numbers of bytes: of all runs (adjacent slabs with slots of one size), of
-        free slots in them, lost at the ends of runs, and in gaps (free slabs between runs) that are
-        too short for a run.
-
-        sizes: all slot sizes ever requested.
-        """
+        """Bytes of runs, of their free slots, lost at their ends, and in gaps too short for a
+        run. `sizes`: ever requested."""
         lent = sum(length for _, length, _ in self.runs()) * SLAB
         idle = sum(self.free_slots(size) * size for size in sizes)
         tail = lent - idle - sum(size for _, size in self.used)
@@ -109,9 +96,6 @@ class NaivePool:
 
 
 class SlabMachine(AnyRuns):
-    """A state machine that allocates and frees slots, adds memory and rebuilds the pool. After each
-    step the pool must agree with `NaivePool`."""
-
     @initialize(
         num_slabs=st.integers(1, 14),
         rest=st.integers(0, SLAB - 1),
@@ -128,8 +112,7 @@ class SlabMachine(AnyRuns):
 
     @rule(num_bytes=st.integers(0, 15 * SLAB))
     def back(self, num_bytes: int) -> None:
-        """Tells the pool that the first `num_bytes` of the arena now have memory. A smaller number
-        than before changes nothing."""
+        """A smaller number than before changes nothing."""
         self.pool.back(num_bytes)
         self.naive.backed |= {
             slab for slab in range(self.pool.num_slabs) if (slab + 1) * SLAB <= num_bytes
@@ -157,10 +140,8 @@ class SlabMachine(AnyRuns):
 
     @rule(num_known=st.integers(0, 14))
     def restart(self, num_known: int) -> None:
-        """Replaces the pool by a new one, rebuilt from the used slots by `claim` as after a
-        restart. The new pool also knows the first slabs that have memory, up to `num_known`. Its
-        runs (adjacent slabs with slots of one size) may be shorter than the old ones, which is
-        allowed because a rebuilt run ends after its last used slot."""
+        """Rebuilds the pool: a run then ends after its last used slot. `num_known`: slabs known
+        to have memory."""
         rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
         rebuilt.back(len(known) * SLAB)
@@ -200,7 +181,6 @@ class SlabMachine(AnyRuns):
 
 
 def check_apart(slots: set[Slot], arena_bytes: int) -> None:
-    """Checks that slots lie in the arena and do not overlap."""
     ordered = sorted(slots)
     assert all(offset % SLOT_ALIGN == 0 for offset, _ in ordered)
     ends = [0, *(offset + size for offset, size in ordered)]
@@ -212,7 +192,7 @@ TestSlabMachine = SlabMachine.TestCase
 
 
 UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
-"""Slot offsets in units of SLOT_ALIGN. The sampled offsets are the starts of slabs."""
+"""Offsets in units of SLOT_ALIGN, some at starts of slabs."""
 
 
 @given(
@@ -225,8 +205,7 @@ UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
 def test_claims_that_contradict_are_refused_and_change_nothing(
     claims: list[tuple[int, list[int]]],
 ) -> None:
-    """Claims slots that a damaged table might contain. Each claim must either succeed and leave the
-    pool consistent, or raise ValueError and change nothing."""
+    """A damaged table may have such slots."""
     pool = SlabPool(5 * SLAB, SLAB)
     taken: set[Slot] = set()
     for size, units in claims:
@@ -290,8 +269,7 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
     assert lost <= MOST_LOST * length * slab_bytes
     shortest = -(-slot_bytes // slab_bytes)
     assert length <= shortest + slabs.LONGEST_END
-    # In a small arena, a new run (adjacent slabs with slots of one size) takes at most a sixteenth
-    # of the slabs, unless a single slot needs more.
+    # In a small arena, a run takes at most a sixteenth of the slabs, unless one slot needs more.
     for num_slabs in (1, 20, 100):
         assert run_slabs(slot_bytes, slab_bytes, num_slabs) <= max(shortest, num_slabs // 16)
 
@@ -299,8 +277,6 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("gib", [2, 8, 64])
 def test_arena_of_one_model_loses_little(gib: int, block_tokens: int) -> None:
-    """Fills an arena with blocks of one model, with the slab size (slabs are pieces of the arena)
-    that the server would choose. The blocks must take at least 97 % of the arena."""
     arena = ArenaSettings(bytes=ByteSize(gib << 30))
     for name, slot_bytes in slot_sizes(block_tokens).items():
         pool = SlabPool(arena.bytes, arena.slab_size)

@@ -1,9 +1,5 @@
-"""Tests how `Space` makes room for blocks in the arena. It may refuse a block only after it has
-evicted all evictable blocks, and must never evict pinned or reserved blocks.
-
-While the arena's memory is still being allocated, it may evict no block for a slot that will soon
-have memory.
-"""
+"""Tests how `Space` makes room. It refuses only after evicting all that may go; it evicts
+nothing that is pinned or reserved, and nothing for a slot that will soon have memory."""
 
 import gc
 import tracemalloc
@@ -31,9 +27,6 @@ SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 
 
 
 class SpaceMachine(AnyRuns):
-    """A state machine in which blocks of many sizes are inserted, used, pinned and dropped in a
-    small arena."""
-
     @initialize(
         num_slabs=st.integers(1, 9),
         capacity=st.sampled_from([5, 100]),
@@ -66,8 +59,7 @@ class SpaceMachine(AnyRuns):
         self.pinned: set[int] = set()
 
     def notices(self) -> set[int]:
-        """Returns the entries (records in the block table) that the last call evicted. Checks that
-        the eviction notices list as many blocks."""
+        """The entries that the last call evicted, of which its notices must tell."""
         space = self.space
         states = space.index.states()
         gone = {entry for entry in self.ready if states[entry] == 0}
@@ -93,13 +85,12 @@ class SpaceMachine(AnyRuns):
         num_available = self.space.pool.available_slots(size)
         wanted = count - self.awaited(size, count)
         finished(self.space.make_room(1, 0, size, count))
-        # `make_room` frees whole slabs (pieces of the arena), so there may be more room than
-        # requested.
+        # Whole slabs are freed, so there may be more room.
         num_awaited = self.awaited(size, count)
         self.coming_bytes -= num_awaited * aligned(size)
         entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
         fresh = set(entries.tolist())
-        # The number of an evicted entry may be reused.
+        # An evicted entry's number may be reused.
         recycled = fresh & set(before)
         self.ready -= recycled
         gone = sum(len(effect.hashes) for effect in self.space.removal.effects)
@@ -118,8 +109,7 @@ class SpaceMachine(AnyRuns):
             self.publish(entries)
 
     def awaited(self, size: int, count: int) -> int:
-        """Returns how many of `count` further slots have no memory now, but will have it once the
-        arena has grown."""
+        """Those of `count` slots that will have memory once the arena has grown."""
         missing = count - self.space.pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // aligned(size)))
 
@@ -196,8 +186,7 @@ TestSpaceMachine = SpaceMachine.TestCase
 def test_sizes_that_come_and_go_leave_no_memory(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores blocks of 80 slot sizes, one after the other, as clients with ever new key spaces
-    could. The memory in which the server keeps records about sizes must stay bounded."""
+    """Clients with ever new key spaces could use up memory."""
     for module in (slabs, space_module, shared):
         monkeypatch.setattr(module, "MAX_SIZES", 4)
     space = Space(make_table(20), 100 * SLAB, SLAB, POLICIES[policy](20))
@@ -214,17 +203,15 @@ def test_sizes_that_come_and_go_leave_no_memory(
         assert len(space.room._pressure_bytes) <= 4
         if number % 40 == 0:
             gc.collect()
-            # Ignores memory that other threads of the process allocate meanwhile.
+            # Other threads of the process allocate too.
             ours = tracemalloc.take_snapshot().filter_traces(
                 [tracemalloc.Filter(True, "*/hotkv_server/cache/*")]
             )
             num_bytes.append(sum(trace.size for trace in ours.traces))
     tracemalloc.stop()
-    # Measured growth: at most 1,100 bytes; without the bound in `slabs` or in
-    # `shared`, 14,000 bytes or more.
+    # Measured: at most 1,100 bytes; without the bound in `slabs` or `shared`, 14,000 or more.
     assert num_bytes[1] - num_bytes[0] < 6_000
-    # The last size is compared a second time. As it has a record already, the record of no other
-    # size may be displaced.
+    # A size that has a record must displace none.
     space.room._pressure_bytes.clear()
     for size in (*range(SLOT_ALIGN, 5 * SLOT_ALIGN, SLOT_ALIGN), SLOT_ALIGN):
         finished(space.room._compare(size, 1, 0))
@@ -252,8 +239,6 @@ def test_last_removals_are_remembered_with_cause(
     max_fresh: int,
     num_remembered: int,
 ) -> None:
-    """Removes blocks for various causes and inserts some of them again. After each step, the causes
-    of the last removed blocks must be known, up to a bounded number."""
     monkeypatch.setattr(removed, "MAX_FRESH", max_fresh)
     monkeypatch.setattr(removed, "REMEMBERED_KEYS", num_remembered)
     space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))

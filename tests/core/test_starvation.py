@@ -1,10 +1,5 @@
-"""Tests an arena that two models with unequal slot sizes share, so that one could starve the other.
-Attention blocks have small slots; states of recurrent layers have slots of about a slab (piece of
-the arena) or larger.
-
-The model whose blocks are used more must soon get the memory, in both directions. Pinned slots stay
-in place.
-"""
+"""Tests an arena that two models share: small slots of attention, and states of recurrent layers
+of about a slab or more. The one that is used more soon gets the memory."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,18 +16,16 @@ from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, make_table, words_of
 
 SLAB_UNITS = 16
-"""Attention slots per slab. All sizes here are in units of an attention slot, SLOT_ALIGN bytes."""
+"""Slots of attention per slab. One such slot is the unit of all sizes here."""
 NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
 STATE_UNITS = [12, 40]
-"""Slot sizes of states of recurrent layers, in attention slots: three quarters of a slab (piece of
-the arena), and two and a half slabs, which occupy three."""
+"""Three quarters of a slab, and two and a half, which take three slabs."""
 WORDS = words_of(range(8192))
 
 
 class Model:
-    """An engine with one group of blocks. Each call of `use` requests a chain of blocks, given by
-    their numbers."""
+    """An engine with one group."""
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
         self.core, self.units = core, units
@@ -45,8 +38,7 @@ class Model:
         return [HashList(0, np.ascontiguousarray(words))]
 
     def use(self, blocks: range, now_s: float) -> int:
-        """Looks up a chain of blocks and stores those that are missing. Returns the number of
-        hits."""
+        """Number of hits. What is missing is stored."""
         name, hits = f"{now_s}", self.resident(blocks)
         session, hashes = self.session.number, self.hashes(blocks)
         self.core.acquire(session, f"read {name}", hashes, 1.0, now_s)
@@ -57,9 +49,7 @@ class Model:
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Requests all blocks of a working set once, in chains of `chain` blocks: one chain per
-        second, the first at `start_s`. Returns the fraction of the blocks that hit, and the end
-        time."""
+        """Uses a working set, one chain a second. (Fraction of hits, end time)."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)
@@ -70,7 +60,7 @@ class Model:
         return int(self.core.lookup(self.session.key_space_id, self.hashes(blocks))[0].sum())
 
     def share(self) -> float:
-        """Returns the fraction of the arena's bytes that used slots of this model's size take."""
+        """Fraction of the arena's bytes in used slots of this size."""
         rows = {row.slot_bytes: row.num_used for row in self.core.space.pool.stats()}
         return rows.get(self.units * SLOT_ALIGN, 0) * self.units / ARENA_UNITS
 
@@ -78,9 +68,7 @@ class Model:
 def two_models(
     policy: str, units: int, num_slabs: int = NUM_SLABS, old_units: int = 1
 ) -> tuple[CacheCore, Model, Model]:
-    """Returns a core, an engine with attention blocks, and an engine with states of recurrent
-    layers. `units`, `old_units`: slot size of the states and of the attention blocks, in units of
-    SLOT_ALIGN."""
+    """A core, and models with attention and with states. Sizes are in attention slots."""
     capacity = num_slabs * SLAB_UNITS
     arena_bytes = capacity * SLOT_ALIGN
     config = CoreConfig(arena_bytes, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0)
@@ -91,8 +79,7 @@ def two_models(
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None:
-    """Fills the arena with attention blocks. Then uses states of half the arena's bytes, then
-    attention blocks of half its bytes again. Each time, the blocks in use must get the memory."""
+    """Each burst has half of the arena's bytes."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     assert attention.share() == 1
@@ -102,8 +89,7 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
     share, now_s = states.burst(working_set, 4, now_s)
     assert share == 1
     core.check_invariants()
-    # Each state has been used at least twice. A policy that counts uses needs as many
-    # uses of the attention blocks.
+    # A policy that counts uses needs as many as the states had.
     back = range(ARENA_UNITS, ARENA_UNITS + ARENA_UNITS // 2)
     for _ in range(10):
         share, now_s = attention.burst(back, SLAB_UNITS, now_s)
@@ -126,9 +112,7 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
 def test_few_hot_blocks_survive_another_sizes_flood(
     policy: str, units: int, few_are_states: bool
 ) -> None:
-    """Uses a few blocks (a twentieth of the arena) again and again, while many blocks of the other
-    size are stored and not used again. No use of the few may miss; under S3-FIFO, up to 12 % may.
-    `few_are_states`: the few are states of recurrent layers, and the many attention blocks."""
+    """No use of the few may miss; under S3-FIFO, up to 12 % may."""
     core, *models = two_models(policy, units)
     few, many = models[few_are_states], models[not few_are_states]
     hot, chain = range(max(1, ARENA_UNITS // 20 // few.units)), max(1, SLAB_UNITS // many.units)
@@ -140,8 +124,7 @@ def test_few_hot_blocks_survive_another_sizes_flood(
         if number % 4 == 0:
             lost += len(hot) - few.use(hot, 4.0 + number)
             asked += len(hot)
-    # S3-FIFO evicts in order of arrival: each time the arena is refilled, it evicts a hot block
-    # once, however often the block is used.
+    # S3-FIFO evicts a hot block once with each refill of the arena.
     allowed = 0.12 if policy == "s3fifo" else 0.0
     assert lost <= allowed * asked, f"{lost} of {asked} uses of {len(hot)} hot blocks missed"
     assert many.share() > 0.6
@@ -149,8 +132,7 @@ def test_few_hot_blocks_survive_another_sizes_flood(
 
 
 def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> int:
-    """Returns the number of slots of `units` times SLOT_ALIGN bytes that are certain to fit in
-    slabs (pieces of the arena) without a pinned block. Slots larger than a slab may leave gaps."""
+    """Slots that surely fit beside pins. Slots larger than a slab may leave gaps."""
     free = np.ones(num_slabs, np.bool_)
     free[pinned_slabs] = False
     per_slab, span = max(1, SLAB_UNITS // units), -(-units // SLAB_UNITS)
@@ -168,10 +150,6 @@ def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> 
 def test_a_burst_gets_all_that_pins_leave(
     num_slabs: int, units: int, old_units: int, pins: set[int], chain: int
 ) -> None:
-    """Fills an arena with blocks of one size and pins random ones. Then requests, once, a working
-    set of another size that fits in the slabs (pieces of the arena) without pins. After that the
-    whole working set must be resident. (`units`, `old_units`: the two sizes in units of
-    SLOT_ALIGN.)"""
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
     core, old, new = two_models("lru", units, num_slabs, old_units)
@@ -195,10 +173,7 @@ def test_a_burst_gets_all_that_pins_leave(
 @pytest.mark.parametrize("units", STATE_UNITS)
 @pytest.mark.parametrize("hot_in", [1, 2, 3])
 def test_hot_block_per_slab_holds_not_all(policy: str, units: int, hot_in: int) -> None:
-    """Fills the arena with attention blocks. One of them in each slab (piece of the arena), or in
-    each `hot_in`-th slab, stays in use. Then an engine begins to use states of recurrent layers,
-    for which whole slabs must be emptied. In the end all states in use and all hot attention blocks
-    must be resident; each hot block may have been evicted once meanwhile."""
+    """States need whole slabs. Each hot block may go once meanwhile."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)
@@ -217,10 +192,8 @@ def test_hot_block_per_slab_holds_not_all(policy: str, units: int, hot_in: int) 
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_burst_grows_at_once_in_many_slabs(units: int) -> None:
-    """Fills a large arena with attention blocks, then stores a burst of recurrent states, which
-    have another slot size. In a large arena the server compares the use of the two sizes only now
-    and then. In between, the states must go on getting slabs (pieces of the arena) from the
-    attention blocks, instead of evicting each other."""
+    """A large arena compares the two sizes only now and then; in between, states must not evict
+    each other."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

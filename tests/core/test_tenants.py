@@ -1,6 +1,4 @@
-"""Tests the tenants' shares of the arena: a bound (the most memory that a tenant may have) and a
-guarantee (memory reserved for it). No tenant may exceed its bound, a tenant's guarantee must serve
-only its own blocks, and a tenant below its guarantee must always get room."""
+"""Tests tenants' shares: none exceeds its bound, and each finds room up to its guarantee."""
 
 import pickle
 from collections import deque
@@ -38,7 +36,7 @@ SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB + 1]
 
 
 def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> Space:
-    """Returns a `Space` in which key space n belongs to the n-th tenant."""
+    """Key space n belongs to the n-th tenant."""
     space = Space(make_table(100), ARENA, SLAB, POLICIES[policy](100), shares)
     for number, tenant in enumerate(TENANTS, 1):
         space.tenants.add_key_space(number, tenant)
@@ -47,15 +45,12 @@ def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> 
 
 
 def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
-    """Sets new shares and runs all parts of the resulting evictions."""
     space.tenants.share_out(shares)
     deque(keep_bounds(space.books, space.removal), 0)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """A state machine in which four tenants store blocks of all sizes, some with sketches
-    (compact forms of keys). At first, the last tenant has no share of the arena: neither a
-    guarantee nor a bound."""
+    """The last of four tenants has no share at first."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
@@ -86,13 +81,8 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts blocks of a tenant, and checks that the other tenants keep their guaranteed
-        blocks. Skips the check if the tenant stays below its own guarantee, since it may then evict
-        blocks of others.
-
-        Also skips it if the new blocks would exceed the tenant's bound (maximum): its own blocks
-        are then evicted first, after which it may be below its guarantee.
-        """
+        """Below its guarantee, a tenant may evict others' blocks, also when its bound has first
+        evicted its own."""
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
             mine.burst_bytes and before[number - 1] + len(hashes) * aligned(size) > mine.burst_bytes
@@ -117,8 +107,7 @@ class TenantMachine(RuleBasedStateMachine):
         )
     )
     def share_out(self, shares: dict[str, TenantShare]) -> None:
-        """Sets new shares. Checks that a tenant above its new bound has only pinned blocks and
-        blocks that are being written."""
+        """Above a bound stay only pinned blocks and those being written."""
         before = self.used()
         share_out(self.space, shares)
         self.shares = shares
@@ -133,7 +122,6 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
     def represent(self, data: st.DataObject, number: int, size: int) -> None:
-        """Stores sketches (summaries of blocks' keys) for some blocks of a tenant."""
         chosen = self.some(data, number)
         chosen = chosen[self.space.sketches.of(chosen) == 0]
         self.space.index.pin(chosen, 1)
@@ -142,7 +130,6 @@ class TenantMachine(RuleBasedStateMachine):
         self.space.sketches.publish(entries, chosen[: len(entries)])
 
     def some(self, data: st.DataObject, number: int = 0, most: int = 6) -> Entries:
-        """Draws some ready blocks of a key space."""
         blocks = self.space.index.ready_blocks(number).tolist()
         chosen = (
             data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=most))
@@ -177,8 +164,7 @@ TestTenantMachine = TenantMachine.TestCase
 
 
 def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: int = 0) -> int:
-    """Stores `count` blocks of the tenant `number`, one per call. Returns how many found room.
-    `first`: number of the first block, from which its hash is made."""
+    """Stores blocks one by one. How many found room."""
     taken = 0
     for at in range(count):
         hashes = words_of([1000 * number + first + at])
@@ -202,10 +188,7 @@ def test_free_and_emptied_slabs_make_room_together() -> None:
 def test_who_comes_late_gets_its_guarantee(
     policy: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills the arena with blocks of one tenant, which stay in use. Then a tenant with a guarantee
-    stores blocks of the same or a larger `size`. It must get its guaranteed memory, and keep it
-    when the first tenant stores more. The server must compare the heat of only a few blocks at a
-    time."""
+    """The first tenant's blocks stay in use. Heat is compared for few blocks at a time."""
     monkeypatch.setattr(removal, "PART_ENTRIES", 16)
     space = make_space(policy)
     heat = Mock(side_effect=space.policy.heat)
@@ -228,8 +211,7 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     assert fill(space, 3, 8) == 8
     assert not len(insert(space, 3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64)))
     assert space.removal.evicted_blocks == 0
-    # All blocks of the tenant are pinned, so its next blocks find no room: they must evict no block
-    # of another tenant.
+    # The tenant's own blocks are pinned. No other tenant's may go.
     space.index.pin(space.index.ready_blocks(3), 1)
     assert fill(space, 4, 32) == 32
     assert fill(space, 3, 2, first=9) == space.removal.evicted_blocks == 0
@@ -253,9 +235,7 @@ def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyP
 
 
 def test_asking_beyond_the_guarantee_gets_the_guarantee() -> None:
-    """Fills the arena so that one tenant has a guaranteed block in every slab (piece of the arena).
-    So no slab can be emptied without evicting such a block. Another tenant requests more than its
-    own guarantee at once. It must get at least its guarantee."""
+    """No slab can be emptied without evicting a guaranteed block."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )
@@ -304,8 +284,7 @@ def test_bound_is_kept_while_others_store_between(
         left = len(space.index.ready_blocks(3))
         assert before - left <= 2
         if before == left == 5:
-            # Between two parts, another caller evicts a block, so that the tenant no longer exceeds
-            # its bound.
+            # Another caller evicts a block, after which the bound is kept.
             left -= space.removal.evict(space.index.ready_blocks(3)[:1])
         before = left
         fill(space, 4, 1, first=100 + number)
@@ -326,9 +305,7 @@ def test_room_within_a_bound_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tenants_share_the_arena_that_has_memory() -> None:
-    """Fills an arena of which only half has memory yet with blocks of one tenant, whose guarantee
-    is larger than this half. Another tenant must still get room for a part of its guarantee, and
-    both must be able to lease their blocks."""
+    """Half of the arena has memory, which is less than one tenant's guarantee."""
     shares = {"a": TenantShare(5 * SLAB), "b": TenantShare(3 * SLAB)}
     world = World(8, tenants=shares, unadmitted_share=1.0, is_backed=False)
     world.core.space.grow(4 * SLAB, 0)
@@ -343,7 +320,7 @@ def test_tenants_share_the_arena_that_has_memory() -> None:
 
 
 class Name(str):
-    """A name that counts how often it is compared with another name."""
+    """A name that counts its comparisons."""
 
     num_compared = 0
 
@@ -357,9 +334,8 @@ class Name(str):
 def test_many_tenants_shares_are_replaced_in_linear_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reload of the settings replaces the shares on the event loop. Its work must grow linearly
-    with the number of tenants: tens of thousands of tenants, each compared with each, would stop
-    the server for seconds."""
+    """A reload does this on the event loop. To compare each of ten thousands with each would
+    take seconds."""
     shares = {Name(f"t{number}"): TenantShare() for number in range(200)}
     book = TenantBook(shares, ARENA)
     monkeypatch.setattr(Name, "num_compared", 0)

@@ -1,6 +1,5 @@
-"""Tests `Verifier`, which compares blocks with their checksums. A block that matches
-must be marked as verified. A block that differs must be condemned (never served again). A block
-that changed during the comparison must be left alone."""
+"""Tests `Verifier`: a block that differs from its checksum is condemned; one that changed
+meanwhile is left alone."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -26,9 +25,7 @@ KIND = Sketch(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
 class Arena(World):
-    """A core (bookkeeping of blocks) over plain memory, with ten blocks of random bytes, which were
-    not compared with their checksums yet. The method `hold` acquires a lease on all
-    of them."""
+    """A core with ten unverified blocks, of which `hold` makes a lease."""
 
     def __init__(self) -> None:
         super().__init__(NUM_SLABS, 40, unadmitted_share=1.0, check_stride=1)
@@ -54,7 +51,7 @@ class Arena(World):
         self.core.acquire(self.session.number, "held", listed, 0.0, 1.0)
 
     def load(self, name: str, *runs: Sequence[int]) -> list[SlotRun]:
-        """Begins a load under the lease that `hold` acquired."""
+        """Under the lease of `hold`."""
         positions = [LoadPositions(0, np.array(run)) for run in runs]
         return self.core.begin_load(self.session.number, name, "held", positions)
 
@@ -62,14 +59,12 @@ class Arena(World):
         self.memory[int(self.core.space.index.offsets(self.entries([number]))[0]) + at] ^= 1
 
     def batches(self) -> Iterator[Entries]:
-        """Yields the remaining batches of entries of the scrubber's current pass. (The scrubber
-        compares all blocks with their checksums in the background.)"""
+        """Batches that are left of the scrubber's pass."""
         while (batch := self.verifier.next_batch()) is not None:
             yield batch
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares the blocks of these cases with their checksums and applies the results.
-        Returns the entries of the blocks that it condemned (found damaged)."""
+        """The condemned blocks' entries."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
 
@@ -83,8 +78,7 @@ def all_but(*gone: int) -> list[int]:
 
 
 def test_agreeing_blocks_clear_others_are_condemned(arena: Arena) -> None:
-    """Damages a byte inside one block and a byte after the end of another. Only the first block may
-    be condemned (never served again); all others must be marked as verified."""
+    """A byte after a block's end is no damage."""
     arena.spoil(3)
     arena.spoil(0, SLOT_ALIGN - 50)
     arena.verifier.verify_for(10.0)
@@ -96,9 +90,7 @@ def test_agreeing_blocks_clear_others_are_condemned(arena: Arena) -> None:
 
 
 def test_block_gone_while_read_is_no_proof(arena: Arena) -> None:
-    """Evicts a block and gives its slot to another block while the verifier reads it. The bytes
-    then don't match the checksum, but this proves no damage, so no block may be condemned (never
-    served again)."""
+    """Another block has the slot meanwhile."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
     evict(arena.core, 1, 0, words_of([3, 4]))
@@ -121,10 +113,7 @@ def test_pinned_condemned_block_keeps_its_slot(arena: Arena) -> None:
 
 
 def test_condemned_block_under_lease_fails_each_load(arena: Arena) -> None:
-    """Begins three loads of a damaged block under one lease. Two of them are compared with the
-    checksum at the same time, and their results are applied one after the other; the third is
-    compared only afterwards. All three loads must report the block. It must count as condemned
-    (found damaged) once."""
+    """Two loads are compared at the same time, the third afterwards."""
     arena.hold()
     arena.spoil(3)
     slots = [arena.load(f"t{at}", range(10)) for at in range(3)]
@@ -139,9 +128,7 @@ def test_condemned_block_under_lease_fails_each_load(arena: Arena) -> None:
 
 
 def test_scrubbers_condemned_block_is_not_loaded(arena: Arena) -> None:
-    """Damages a leased block that was verified before, while a load of it runs. The scrubber, which
-    compares all blocks in the background, condemns the block (never serves it again). The running
-    load must fail; a load of other blocks must not."""
+    """The block was verified before. Loads of other blocks go on."""
     arena.verifier.verify_for(10.0)
     arena.hold()
     slots, good = arena.load("t", range(5)), arena.load("u", range(5, 9))
@@ -180,9 +167,7 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_companions_of_a_condemned_block_are_skipped(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Condemns damaged blocks while the verifier works. This removes their sketches (compact
-    forms of keys) too. The verifier must not read the record of a removed sketch, since
-    that record no longer refers to a slot."""
+    """Sketches go with their blocks. A removed record refers to no slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
     arena.fill(session, range(10), session.sketches[0], SLOT_ALIGN)
     for number in range(10):
@@ -205,9 +190,7 @@ def test_companions_of_a_condemned_block_are_skipped(
 def test_scrubber_sees_every_block_once_a_pass(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
-    """Runs two passes of the scrubber, which compares all blocks in the background. Each pass must
-    see every block once. Each of its steps may look at only a few entries (records), so that it
-    delays no caller."""
+    """Its steps are small, so that no caller is delayed."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", scanned)
     monkeypatch.setattr(verifier, "BATCH_BYTES", batch_bytes)
     arena.verifier._next_entry = 4
@@ -221,8 +204,6 @@ def test_scrubber_sees_every_block_once_a_pass(
 def test_scrubbers_pass_does_not_follow_stores(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores blocks during a pass of the scrubber, which compares all blocks in the background. The
-    new blocks must be compared in the next pass."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", 6)
     first = arena.verifier.next_batch()
     arena.fill(arena.session, range(10, 14))
@@ -237,9 +218,7 @@ def test_scrubbers_pass_does_not_follow_stores(
 def test_times_of_last_use_are_taken_in_parts(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, num_parts: int, part_entries: int
 ) -> None:
-    """Collects the blocks' times of last use in `num_parts` parts, then evicts a block and collects
-    them again. Entries (records of the block table) that are not ready blocks must have no time
-    (NaN)."""
+    """Entries that are not ready blocks have NaN."""
     monkeypatch.setattr(persistence, "PART_ENTRIES", part_entries)
     notes = UseNotes(arena.core)
     taken = [notes.take(num_parts) for _ in range(num_parts)]

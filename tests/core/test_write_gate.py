@@ -1,5 +1,5 @@
-"""Tests `WriteGate`, which limits the bytes that are written to a disk tier per day. It admits or
-refuses whole chains (the blocks of a prompt)."""
+"""Tests `WriteGate`, which limits the bytes written to a disk per day. It admits or refuses
+whole chains."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,15 +19,13 @@ EARLY = EARLY_TOKENS // BLOCK_TOKENS
 def offered(
     numbers: Sequence[int], first: int = 0, *, follows: bool = False, has_gap: bool = False
 ) -> Offered:
-    """Returns an offer to the gate: consecutive blocks of a chain (a prompt), from position `first`
-    on.
+    """Consecutive blocks of a chain.
 
-    numbers: a number for each block, from which its key and hash are made.
-    follows: True if the block before them is on the disk.
-    has_gap: True if host memory has the block before them, but the disk does not.
+    follows: the block before them is on the disk.
+    has_gap: only host memory has it.
     """
     begins = np.arange(len(numbers)) == 0
-    # The multipliers are odd, so different numbers give different keys and hashes.
+    # The multipliers are odd, so that different numbers give different keys.
     keys = np.array(numbers, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     hashes = np.zeros((len(numbers), 8), np.uint32)
     hashes[:, :2] = keys.view(np.uint32).reshape(-1, 2)
@@ -37,16 +35,14 @@ def offered(
 
 
 def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
-    """Offers blocks to the gate. Returns True if it admits all of them, False if none; any other
-    result fails."""
+    """The gate must admit all, or none."""
     admitted = gate.admit(part, now_s)
     assert admitted.all() or not admitted.any(), "half a chain was written"
     return bool(admitted.all())
 
 
 def busy() -> WriteGate:
-    """Returns a gate that admits only a small share of chains (the blocks of a prompt), because in
-    its first 400 seconds it was offered far more bytes than its budget."""
+    """A gate that was offered far more than its budget, so it admits few chains."""
     gate = WriteGate(20_000 * BLOCK_BYTES)
     for at in range(400):
         gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))
@@ -74,9 +70,7 @@ def test_no_budget_writes_all_none_left_nothing(budget_bytes: int | None, writes
 def test_day_has_its_budget_plus_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    """Offers random chains (blocks that follow each other in a prompt) over days, with restarts of
-    the server and of its clock. In any 24 hours the gate may admit as many bytes as its budget and
-    at most one chain more, because it admits whole chains."""
+    """That is in any 24 hours, over restarts of the server and of its clock."""
     gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:
@@ -98,9 +92,7 @@ def test_day_has_its_budget_plus_one_chain(
 
 
 def test_future_write_times_count_from_now() -> None:
-    """Restores two records of writes. The first is two days old, so it must not count. The second
-    seems to be a week in the future, as after a change of the clock. It must count as written now,
-    so it must leave the count after a day."""
+    """The clock may have been changed. A write of two days ago does not count."""
     gate = WriteGate(10 * BLOCK_BYTES)
     gate.recall([(2 * DAY_S, BLOCK_BYTES), (-7 * DAY_S, 4 * BLOCK_BYTES)], 50.0)
     assert gate.left_bytes(50.0 + DAY_S) == 6 * BLOCK_BYTES
@@ -128,7 +120,7 @@ def test_share_of_chains_is_written_refused_later() -> None:
     ]
     assert 600 < len(refused) < 1000
     assert all(writes_all(gate, offered(range(at, at + 30)), 400.0) for at in refused[-2:])
-    # Later, the gate admits a chain that it has refused before, now with a new block at its end.
+    # The chain was refused before, and has a new block now.
     longer = [*range(refused[0], refused[0] + 30), 1 << 50]
     assert writes_all(gate, offered(longer, EARLY), 2000.0)
 
@@ -142,16 +134,14 @@ def test_block_is_written_after_the_one_before() -> None:
 
 
 def test_chains_that_part_late_go_together() -> None:
-    """Offers chains of blocks that differ only in their last block. The gate's decision depends on
-    the early blocks, so it must be the same for all these chains."""
+    """They differ only in their last block."""
     head = list(range(EARLY))
     taken = {writes_all(busy(), offered([*head, 1000 + tail]), 400.0) for tail in range(20)}
     assert len(taken) == 1
 
 
 def test_a_steady_load_spends_most_of_the_budget() -> None:
-    """Offers the gate five times as many bytes as the daily budget allows, for three days. The gate
-    must spend 60 % to 100 % of the budget each day, and not spend it all in the first hours."""
+    """Of five times the budget, it must write 60 % to 100 % of it a day."""
     budget, gate = 2000, WriteGate(2000 * BLOCK_BYTES)
     written = np.zeros(3 * 24)
     for at in range(3 * 1000):
@@ -160,7 +150,7 @@ def test_a_steady_load_spends_most_of_the_budget() -> None:
         written[int(now_s // 3600)] += int(gate.admit(part, now_s).sum())
     days = np.convolve(written, np.ones(24), "valid")
     assert days.max() <= budget + 10 and days.min() >= 0.6 * budget
-    # In any six hours the gate must admit something: it must not spend a day's budget at once.
+    # It must not write all at once.
     assert np.convolve(written, np.ones(6), "valid").min() > 0
 
 

@@ -1,10 +1,6 @@
-"""Does what an operator of hotkv does (`make walk`): installs the server with pip, runs it, and
-watches, queries, kills, drains and upgrades it, while a vLLM engine with a real model sends
-requests.
-
-`--release DIR` uses the wheel in that folder. Prints each step with its result. Exits with status 1
-at the first failure. Prometheus takes part if it is installed (`make programs`).
-"""
+"""Does what an operator does (`make walk`), while a vLLM engine with a real model sends
+requests. `--release DIR` uses the wheel there. Ends with status 1 at the first failure.
+Prometheus is optional (`make programs`)."""
 
 import argparse
 import contextlib
@@ -56,7 +52,7 @@ def say(step: str, came: str) -> None:
 
 
 class Installed:
-    """An environment with hotkv's wheel, either built from this tree or of a release."""
+    """Hotkv's wheel, of this tree or of a release."""
 
     def __init__(self, folder: Path, release: Path | None) -> None:
         self.bin = folder / "environment" / "bin"
@@ -74,8 +70,8 @@ class Installed:
         subprocess.run([self.bin / "pip", "install", "-qq", *arguments], check=True)
 
     def hotkv(self, *arguments: str, status: int | None = 0) -> str:
-        """Runs the `hotkv` command and returns its output. Raises AssertionError if its exit status
-        is not `status`; None allows every status."""
+        """The command's output. Another exit status than `status` raises AssertionError; None
+        allows all."""
         command = [self.bin / "hotkv", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180)
         said = f"hotkv {' '.join(arguments)} ended with {done.returncode}: {done.stderr}"
@@ -84,8 +80,7 @@ class Installed:
 
 
 class Service:
-    """The installed server as a process. The walk restarts it after its end, as a service manager
-    would."""
+    """The installed server, which the walk restarts as a service manager would."""
 
     def __init__(self, installed: Installed, folder: Path) -> None:
         self.installed, self.folder, self.port = installed, folder, free_port()
@@ -121,7 +116,7 @@ class Service:
             self._process.wait(60)
 
     def asks(self, path: str) -> int:
-        """Sends an HTTP request to the server and returns the status; 0 if there is no answer."""
+        """HTTP status; 0: no answer."""
         url = self.url + path
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             return int(reply.status)
@@ -141,8 +136,7 @@ class Service:
 
 
 class Traffic:
-    """A thread that sends requests to an engine, one after the other, until it is stopped. Each
-    prompt must always get the same answer."""
+    """Sends one request after the other. A prompt must always get the same answer."""
 
     def __init__(self, engine: Engine, model: Path) -> None:
         self._engine = engine
@@ -159,7 +153,7 @@ class Traffic:
             at = number % len(self.prompts)
             number += 1
             try:
-                # Empties vLLM's own cache, so that only hotkv can serve a hit.
+                # So that only hotkv can serve a hit.
                 self._engine.reset_prefix_cache()
                 answer = self._engine.generate(self.prompts[at], ANSWER_TOKENS)
             except Exception as error:
@@ -180,7 +174,7 @@ class Traffic:
             self._thread.join(60)
 
     def goes_on(self, what: str) -> None:
-        """Waits until three more requests are answered. Raises AssertionError if one fails."""
+        """Raises AssertionError if a request fails."""
         before = self.num_requests
         self._wait(lambda: self.num_requests >= before + 3, what)
 
@@ -194,8 +188,7 @@ class Traffic:
 
 
 def heads(service: Service, engine: Engine) -> None:
-    """Checks that the engine has logged exactly once that hotkv is on. Checks that the output of
-    `hotkv status` begins with the answers to the questions in QUESTIONS."""
+    """The engine logs once that hotkv is on; `hotkv status` begins with answers to QUESTIONS."""
 
     def lines() -> list[str]:
         text = engine.log.read_text(errors="replace").splitlines()
@@ -211,8 +204,7 @@ def heads(service: Service, engine: Engine) -> None:
 
 
 def shortest_way(service: Service, model: Path, folder: Path) -> None:
-    """Starts vLLM's HTTP server with the README's command without JSON, and sends a prompt twice.
-    After vLLM's own cache was emptied, the prompt must hit in hotkv, with the same answer."""
+    """The README's command without JSON."""
     command = [*SHORTEST_WAY, "--model", str(model), "--served-model-name", "tiny"]
     command += ["--enable-prompt-tokens-details", "--enforce-eager", "--max-model-len", "2048"]
     environment = {"HOTKV_TARGET": service.target, "VLLM_SERVER_DEV_MODE": "1"}
@@ -223,8 +215,7 @@ def shortest_way(service: Service, model: Path, folder: Path) -> None:
         server.ready()
         answers, hits = [], [0]
         before = service.num_blocks()
-        # Repeats the prompt until it hits: on a busy machine the connector may
-        # stop waiting for a lookup.
+        # Until it hits: on a busy machine the connector may stop waiting for a lookup.
         while not hits[-1] and len(answers) < MAX_ASKS:
             answers.append(server.post("/v1/completions", max_tokens=ANSWER_TOKENS, **ask))
             details = answers[-1]["usage"]["prompt_tokens_details"] or {}
@@ -256,8 +247,7 @@ def look(service: Service) -> None:
 
 @contextlib.contextmanager
 def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
-    """Yields a Prometheus process with hotkv's alert rules, whose waits are shortened to a second.
-    Yields None if Prometheus is not installed."""
+    """With hotkv's alert rules, which wait only a second. None if Prometheus is not installed."""
     if shutil.which("prometheus") is None:
         say("prometheus", "left out: no prometheus here")
         yield None
@@ -275,8 +265,7 @@ def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
 
 
 def alert(service: Service, traffic: Traffic, watching: Prometheus | None) -> None:
-    """Kills the server: an alert must fire, and requests must still be answered. Restarts the
-    server: the alert must resolve, and requests must hit again."""
+    """An alert fires and resolves; requests are answered, and hit after the restart."""
 
     def firing() -> set[str]:
         assert watching is not None
@@ -297,8 +286,7 @@ def alert(service: Service, traffic: Traffic, watching: Prometheus | None) -> No
 
 
 def upgrade(service: Service, traffic: Traffic) -> None:
-    """Drains the server, reinstalls the package and starts the server again. Requests must be
-    answered meanwhile, and the cache must be kept."""
+    """Requests are answered meanwhile, and the cache is kept."""
     before = json.loads(service.hotkv("status", "--json"))
     service.hotkv("drain")
     assert service.ended() == 0, "a drained server ends with status 0"

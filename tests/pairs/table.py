@@ -150,7 +150,7 @@ REAL: dict[tuple[str, str], Answer] = {
         "restart": f"{_FAULTS}test_a_server_is_killed_and_comes_back",
         "away": f"{_FAULTS}test_a_server_is_gone_for_good",
         **{
-            name: f"tests/pairs/test_residency.py::test_a_pair[{name}]"
+            name: f"tests/pairs/test_residency.py::test_a_pair_of_features_works[{name}]"
             for name in (
                 "ranks",
                 "pooling",

@@ -80,7 +80,7 @@ def test_features_beside_every_tier(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("names", [names_of(pair) for pair in of_kind(Kind.DAEMON)])
-def test_a_pair(
+def test_a_pair_of_features_works(
     names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features = names.split("+")

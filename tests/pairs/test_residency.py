@@ -380,7 +380,7 @@ NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}
     "name",
     [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.long]) for name in SHOWN],
 )
-def test_a_pair(stage: Stage, name: str) -> None:
+def test_a_pair_of_features_works(stage: Stage, name: str) -> None:
     is_shown(stage, name)
 
 

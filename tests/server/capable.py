@@ -1,5 +1,4 @@
-"""Adds the server's capabilities (optional parts, such as KV events and hints) to a node that a
-test builds itself. The ledger (counts of hits and saved time) stays in memory; the event publisher
+"""Adds capabilities to a node that a test builds itself. The ledger stays in memory; publisher
 and tracing are off."""
 
 from typing import TypeVar
@@ -18,8 +17,6 @@ C = TypeVar("C", bound=Capability)
 
 
 def capable(node: Node) -> Node:
-    """Adds the capabilities events, ledger, residency, sparse decode and hints to the node. Returns
-    the node."""
     node.capabilities += [
         EventsCapability(node, EventSettings()),
         LedgerCapability(node, LiveLedger(node.core)),
@@ -31,5 +28,4 @@ def capable(node: Node) -> Node:
 
 
 def capability_of(node: Node, kind: type[C]) -> C:
-    """Returns the node's capability that is an instance of `kind`."""
     return next(one for one in node.capabilities if isinstance(one, kind))

@@ -1,4 +1,4 @@
-"""Certificate authorities and certificates for tests."""
+"""Certificate authorities and certificates."""
 
 import datetime
 import ipaddress
@@ -17,8 +17,7 @@ def _name(text: str) -> x509.Name:
 
 
 class Authority:
-    """A certificate authority that signs certificates into `folder`. `path` is its own
-    certificate."""
+    """A certificate authority. `path` is its own certificate."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -49,13 +48,8 @@ class Authority:
     def issue(
         self, name: str, *names: str, file: str = "", lifetime: datetime.timedelta = DAY
     ) -> tuple[Path, Path]:
-        """Issues a certificate for the common name `name` and for alternative names (`names`:
-        `spiffe://…` or host names), and always for localhost. Returns the paths of certificate and
-        key.
-
-        file: name of both files without suffix; by default `name`.
-        lifetime: time until the certificate expires.
-        """
+        """Issues a certificate for `name`, for localhost, and for `names`: `spiffe://…` or host
+        names. (Certificate, key), whose file name without suffix is `file`, by default `name`."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives: list[x509.GeneralName] = [
             x509.DNSName("localhost"),

@@ -1,5 +1,4 @@
-"""Runs `hotkv` commands in the test process. `Tokenizer` replaces the engine that tokenizes prompts
-for them."""
+"""Runs `hotkv` in the test process."""
 
 import json
 import sys
@@ -15,16 +14,13 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto.keys import token_block_hashes
 
 HOTKV = (sys.executable, "-m", "hotkv_client.command.cli")
-"""The command as a child process."""
 TOKENS = list(range(100, 100 + 3 * 16 + 4))
-"""A prompt of three blocks and four tokens."""
+"""Three blocks and four tokens."""
 Run = Callable[..., tuple[int, str, str]]
-"""Runs a command; returns its exit status, its output, and its errors."""
+"""(Exit status, output, errors) of a command."""
 
 
 def runner(capsys: pytest.CaptureFixture[str], target: str) -> Run:
-    """Returns a function that runs `hotkv` commands against a server."""
-
     def run(*words: str) -> tuple[int, str, str]:
         try:
             status = cli.main(["--target", target, *words])
@@ -44,12 +40,11 @@ def prompt_hashes(engine: PagedEngine, tokens: list[int] = TOKENS) -> list[bytes
 
 
 class Tokenizer(BaseHTTPRequestHandler):
-    """An HTTP server that answers `/tokenize` and `/v1/models` like an engine.
+    """An HTTP server that answers like an engine.
 
-    answer: HTTP status and body with which it answers `/tokenize`.
-    models: body with which it answers `/v1/models`.
-    key: API key that a request for `/v1/models` must have.
-    asked: path and body of the last request that it received.
+    answer: (status, body) of `/tokenize`.
+    models: body of `/v1/models`, which needs the API `key`.
+    asked: path and body of the last request.
     """
 
     answer: tuple[int, str] = (200, "")
@@ -72,13 +67,12 @@ class Tokenizer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    def log_message(self, *_: object) -> None:
-        """Discards the access log."""
+    def log_message(self, *_: object) -> None: ...
 
 
 @pytest.fixture
 def tokenizer_url() -> Iterator[str]:
-    """Starts a `Tokenizer` that answers each prompt with TOKENS. Yields its address."""
+    """The address of a `Tokenizer` that answers each prompt with TOKENS."""
     told = {"count": len(TOKENS), "tokens": TOKENS, "token_strs": None}
     Tokenizer.answer = (200, json.dumps(told))
     with ThreadingHTTPServer(("127.0.0.1", 0), Tokenizer) as served:

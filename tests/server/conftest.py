@@ -1,5 +1,4 @@
-"""Fixtures that run a real server. Some servers are shared by the tests of a module, others are
-started for each test."""
+"""Real servers, shared by a module's tests or started for each test."""
 
 import contextlib
 import uuid
@@ -17,9 +16,7 @@ from tests.server.sparse_support import SketchEngine
 from tests.support.daemons import quick_servers
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
-"""Flags of servers that tests share. These servers answer malformed messages without a delay;
-test_client_memory tests the delay.
-"""
+"""Malformed messages are answered without a delay; test_client_memory tests the delay."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,7 +27,6 @@ def _servers_are_forked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Yields a server with an arena of 64 MiB that the module's tests share."""
     with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *SHARED_FLAGS) as running:
         running.wait_ready()
         yield running
@@ -38,7 +34,6 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def runtime() -> Iterator[FakeRuntime]:
-    """Yields a simulated CUDA runtime with two devices."""
     made = FakeRuntime(3, num_devices=2)
     yield made
     made.close()
@@ -46,7 +41,6 @@ def runtime() -> Iterator[FakeRuntime]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """Yields a server with an arena of 16 MiB for a single test."""
     with (
         runtime_folder(64 << 20) as folder,
         Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
@@ -64,9 +58,14 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
+<<<<<<< HEAD
 def engine(server: Server, stream: str) -> Iterator[Callable[..., PagedEngine]]:
     """Yields a function that creates connected test engines. The fixture closes them after the
     test."""
+=======
+def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
+    """Makes connected engines."""
+>>>>>>> t2
     with contextlib.ExitStack() as stack:
 
         def make(target: str = server.target, **settings: object) -> PagedEngine:
@@ -79,9 +78,7 @@ def engine(server: Server, stream: str) -> Iterator[Callable[..., PagedEngine]]:
 
 @pytest.fixture
 def sparse_engine(server: Server) -> Iterator[Callable[..., SketchEngine]]:
-    """Yields a function that creates connected test engines which store sketches beside
-    their blocks. (A sketch is a compact summary of a block's keys; sparse decode uses it to
-    choose the blocks to read.) By default all engines have the same model."""
+    """Makes engines that store sketches, by default of one model."""
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex
 

@@ -1,8 +1,5 @@
-"""Servers with simulated GPUs, and engines whose KV lies on them.
-
-`python -m tests.server.devices_support TARGET ORDER` runs such an engine, which stores and loads
-until it is killed.
-"""
+"""Servers with simulated GPUs, and engines whose KV lies on them. `python -m
+tests.server.devices_support TARGET ORDER` runs such an engine until it is killed."""
 
 import contextlib
 import json
@@ -47,9 +44,6 @@ DEADLINE_S = 20.0
 
 
 class DeviceServer(Server):
-    """A server with simulated GPUs. Started in an earlier server's folder, it continues that
-    server's cache."""
-
     def __init__(
         self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
     ) -> None:
@@ -58,8 +52,7 @@ class DeviceServer(Server):
         super().__init__(folder, arena, *sizes, *flags, command=self.devices.command())
 
     def num_held(self) -> int:
-        """Returns the number of device allocations and events of engines that the server process
-        has open, from /proc."""
+        """Counts what the server holds of engines: device allocations and events, from /proc."""
         maps = Path(f"/proc/{self.pid}/maps").read_text(errors="replace")
         return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
 
@@ -70,11 +63,10 @@ class DeviceServer(Server):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where an engine's pages (the bytes of a block in a layer) are in its memory.
+    """Where an engine's pages lie.
 
-    tensors: the place of each tensor of pages.
-    sizes: the engine's pieces of memory: handle id to size in bytes.
-    in_file: ids of the handles whose memory is a file instead of device memory.
+    sizes: bytes by handle id.
+    in_file: handles whose memory is a file, not of a device.
     """
 
     tensors: tuple[PageTensor, ...]
@@ -85,8 +77,8 @@ class Shape:
 LAYER_BYTES = NUM_BLOCKS * PAGE
 HEADS = 8
 HEAD = (PAGE // HEADS, PAGE // HEADS)
-"""For a layout of pages whose outermost axis is the heads: the bytes from one block to the next,
-and the bytes of a head in a page. They are equal, as a head's blocks follow each other."""
+"""Bytes from one block to the next, and of a head in a page. They are equal: a head's blocks
+follow each other."""
 A_LAYER_EACH = tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in range(LAYERS))
 SIZES_OF_EACH = {f"l{i}": LAYER_BYTES for i in range(LAYERS)}
 SHAPES = {
@@ -104,15 +96,15 @@ SHAPES = {
     "an allocation a layer": Shape(A_LAYER_EACH, SIZES_OF_EACH),
     "one layer in a file": Shape(A_LAYER_EACH, SIZES_OF_EACH, frozenset({"l1"})),
 }
-"""Layouts of one group with LAYERS pages of PAGE bytes a block, by name."""
+"""Layouts with LAYERS pages of PAGE bytes a block."""
 
 
 @dataclass(slots=True)
 class DeviceEngine:
-    """An engine's worker session with KV on a simulated GPU.
+    """A worker session with KV on a simulated GPU.
 
-    offers: the ways in which the server can learn how far the GPU's work has come: `events` (CUDA
-        events), `flags` (counters in device memory), `file flags` (counters in a file).
+    offers: how the server learns the GPU's progress: `events` of CUDA, `flags` in device memory,
+        or `file flags`.
     """
 
     target: str
@@ -168,13 +160,12 @@ class DeviceEngine:
             os.posix_fallocate(self.fds[name], 0, num_bytes)
             self.files[name] = mmap.mmap(self.fds[name], num_bytes)
             return MemoryHandle(name, num_bytes)
-        # The handle's memory begins a page after the start of the allocation, as memory from
-        # PyTorch's caching allocator may.
+        # The memory begins a page after the allocation, as memory from PyTorch's caching
+        # allocator may.
         self.allocations[name] = memory = FakeAllocation(num_bytes + PAGE, self.device)
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
     def view(self, name: str) -> NDArray[np.uint8]:
-        """Returns a view of the memory behind a handle."""
         return (
             np.frombuffer(self.files[name], np.uint8)
             if name in self.files
@@ -194,13 +185,11 @@ class DeviceEngine:
                     yield view[at : at + tensor.run_bytes], tensor.run_bytes
 
     def fill(self, ids: Int32s, seed: int) -> None:
-        """Writes random bytes into these blocks of the engine's device memory."""
         random = np.random.default_rng(seed)
         for view, count in self._places(ids):
             view[:] = random.integers(0, 256, count, np.uint8)
 
     def content(self, ids: Int32s) -> bytes:
-        """Returns all bytes of these blocks in the engine's device memory."""
         return b"".join(view.tobytes() for view, _ in self._places(ids))
 
     def after(self, index: int, value: int = 0) -> After:
@@ -219,8 +208,7 @@ class DeviceEngine:
         after: After | None = None,
         timeout_s: float = DEADLINE_S,
     ) -> tuple[str, "Future[TransferResult]"]:
-        """Leases blocks, all of which must be ready, and starts to load them into the engine's
-        block ids `ids`. Returns the transfer's id and future."""
+        """Starts a load of blocks, which must all be ready. (Transfer's id, future)."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
         assert grant.pinned[0].all(), "some blocks are not there"
@@ -240,14 +228,13 @@ def block_ids(*ids: int) -> Int32s:
 
 
 def done(future: "Future[TransferResult]") -> TransferResult:
-    """Waits for a transfer that must succeed, and returns its result."""
+    """Waits for a transfer that must succeed."""
     result = future.result(DEADLINE_S)
     assert result.status is TransferStatus.DONE, result
     return result
 
 
 def main() -> None:
-    """Runs an engine that stores and loads in a loop until it is killed."""
     engine = DeviceEngine(sys.argv[1], offers=json.loads(sys.argv[2])).connected()
     names, ids = hashes(8), np.arange(8, dtype=np.int32)
     engine.fill(ids, 1)

@@ -18,12 +18,8 @@ FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 
 
 class FaultyServer(Server):
-    """A server with a fault that a test switches on by `break_it`. From then on the server fails
-    whenever its code reaches `point`.
-
-    how: what happens there, such as `hang`.
-    environment: variables to add to the server's environment.
-    """
+    """A server with a fault: after `break_it`, its code fails at `point`, as `how` says (such as
+    `hang`)."""
 
     def __init__(
         self,
@@ -47,8 +43,7 @@ class FaultyServer(Server):
         return self._child.process.wait(60)
 
     def probe(self, path: str) -> tuple[int, str]:
-        """Requests an HTTP probe, such as `livez`. Returns the status and the body, or (0, "") if
-        the server does not answer."""
+        """(Status, body); (0, "") without an answer."""
         url = f"http://127.0.0.1:{self.port}/{path}"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:

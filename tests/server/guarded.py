@@ -1,5 +1,4 @@
-"""A server with tenants, TLS and admins, and clients with and without credentials, for tests of
-security."""
+"""A server with tenants, TLS and admins, and clients with and without credentials."""
 
 import contextlib
 import hashlib
@@ -32,10 +31,10 @@ MINE = os.getuid()
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server with these tenants:
+    """Tenants:
 
     alpha, blind, tiny, hoarder: for the user that runs the tests. alpha may map the block table,
-        blind may not. tiny may have one session.
+        blind may not; tiny may have one session.
     beta: for OTHER_UID or a certificate.
     gamma: for a token.
     by_group: for OTHER_GID.
@@ -67,7 +66,7 @@ class Guarded:
         )
 
     def logged(self, *words: str) -> bool:
-        """Waits until a line of the log contains all these words, and then returns True."""
+        """Waits for a line with all these words."""
         lines = self.server.log
         wait_for(
             lambda: any(
@@ -134,7 +133,7 @@ def guarded() -> Iterator[Guarded]:
         foreign_ca.issue("intruder", "spiffe://cluster/beta")
         (folder / "hotkv.toml").write_text(config(folder))
         with pytest.MonkeyPatch.context() as patch:
-            # Makes gRPC log failed handshakes.
+            # So that gRPC logs failed handshakes.
             patch.setenv("GRPC_VERBOSITY", "INFO")
             flags = ("--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB")
             server = Server(folder, "64MiB", *flags)
@@ -172,8 +171,8 @@ def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
 def why_absent(
     target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
 ) -> str:
-    """Opens a session from this process as `tenant`, with these credentials or, if given, with this
-    ticket instead of the process's own. The server must refuse the session. Returns the reason."""
+    """The reason why the server refuses this process a session. `ticket` replaces its own
+    ticket."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more: dict[str, Any] = {"on_state": lambda *news: states.put(news), "connect_timeout_s": 3.0}

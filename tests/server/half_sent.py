@@ -1,4 +1,4 @@
-"""An HTTP/2 client that leaves large gRPC messages incomplete, which gRPC's own client can't do."""
+"""An HTTP/2 client that leaves gRPC messages incomplete, which gRPC's own can't."""
 
 import contextlib
 import select
@@ -15,17 +15,13 @@ from tests.support.waiting import WAIT_S
 
 
 class HalfSender:
-    """A client thread that makes gRPC calls and withholds the last byte of each message.
-
-    It runs until it is closed.
-    num_ended: number of calls that the server has ended.
-    """
+    """A thread that withholds the last byte of each message. `num_ended`: calls that the server
+    has ended."""
 
     def __init__(self, grpc_socket: Path) -> None:
         self.num_ended = 0
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(grpc_socket))
-        # On a busy machine, the server may take long to react.
         self._socket.settimeout(WAIT_S)
         self._http = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
         self._http.initiate_connection()
@@ -37,14 +33,12 @@ class HalfSender:
 
     @property
     def num_left(self) -> int:
-        """Returns the number of bytes that wait to be sent until the server's flow control allows
-        it."""
+        """Bytes that flow control does not let through yet."""
         with self._lock:
             return sum(len(head) + count for head, count in self._left.values())
 
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
-        """Starts a gRPC call of the method `path`. Sends the message `before` completely, if given,
-        and then a message of `message_bytes` except for its last byte."""
+        """The message `before` is sent whole."""
         with self._lock:
             stream = self._http.get_next_available_stream_id()
             headers = {

@@ -1,4 +1,4 @@
-"""Engines and streams with which tests break the protocol."""
+"""Engines and streams that break the protocol."""
 
 import contextlib
 import threading
@@ -14,15 +14,12 @@ from tests.server.support import FULL, GroupsEngine
 
 @contextlib.contextmanager
 def marked_engine(target: str) -> Iterator[Session]:
-    """Yields the session of an engine that has eight flags (counters) in its memory. The engine can
-    delay a transfer until it sets a flag."""
+    """An engine with eight flags, for which transfers can wait."""
     with contextlib.closing(GroupsEngine(target, (FULL,), "m", num_flags=8)) as engine:
         yield engine.session
 
 
 def unary_stream_of(channel: grpc.Channel) -> Any:
-    """Opens a SelectBlocks stream (sparse decode) on which the client never sends a request."""
-
     def never() -> Iterator[Any]:
         yield from iter(threading.Event().wait, False)
 

@@ -1,5 +1,4 @@
-"""A test harness for the ledger, the part of the server that counts hits, misses and saved time of
-requests."""
+"""A core with a session, and a ledger."""
 
 from pathlib import Path
 
@@ -28,8 +27,7 @@ SMALL = key_space("small")
 
 
 class World:
-    """A cache core (the server's bookkeeping of blocks) with an engine's session, and a ledger.
-    `report` tells the ledger of a request of the session."""
+    """`report` tells the ledger of a request."""
 
     def __init__(self, directory: Path | None = None) -> None:
         geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA_BYTES)

@@ -1,5 +1,4 @@
-"""Nodes (the server's core without gRPC) in the test process, with an arena of 1 MiB, and sessions
-whose memory is a file."""
+"""Nodes in the test process, without gRPC; sessions' memory is a file."""
 
 import contextlib
 import os
@@ -30,10 +29,8 @@ SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAG
 def local_node(
     folder: Path, *, copies: Any = None, config: Any = None, **more: Any
 ) -> Iterator[Node]:
-    """Yields a node without capabilities (optional parts of the server); `capable` adds them.
-
-    copies: the copy engine; by default a host copy engine with one thread.
-    config: settings of the cache core, except its sizes.
+    """copies: by default a host copy engine.
+    config: settings of the core, except its sizes.
     more: settings of the node.
     """
     memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
@@ -48,14 +45,12 @@ def local_node(
 
 @contextlib.asynccontextmanager
 async def live_node(folder: Path, **settings: Any) -> AsyncIterator[Node]:
-    """Yields a node like `local_node`, and closes it at the end."""
     with local_node(folder, **settings) as node:
         yield node
         await node.close()
 
 
 def memory_file(num_bytes: int) -> int:
-    """Creates an anonymous memory file of zeros and returns its descriptor."""
     fd = os.memfd_create("test")
     if num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -63,7 +58,6 @@ def memory_file(num_bytes: int) -> int:
 
 
 async def worker(node: Node, num_blocks: int = 1, fence_fd: int | None = None) -> LiveSession:
-    """Opens a session and registers memory for `num_blocks` blocks."""
     session = await node.sessions.open("e", "worker", SPACE, "test")
     session.receive("kv", memory_file(num_blocks * PAGE))
     if fence_fd is not None:
@@ -75,8 +69,7 @@ async def worker(node: Node, num_blocks: int = 1, fence_fd: int | None = None) -
 
 
 async def store_in(node: Node, session: LiveSession, hashes: list[bytes], **more: Any) -> list[int]:
-    """Stores the blocks with the engine's block ids 0, 1, … under these hashes. Returns the result
-    of each block."""
+    """Stores blocks 0, 1, … of the engine under these hashes; a result for each."""
     name, run = os.urandom(4).hex(), Run(0, hash_words(b"".join(hashes), 32))
     ids = [np.arange(len(hashes))]
     end = await (await node.transfers.store(session, name, name, [run], ids, 5.0, **more))

@@ -1,10 +1,6 @@
-"""A client that runs as another user, for test_security: `python -m tests.server.other_user UID
-GROUPS TARGET TENANT`.
-
-The process starts as root, imports everything, switches to the user UID with these supplementary
-groups, and opens a session. It prints a JSON object: the session's `state` and the reason; for an
-open session also whether it could store a block and map the block table.
-"""
+"""A client that runs as another user: `python -m tests.server.other_user UID GROUPS TARGET
+TENANT`. It starts as root, becomes UID with these groups, opens a session, and prints JSON:
+`state` and reason; if open, whether it could store a block and map the block table."""
 
 import json
 import os

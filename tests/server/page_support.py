@@ -1,4 +1,4 @@
-"""A server with a status page, and an engine that makes traffic to show on it."""
+"""A server with a status page, and an engine whose traffic it shows."""
 
 import contextlib
 import hashlib
@@ -41,9 +41,8 @@ class Answer:
 
 
 def get(port: int, path: str = "/", *, method: str = "GET", **headers: str) -> Answer:
-    """Requests `path` from the server's HTTP port. In names of headers, underscores stand for
-    hyphens. Retries if the server was too busy to answer, as it may be while a whole test suite
-    runs."""
+    """In names of headers, underscores stand for hyphens. Retries while the server is too busy
+    to answer."""
     for _ in range(ASKS - 1):
         answer = _get(port, path, method, headers)
         if not (answer.status == 503 and b"the event loop does not answer" in answer.body):
@@ -62,7 +61,6 @@ def _get(port: int, path: str, method: str, headers: Mapping[str, str]) -> Answe
 
 
 def status_of(server: Server, **headers: str) -> dict[str, Any]:
-    """Returns the answer of /api/v1/status."""
     answer = get(http_port(server), "/api/v1/status", **headers)
     assert answer.status == 200, answer.body
     return answer.figures
@@ -70,7 +68,6 @@ def status_of(server: Server, **headers: str) -> dict[str, Any]:
 
 @pytest.fixture
 def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
-    """Yields a function that makes engines of a model, with full attention by default."""
     with contextlib.ExitStack() as stack:
 
         def make(model: str, *groups: GroupSpec) -> GroupsEngine:
@@ -82,16 +79,13 @@ def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
 
 
 class Traffic:
-    """An engine that stores prompts, loads them, and reports its requests."""
-
     def __init__(self, target: str, model: str, engine_id: str, **settings: Any) -> None:
         self.engine = PagedEngine(target, model=model, engine_id=engine_id, **settings).connect()
         self._number = 0
 
     def prompt(self, num_blocks: int = 8, *, loads: int = 4, device: int = 1) -> list[bytes]:
-        """Stores a prompt of `num_blocks` blocks and loads its first `loads` blocks again. Then
-        reports a request for the prompt, in which `device` blocks hit in the engine's own prefix
-        cache and `loads` blocks in the server. Returns the block hashes."""
+        """Stores a prompt, loads its first `loads` blocks, and reports it with `device` blocks
+        hit in the engine's own cache."""
         self._number += 1
         name, blocks = f"{self.engine.session.config.engine_id}-{self._number}", hashes(num_blocks)
         session, ids = self.engine.session, block_ids(num_blocks)
@@ -117,12 +111,9 @@ class Traffic:
 def settings_with_tenants(
     folder: Path, admin: str, *tenants: str, token_file: Path | None = None
 ) -> Path:
-    """Writes a settings file and returns its path.
-
-    admin: the access token of an administrator.
-    tenants: names of tenants that this process's user may use.
-    token_file: if given, the status page listens for other machines too, which need the token in
-        this file.
+    """admin: an administrator's token.
+    tenants: those that this process's user may use.
+    token_file: lets the page listen for other machines, with the token in this file.
     """
     digest = hashlib.sha256(admin.encode()).hexdigest()
     text = f'[security]\nadmin_token_sha256 = ["{digest}"]\n'

@@ -1,5 +1,4 @@
-"""Servers that run one after the other in the same folder, and an engine that stores, loads and
-damages blocks there."""
+"""Servers that run one after the other in one folder, and an engine that outlives them."""
 
 import contextlib
 import os
@@ -36,10 +35,7 @@ class Connected(Protocol):
 
 
 class Place:
-    """A folder in which servers run one after the other, and an engine that survives the restarts.
-
-    command: the command that starts each server, as in `demo.processes.Server`.
-    """
+    """`command` starts each server, as in `demo.processes.Server`."""
 
     command: Sequence[str] = ()
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
@@ -50,8 +46,7 @@ class Place:
         self.engine: PagedEngine | None = None
 
     def start(self, *flags: str, arena: str = "16MiB") -> Server:
-        """Starts the next server. If there is an engine, waits until it has reconnected. Returns
-        the server."""
+        """Waits until the engine, if there is one, has reconnected."""
         self.server = Server(self.folder, arena, *FLAGS, *flags, command=self.command)
         self.server.wait_ready()
         if self.engine is not None:
@@ -59,8 +54,7 @@ class Place:
         return self.server
 
     def stop(self, how: signal.Signals = signal.SIGKILL) -> int:
-        """Ends the server, and waits until its process has ended and the engine is disconnected.
-        Returns the exit status."""
+        """Waits until the engine is disconnected. Exit status of the server."""
         assert self.server is not None
         os.kill(self.server.pid, how)
         status: int = self.server._child.process.wait(60)
@@ -70,7 +64,7 @@ class Place:
         return status
 
     def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
-        """Creates and connects an engine whose pages have random contents. Returns the engine."""
+        """An engine whose pages have random contents."""
         assert self.server is not None
         shape = {"layers": self.layers, "page_bytes": self.page_bytes}
         self.engine = made = PagedEngine(
@@ -85,8 +79,7 @@ class Place:
             return float(admin.info()["counters"][name])
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Returns True if all the blocks are ready, and load with the bytes `content` [layer,
-        block, byte]."""
+        """True if all are ready and load with the bytes `content` [layer, block, byte]."""
         engine = self.engine
         assert engine is not None
         engine.kv[:] = 0
@@ -96,8 +89,7 @@ class Place:
         return np.array_equal(engine.kv[:, : len(blocks)], content)
 
     def put(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores `content` [layer, block, byte] under these hashes; by default random bytes.
-        Returns the bytes."""
+        """Stores `content` [layer, block, byte], by default random bytes."""
         engine = self.engine
         assert engine is not None and len(blocks) <= self.num_blocks
         if content is None:
@@ -119,8 +111,7 @@ P = TypeVar("P", bound=Place)
 
 @contextlib.contextmanager
 def opened(kind: type[P], num_bytes: int) -> Iterator[P]:
-    """Yields a new `Place` of this kind in a folder in shared memory with room for `num_bytes`.
-    Closes its engine and server afterwards."""
+    """A folder in shared memory with room for `num_bytes`, closed afterwards."""
     with runtime_folder(num_bytes) as folder, contextlib.closing(kind(folder)) as made:
         yield made
 
@@ -132,16 +123,12 @@ def place() -> Iterator[Place]:
 
 
 def as_ids(blocks: list[bytes], at: int | Int32s) -> Int32s:
-    """Returns consecutive block ids that start at `at`. If `at` is already an array of ids, returns
-    it."""
+    """Consecutive ids from `at` on; an array stays as it is."""
     return block_ids(len(blocks), at) if isinstance(at, int) else at
 
 
 def store(engine: Connected, blocks: list[bytes], at: int | Int32s = 0) -> set[int]:
-    """Stores blocks of the engine under these hashes. Returns the set of the blocks' results.
-
-    at: the first block id, or the id of each block.
-    """
+    """The set of the blocks' results. `at`: the first block id, or an array of all."""
     name = os.urandom(8).hex()
     run = BlockRun(0, blocks, as_ids(blocks, at))
     return set(engine.session.store(name, name, [run], 20).result(60).results[0].tolist())
@@ -154,8 +141,6 @@ def found(engine: Connected, blocks: list[bytes]) -> list[bool]:
 
 
 def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferStatus:
-    """Leases the blocks, which must all be ready, and loads them into the engine's block ids `at`
-    (see `as_ids`)."""
     name = os.urandom(8).hex()
     assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].all()
     run = LoadRun(0, block_ids(len(blocks)), as_ids(blocks, at))
@@ -165,8 +150,7 @@ def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferSt
 
 
 def spoil(place: Place, page: np.ndarray) -> None:
-    """Changes one byte of a stored block in the arena's file. The block is the one whose slot
-    begins with the bytes of `page`."""
+    """Changes a byte in the arena's file, of the block whose slot begins with `page`."""
     path = place.folder / "arena" / "arena"
     arena = np.memmap(path, np.uint8, "r+")
     at = arena.tobytes().find(page.tobytes())

@@ -1,5 +1,4 @@
-"""Helpers for tests of refused calls: they compare the server's state, read error reasons, and fill
-messages at random."""
+"""The server's state, and randomly filled messages."""
 
 import os
 import queue
@@ -28,8 +27,7 @@ VOLATILE = ("uptime_s", "age_s", "idle_s", "counters")
 
 
 def state(server: Server) -> dict[str, Any]:
-    """Returns the server's tiers, sessions, blocks and number of leases, which a refused call must
-    not change."""
+    """What a refused call must not change."""
     with AdminClient(server.target) as admin:
         answer = {
             "tiers": admin.tiers(),
@@ -54,9 +52,8 @@ def refused(future: Any) -> HotKVError:
 
 
 def fill(message: Any, random: np.random.Generator, level: int) -> None:
-    """Fills a random choice of a message's fields with random values, including the largest and
-    smallest values of each type. Fills messages in fields too, down to a certain depth; `level` is
-    the depth of this message."""
+    """Fills a random choice of fields, in nested messages too, also with the limits of each
+    type."""
     message.SetInParent()
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.3:

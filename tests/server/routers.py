@@ -1,4 +1,4 @@
-"""A router that subscribes to the server's KV events, as a router subscribes to an engine's."""
+"""A router that subscribes to the server's KV events as to an engine's."""
 
 import contextlib
 import socket
@@ -38,8 +38,7 @@ def external(block_hash: bytes) -> Any:
 
 
 class Router:
-    """A subscriber that reads the KV events of a topic as vLLM's example of a subscriber does. It
-    checks that the bytes of each message are those that vLLM would have sent."""
+    """Reads events as vLLM's example does. Messages must have the bytes that vLLM would send."""
 
     def __init__(self, folder: Path, topic: str) -> None:
         self.context = zmq.Context()
@@ -50,9 +49,8 @@ class Router:
         self.next_sequence = -1
 
     def wait_subscribed(self, engine: Connected, *others: "Router") -> None:
-        """Waits until the subscriber receives events. Then stores a block in the engine's empty key
-        space (a model in a configuration), flushes it, and discards all events up to that flush.
-        `others`: routers that are subscribed already, and must discard these events too."""
+        """Waits until events arrive, and discards those so far, also of `others`. The key space
+        must be empty."""
         self.wait_heard(engine)
         mark = hashes(1)
         assert store(engine, mark) == {BlockResult.STORED}
@@ -61,7 +59,7 @@ class Router:
             router.discard_until_flushed(mark[0])
 
     def wait_heard(self, engine: Connected) -> None:
-        """Flushes the engine's empty key space until an event has arrived. More may follow."""
+        """Flushes until an event has arrived; more may follow."""
         deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"
@@ -84,14 +82,11 @@ class Router:
         return batch
 
     def events(self, count: int) -> list[Any]:
-        """Returns the next `count` events."""
         found = self._until(lambda found: len(found) >= count)
         assert len(found) == count
         return found
 
     def until_stored(self, block: bytes, medium: str = MEDIUM_CPU) -> list[Any]:
-        """Returns the next events, up to the event that this block was stored in this medium."""
-
         def is_stored(found: list[Any]) -> bool:
             return any(
                 isinstance(one, BlockStored)
@@ -103,8 +98,6 @@ class Router:
         return self._until(is_stored)
 
     def discard_until_flushed(self, block: bytes) -> None:
-        """Discards the events up to the clear event that followed the store of this block."""
-
         def is_flushed(found: list[Any]) -> bool:
             stored = [
                 at
@@ -129,8 +122,6 @@ class Router:
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[tuple[Server, Path]]:
-    """Yields a server with an arena of 16 MiB that publishes KV events on Unix sockets in the
-    folder."""
     with runtime_folder(64 << 20) as folder:
         flags = [
             "--events.endpoint",

@@ -26,8 +26,6 @@ CHAIN = 12
 
 
 class SharingNode(Place):
-    """A `Place` whose servers use a shared Valkey as a tier."""
-
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
     def start_sharing(self, *flags: str) -> "SharingNode":
@@ -37,12 +35,11 @@ class SharingNode(Place):
         return self
 
     def start_engine(self) -> None:
-        """Connects an engine to the running server."""
         self.connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
-        """Stores blocks with random bytes, and waits until all are copied to the Valkey. If a busy
-        node dropped some copies, evicts the blocks and stores them again. Returns the bytes."""
+        """Waits until all are copied to the Valkey. A busy node may drop some copies, so it
+        tries again."""
         content: np.ndarray | None = None
         while True:
             before, refused = self.num_copied(), self.counter("shared_refused_blocks_total")
@@ -63,8 +60,8 @@ class SharingNode(Place):
         return self.counter("shared_copied_blocks_total")
 
     def until_copying(self) -> None:
-        """Stores single blocks until one of them is copied to the Valkey. Several may be needed:
-        the node may drop copies as long as it is still sending an earlier flush to the Valkey."""
+        """Until one block is copied: the node may drop copies while it still sends an earlier
+        flush."""
         engine = self.engine
         assert engine is not None
 
@@ -82,7 +79,6 @@ class SharingNode(Place):
         return all(found(self.engine, blocks))
 
     def leases(self, blocks: list[bytes]) -> np.ndarray:
-        """Acquires a lease. Returns which of the blocks it pins."""
         assert self.engine is not None
         name = os.urandom(8).hex()
         lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
@@ -108,16 +104,13 @@ def bucket_flags(s3: "s3_support.Server", port: int) -> tuple[str, ...]:
 
 
 def check_sharing(a: SharingNode, b: SharingNode) -> None:
-    """Checks that node `b` loads the blocks that node `a` stored, and that after a flush on `a`
-    neither node finds them."""
     chain, kept = hashes(CHAIN), hashes(CHAIN)
     content = a.fill(chain)
-    # Waits for node `b`'s connection to the Valkey; before that, `b` finds no block.
+    # Until `b` is connected to the Valkey, it finds no block.
     wait_for(lambda: b.finds(chain))
     assert b.loads(chain, content)
     assert b.counter("shared_fetched_blocks_total") == CHAIN
-    # Stores blocks that node `b` does not look up before the flush, since
-    # a lookup would fetch them.
+    # A lookup on `b` would fetch these blocks.
     a.fill(kept)
     assert a.engine is not None
     a.engine.session.flush().result(60)
@@ -128,15 +121,11 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
 
 
 HELD_S = 2.0 * faults.STALLED_S
-"""Seconds for which `probed` goes on: longer than a part of the server may hang before its health
-probe reports it."""
+"""Longer than a part of the server may hang before its health probe says so."""
 
 
 class Probed:
-    """A thread that requests /livez again and again.
-
-    answers: every answer other than 200, as text.
-    """
+    """Requests /livez all the time. `answers`: all but 200."""
 
     def __init__(self, server: Server) -> None:
         self.answers: list[str] = []
@@ -162,7 +151,7 @@ class Probed:
 
 @contextlib.contextmanager
 def probed(server: Server) -> Iterator[Probed]:
-    """Checks that /livez answers 200 inside the `with` block, and for HELD_S seconds after it."""
+    """/livez must answer 200 in the `with` block, and for HELD_S after it."""
     probe = Probed(server)
     try:
         yield probe

@@ -1,5 +1,4 @@
-"""An engine with real sketches (compact summaries of blocks' keys), for tests of sparse
-decode."""
+"""An engine with real sketches."""
 
 import mmap
 import os
@@ -29,7 +28,7 @@ QUERY_HEADS = 8
 HEAD_SIZE = 64
 PAGE_BYTES = 4096
 LOG_MASS = np.full(QUERY_HEADS, 3.0, np.float32)
-"""Log mass of the always-kept blocks."""
+"""The mass of the blocks that are always kept."""
 LAYERS = (2, 5)
 CONFIG = SparseConfig(
     sparse_topk=0.2,
@@ -42,8 +41,7 @@ CONFIG = SparseConfig(
 
 
 class SketchEngine:
-    """A worker session whose memory has the KV of blocks and, for the layers LAYERS,
-    sketches (compact summaries of the blocks' keys). Must be closed."""
+    """A worker session that stores blocks with sketches. Must be closed."""
 
     def __init__(
         self,
@@ -109,9 +107,6 @@ class SketchEngine:
         assert self.session.wait_connected(20), repr(self.session)
 
     def store(self, blocks: Sequence[bytes], *, first: int = 0, with_sketches: bool = True) -> None:
-        """Stores blocks from the engine's memory, beginning with block id `first`. Unless
-        `with_sketches` is False, stores their sketches (compact summaries of their
-        keys) too."""
         name = os.urandom(8).hex()
         groups = (0, self.group) if with_sketches else (0,)
         runs = [BlockRun(group, blocks, block_ids(len(blocks), first)) for group in groups]
@@ -140,12 +135,11 @@ Make = Callable[..., SketchEngine]
 
 
 def queries(count: int) -> F32:
-    """Returns random queries [count, Q, D]."""
+    """Random [count, Q, D]."""
     return np.random.default_rng(count).standard_normal((count, QUERY_HEADS, HEAD_SIZE), np.float32)
 
 
 def refused(call: Callable[[], Any]) -> HotKVError:
-    """Returns the error of a call that must be refused."""
     with pytest.raises(HotKVError) as caught:
         call()
     return caught.value

@@ -1,4 +1,4 @@
-"""An engine whose KV cache groups a test chooses, for tests that depend on the groups."""
+"""An engine whose KV cache groups a test chooses."""
 
 import mmap
 import os
@@ -22,16 +22,12 @@ WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (PAGE_BYTES,), 24)
 WIDE = GroupSpec(GroupKind.FULL_ATTENTION, 32, (PAGE_BYTES,))
 
 PATIENT = ("--tiers.lookup-wait-ms", "20000")
-"""Flags of a server whose requests wait long for tiers, for busy machines."""
+"""Requests wait long for tiers, as machines may be busy."""
 
 
 class GroupsEngine:
-    """A connected worker session, whose memory has a page for each block of each KV cache group.
-    Must be closed.
-
-    num_flags: number of flags (counters of 4 bytes) in its memory. A transfer can wait until the
-        engine sets a flag.
-    """
+    """A connected session with a page for each block of each group. Must be closed. `num_flags`:
+    counters in its memory, for which transfers can wait."""
 
     def __init__(
         self, target: str, groups: tuple[GroupSpec, ...], model: str, num_flags: int = 0
@@ -62,7 +58,6 @@ class GroupsEngine:
         assert self.session.wait_connected(20)
 
     def store(self, *runs: BlockRun) -> TransferResult:
-        """Stores runs of blocks (consecutive blocks of a prompt) in one transfer with a new id."""
         name = os.urandom(8).hex()
         return self.session.store(name, name, runs, 20).result(60)
 
@@ -81,8 +76,7 @@ def block_ids(count: int, first: int = 0) -> Int32s:
 
 
 def number_of(admin: AdminClient, model: str) -> int:
-    """Returns the server's number (id) of the key space of this model. The model must have only
-    one."""
+    """The model must have only one key space."""
     (row,) = [row for row in admin.key_spaces() if row["key_space"]["model"] == model]
     return int(row["key_space_id"])
 

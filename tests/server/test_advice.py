@@ -1,6 +1,5 @@
-"""Checks the advice in hotkv's messages, alerts and help texts. Each command runs as printed, each
-flag of `hotkv` exists, and each Python package is on a package index. A message is any string in
-the sources except docstrings."""
+"""Tests the advice in messages, alerts and help: commands run as printed, flags exist, packages
+are on an index."""
 
 import ast
 import functools
@@ -28,16 +27,16 @@ __all__ = ["tokenizer_url"]
 PACKAGES = ("client", "server", "connector_vllm", "proto", "sparse")
 QUOTED = re.compile(r"`(hotkv(?:-server)? [^`]+)`")
 BARE = re.compile(r"\b(hotkv-server (?:arenas|compile|simulate|tiers check)(?: --[a-z-]+)*)")
-"""Matches commands outside of backticks; there, texts name only commands of the server."""
+"""Outside of backticks, texts name only commands of the server."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+(?![\w-])(?!\.[a-z])")
-"""Matches flags of `hotkv`. Flags with a dot are settings of the server, checked elsewhere."""
+"""Flags with a dot are settings of the server, checked elsewhere."""
 PLACEHOLDER = "{}"
 
 
 @functools.cache
 def texts(package: str) -> list[tuple[str, str]]:
-    """Returns each string of a package except docstrings, with its file and line. PLACEHOLDER
-    replaces the values in f-strings."""
+    """(File and line, text) of each string but docstrings. PLACEHOLDER replaces values in
+    f-strings."""
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
@@ -67,7 +66,7 @@ def _text(node: ast.AST) -> str:
 
 
 def advised() -> dict[str, str]:
-    """Returns the commands that hotkv's texts mention: the command to a place where it stands."""
+    """Each command that a text names, and a place where it stands."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         for place, text in texts(package):
@@ -86,8 +85,7 @@ def advised() -> dict[str, str]:
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngine:
-    """Returns an engine that has stored a prompt, and also the block whose hash the help of `hotkv
-    evict` uses as its example."""
+    """Has stored a prompt, and the block whose hash the help of `hotkv evict` uses."""
     one = engine(own_server.target, model_names=["tiny"])
     store(one, prompt_hashes(one))
     store(one, [bytes.fromhex("4fd2a1".ljust(64, "0"))], 10)
@@ -95,8 +93,7 @@ def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngi
 
 
 def run(words: list[str], server: Server, folder: Path) -> int:
-    """Runs the command `words` with the address of the test's server. Replaces placeholders and the
-    paths of real installations by `folder`. Returns the exit status."""
+    """Exit status. `folder` replaces placeholders, and the paths of real installations."""
     program, name, *rest = words
     rest = [str(folder) if word == PLACEHOLDER else word for word in rest]
     if program == "hotkv-server":
@@ -104,10 +101,10 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         config.write_text(f"[tiers.disk]\npath = '{folder}'\nbytes = '64MiB'\n")
         rest = [str(config) if word == "/etc/hotkv/hotkv.toml" else word for word in rest]
         if name == "run":
-            # `hotkv-server run` would not end, so shows the settings of `run` instead.
+            # `run` itself would not end.
             rest = ["--help-settings"]
         if name == "arenas" and "--folder" not in rest:
-            # Without `--folder`, the command would remove caches of this machine's real servers.
+            # Else it would remove caches of this machine's real servers.
             rest += ["--folder", str(folder)]
         return daemons.run(name, *rest, timeout_s=240).returncode
     try:
@@ -117,7 +114,7 @@ def run(words: list[str], server: Server, folder: Path) -> int:
 
 
 NAMES = ("export", "record", "evict", "bench", "size", "top")
-"""Commands that texts name without arguments, although they need some, take long or never end."""
+"""Texts name these without arguments, although they need some or take long."""
 
 
 def test_each_command_that_is_advised_runs(
@@ -134,8 +131,7 @@ def test_each_command_that_is_advised_runs(
             words += ["--trace", "/nowhere"]
         if command == "hotkv-server tiers check":
             words += ["--config", "/etc/hotkv/hotkv.toml"]
-        # Allowed exit statuses: `doctor` ends with 1 if this host has a fault, `simulate`
-        # with 2 if there is no trace.
+        # 1: this host has a fault. 2: there is no trace.
         fine = {"doctor": (0, 1)}.get(words[1], (2,) if "/nowhere" in words else (0,))
         status = run(words, own_server, tmp_path)
         assert status in fine, (command, place, capsys.readouterr())
@@ -156,7 +152,7 @@ def test_each_flag_that_a_message_names_is_there() -> None:
     known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', server))
     known |= {"--runtime-dir"}
     for place, text in texts("client"):
-        # Leaves out `doctor`, whose texts also have flags of the host's programs.
+        # `doctor` also names flags of the host's programs.
         for flag in FLAG.findall(text) if "/doctor.py:" not in place else ():
             assert flag in known, (place, text)
 
@@ -192,8 +188,7 @@ def test_each_example_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Runs the examples of the commands' help, in a folder with the files that they name. Examples
-    that would run long get a shorter duration."""
+    """Examples that take long get a shorter duration."""
     monkeypatch.chdir(tmp_path)
     write_trace(tmp_path / "trace.jsonl", [(float(at), [1, 2, 3]) for at in range(4)])
     (tmp_path / "chat.json").write_text(json.dumps([{"role": "user", "content": "Why?"}]))
@@ -205,8 +200,7 @@ def test_each_example_runs(
         words = shlex.split(help_text.EXAMPLES[name].partition(" > ")[0])
         assert words[:2] == ["hotkv", name]
         if name == "record":
-            # Records into another file than the example says: later examples
-            # read that file as a trace.
+            # Later examples read that file as a trace.
             words[2] = "other.jsonl"
         words = [shorter.get(word, word) for word in words]
         if name in takes_time:

@@ -1,5 +1,4 @@
-"""Tests an arena (the server's memory for blocks) that an engine's process has mapped read-only.
-The engine reads leased blocks there in place."""
+"""Tests an arena that an engine has mapped to read leased blocks in place."""
 
 import os
 import signal
@@ -24,8 +23,7 @@ def leased(session: Session, blocks: list[bytes], name: str) -> LeaseGrant:
 
 
 def in_place(arena: Arena, grant: LeaseGrant) -> np.ndarray:
-    """Returns the bytes of the pinned blocks, read from the mapped arena: uint8 [blocks, layers,
-    page bytes]."""
+    """Reads the pinned blocks in the mapped arena: uint8 [blocks, layers, page bytes]."""
     offsets = grant.offsets[0][grant.pinned[0]]
     return np.stack(
         [arena.memory[at : at + SLOT_BYTES].reshape(LAYERS, PAGE_BYTES) for at in offsets.tolist()]
@@ -43,10 +41,7 @@ def mapped(session: Session) -> Arena:
 
 
 def mappings(file_id: tuple[int, int]) -> list[str]:
-    """Returns the access rights of each mapping of a file in this process, from /proc.
-
-    file_id: device and inode of the file.
-    """
+    """The access rights of each mapping of a file (device, inode) in this process."""
     device, inode = file_id
     of_file = [f"{os.major(device):02x}:{os.minor(device):02x}", str(inode)]
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
@@ -86,8 +81,7 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     held, arena = leased(one.session, blocks, "held"), mapped(other.session)
     other.session.close()
     assert other.session.arena() is None and len(mappings(arena.file_id)) == 1
-    # The closed session's mapping of the arena lasts as long as the object `arena`. It shows the
-    # blocks that the engine `one` leases.
+    # The closed session's mapping lasts as long as `arena`.
     assert np.array_equal(in_place(arena, held), expected(one, 3))
     file_id = arena.file_id
     del arena
@@ -111,9 +105,7 @@ def test_trusted_arena_writers_map_it_writable(place: Place, is_trusted: bool) -
 
 
 def test_a_new_server_gives_a_new_arena(place: Place) -> None:
-    """Kills the server and starts it with an arena of the same size, then of another size. With the
-    same size, the arena must keep its file and its blocks; with another size it must be a new file.
-    The old mapping must stay readable both times."""
+    """A new size needs a new file. The old mapping stays readable."""
     place.start()
     engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)

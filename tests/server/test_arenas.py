@@ -1,6 +1,4 @@
-"""Tests the command `hotkv-server arenas`. It must list the arenas that ended servers left behind,
-and remove them on request, but never the arena of a running server. The next server's start must
-mention them."""
+"""Tests `hotkv-server arenas`, which lists and removes what ended servers left."""
 
 import contextlib
 import fcntl
@@ -29,8 +27,6 @@ MIB = 1 << 20
 
 
 class Folder:
-    """A folder in shared memory that contains arenas."""
-
     def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.path = path
         self._capsys = capsys
@@ -43,7 +39,6 @@ class Folder:
         return server
 
     def leave(self, name: str) -> Path:
-        """Creates an arena of 1 MiB that no server uses. Returns its folder."""
         NodeMemory.open(self.path / name, MIB, 1 << 16, 64, 7).release()
         return self.path / name
 
@@ -89,7 +84,6 @@ def test_running_arenas_stay_and_dead_ones_go(
         there = engine(one.target, layers=LAYERS, page_bytes=PAGE_BYTES)
         assert store(there, hashes(5)) == {BlockResult.STORED}
         assert folder.command("--remove-stale") == 0 and folder.said == "nothing to remove\n"
-    # The server of the folder `one` has ended, so its arena must count as stale.
     assert folder.listed()["one/arena"]["is_stale"]
     assert folder.command("--remove", "one/arena", "--json") == 0
     assert json.loads(folder.said)["removed"][0]["num_bytes"] >= 16 * MIB
@@ -107,8 +101,7 @@ def test_a_folder_that_is_not_there_is_named(folder: Folder) -> None:
 
 
 def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
-    """Leaves folders as older servers did, which wrote fewer files. Their arenas must be listed,
-    and be removed by name. If one of the names is wrong, nothing may be removed."""
+    """Older servers wrote fewer files. A wrong name removes nothing."""
     old, half = folder.leave("hotkv-0badc0de"), folder.leave("hotkv-half")
     (half / "arena").unlink()
     (half / LOCK_FILE).write_text("no pid")
@@ -124,7 +117,7 @@ def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
 
 
 def open_below(folder: Path) -> Counter[str]:
-    """Returns how many times this process has each file in `folder` open."""
+    """How often this process has each file in `folder` open."""
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -152,9 +145,9 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     os.mkfifo(folder.path / "pipe" / LOCK_FILE)
     (folder.path / "odd" / LOCK_FILE).touch()
     (folder.path / "odd" / "server.json").write_text('["x"]')
-    # Links are not followed, and only arenas are listed.
+    # Links are not followed.
     assert [*folder.listed()] == ["mine", "odd"]
-    # `remove` must not follow a link that has replaced an arena after `find` has found it.
+    # A link replaces the arena after `find` has found it.
     odd = next(one for one in find(folder.path) if one.name == "odd")
     odd.path.rename(folder.path / "away")
     odd.path.symlink_to(outside / "arena")
@@ -211,8 +204,7 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
 def test_folder_vanishing_during_a_start_is_remade(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deletes the arena's folder just as a starting server locks it, as `hotkv-server arenas
-    --remove` may do. The server must create the folder again."""
+    """`hotkv-server arenas --remove` may delete it at this moment."""
     place, removed = tmp_path / "one", list[Path]()
 
     def locked(path: Path) -> int:

@@ -1,5 +1,5 @@
-"""Tests the audit log: its file, its lines for refused callers, and the outcomes that it records
-for calls that fail, are cancelled or never end."""
+"""Tests the audit log: its file, refused callers, and calls that fail, are cancelled or never
+end."""
 
 import asyncio
 import contextlib
@@ -67,8 +67,7 @@ def test_file_that_cant_reopen_fails_no_call(
 
 
 def test_refused_calls_fill_no_disk(tmp_path: Path) -> None:
-    """Logs calls of an admin and many refused calls of a stranger. Each accepted call must get a
-    line. The refused calls must get few lines, which say how many more were left out."""
+    """The refused calls get few lines, which count those that were left out."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
     for _ in range(2):
         for _ in range(MAX_REFUSED_PER_S):
@@ -86,8 +85,6 @@ def test_refused_calls_fill_no_disk(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_server_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closes the audit log while the disk is full and some lines are not written yet. `close` must
-    return, and the server must write these lines to its own log instead."""
     monkeypatch.setattr(audit_module, "_open_private", lambda _: os.open("/dev/full", os.O_WRONLY))
     path = tmp_path / "audit.jsonl"
     audit = AuditLog("all", path)
@@ -100,9 +97,7 @@ def test_a_full_disk_keeps_no_server_from_ending(
 def test_hung_disk_delays_neither_calls_nor_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lets the disk of the audit file hang. Calls must be answered, and `close` must return. The
-    server's own log must then contain the lines that could not be written, with the request ids of
-    their calls."""
+    """The server's own log gets the lines that could not be written."""
     caplog.set_level("INFO")
     monkeypatch.setattr(caplog.handler, "filters", [_add_request_id])
     monkeypatch.setattr(caplog.handler, "formatter", logging.Formatter("%(message)s%(call)s"))
@@ -145,8 +140,6 @@ def test_lines_are_bounded_by_the_second() -> None:
 def test_flood_of_refusals_leaves_few_counting_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Logs 7 refusals in one second and 2 in the next, with a limit of 2 lines per second. Two
-    lines must appear for each second. The third line must say that 5 were left out before it."""
     now_s, lines = [5.0], list[str]()
     monkeypatch.setattr(logs.time, "monotonic", lambda: now_s[0])
     throttle = logs.Throttle(2)
@@ -162,9 +155,7 @@ def test_flood_of_refusals_leaves_few_counting_lines(
 def test_impossible_file_is_refused_link_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sets `audit_file` to a pipe, a directory, a name that is too long, a file in no folder, or a
-    symbolic link. The server must refuse to start. If a link replaces the file later, the server
-    must not write through it, which would change another file."""
+    """A link that replaces the file later could lead to any other."""
     path, other, link = (tmp_path / name for name in ("audit.jsonl", "other", "link"))
     os.mkfifo(tmp_path / "fifo")
     for file in (path, other):
@@ -188,8 +179,7 @@ def test_impossible_file_is_refused_link_not_followed(
 
 
 class _Odd(admin_pb2_grpc.AdminServiceServicer):
-    """A service with two calls: one never ends, the other raises an exception that is no
-    HotKVError."""
+    """One call never ends; the other raises an exception that is no HotKVError."""
 
     def __init__(self) -> None:
         self.num_evicts = 0
@@ -203,7 +193,7 @@ class _Odd(admin_pb2_grpc.AdminServiceServicer):
 
 
 class _OddStream(warm_pb2_grpc.WarmStartServiceServicer):
-    """A service with a stream that either never ends or fails after its first answer."""
+    """The stream never ends, or fails after its first answer."""
 
     async def ExportBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         yield warm_pb2.ExportBlocksResponse()
@@ -221,11 +211,10 @@ class _Evicts(admin_pb2_grpc.AdminServiceServicer):
 async def _served(
     folder: Path, admin: admin_pb2_grpc.AdminServiceServicer, pace: Pace, guard: Any = None
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Serves an admin service and a stream behind the server's interceptor, which writes each call
-    to the audit log. Yields a channel to them.
+    """Serves both behind the server's interceptor.
 
-    pace: the rate limit for refused calls.
-    guard: raises an error if the caller is no admin; None: every caller is one.
+    pace: rate limit of refused calls.
+    guard: raises if the caller is no admin; None: all are.
     """
     audit, node = AuditLog("all", folder / "audit.jsonl"), Mock(refusals=Counter[Reason]())
     edge = EdgeInterceptor(node, pace, Guests(8), audit, lambda _: Peer("x"), ADMINS, guard)
@@ -241,9 +230,7 @@ async def _served(
 
 
 async def test_non_admin_waits_a_turn_before_refusal(tmp_path: Path) -> None:
-    """Makes five admin calls, three of them without an admin's rights. Each refused call must first
-    wait for the rate limit (`pace.turn`), because a caller could otherwise guess tokens quickly.
-    The admin's calls must not wait."""
+    """Without the wait, tokens could be guessed quickly."""
     are_admins = [False, False, True, False, True]
     pace, outcomes = Mock(turn=AsyncMock()), list[tuple[str, int]]()
 
@@ -266,9 +253,7 @@ async def test_non_admin_waits_a_turn_before_refusal(tmp_path: Path) -> None:
 
 
 def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
-    """Formats callers as the audit log does. Their certificates have names that look like other
-    parts of a log line, since a certificate authority may sign any name. Such names must be quoted.
-    """
+    """An authority may sign names that look like other parts of a log line."""
     plain = Peer("peer=x", certificate_names=frozenset(("node-1.example.com", "a@b")))
     assert str(plain) == "peer=x certificate=a@b,node-1.example.com"
     for name in ("a with a token", "a,admin", "a\n2026-11-22 INFO hotkv_server.audit x", ""):

@@ -1,6 +1,4 @@
-"""Attacks on the server's memory by clients, one by one and all at once: the memory must stay
-bounded. Clients that send malformed messages or do not read answers must wait, while other clients
-are served."""
+"""Attacks on the server's memory, one by one and all at once; other clients are served."""
 
 import asyncio
 import contextlib
@@ -65,7 +63,7 @@ from tests.support.waiting import eventually, wait_for
 NUM_HALVES = 12
 LARGE_BYTES = MAX_MESSAGE_BYTES - 1024
 HALVES_BYTES = 2 * NUM_HALVES * MAX_MESSAGE_BYTES
-"""Total size of the messages that attacks send without their last byte."""
+"""Total of the messages that are sent without their last byte."""
 MOST_BYTES = (300 << 20) + HALVES_BYTES
 SLACK_BYTES = 48 << 20
 CONNECT, LOOKUP = "/hotkv.v1.SessionService/Connect", "/hotkv.v1.CacheService/Lookup"
@@ -74,7 +72,7 @@ KEY_SPACE = KeySpace("m", "m", "bfloat16", (FULL,), 16)
 
 
 class Watched:
-    """A thread that measures a server's peak of anonymous memory."""
+    """A thread that measures the server's peak of anonymous memory."""
 
     def __init__(self, server: Server) -> None:
         self.idle_bytes = self.most_bytes = Footprint(server.pid).anonymous_bytes
@@ -87,7 +85,7 @@ class Watched:
             self.most_bytes = max(self.most_bytes, Footprint(self._pid).anonymous_bytes)
 
     def close(self) -> int:
-        """Stops the thread. Returns the largest growth of the server's memory, in bytes."""
+        """The largest growth, in bytes."""
         self._closed.set()
         self._thread.join()
         grown_bytes = self.most_bytes - self.idle_bytes
@@ -107,13 +105,12 @@ def session_of(server: Server, key_space: KeySpace = KEY_SPACE) -> Iterator[Sess
 
 
 def until_refused(call: Callable[[int], "Future[Any]"], most: int) -> int:
-    """Makes up to `most` calls, one after the other. Returns how many succeeded before the first
-    refusal."""
+    """How many calls succeeded before one was refused."""
     for number in range(most):
         try:
             call(number).result(60)
         except SessionLostError:
-            # The server ended the session, because it was silent for too long.
+            # The server has ended the session, because it was silent.
             return number
         except HotKVError as refused:
             assert "OVERLOADED" in str(refused)
@@ -182,8 +179,7 @@ LONG_LAYERS = tuple(f"{n}" * 7_900 for n in range(4))
 def key_spaces(
     server: Server, held: contextlib.ExitStack, layers: tuple[str, ...] = MANY_LAYERS
 ) -> None:
-    """Opens 150 sessions, each in a new key space (a model in a configuration) whose group has
-    these layers. By default the layers' names are so many that they fill a whole message."""
+    """Opens sessions in new key spaces. By default, the names of their layers fill a message."""
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
     with own_channel(server) as channel:
         for number in range(150):
@@ -207,8 +203,7 @@ def test_operators_are_told_of_the_largest_key_spaces(own_server: Server) -> Non
 
 
 def asking(*requests: Any, held: contextlib.ExitStack) -> Iterator[Any]:
-    """Yields these requests for a gRPC stream, then blocks, so that the stream stays open until
-    `held` is closed."""
+    """The stream stays open until `held` is closed."""
     ended = threading.Event()
     held.callback(ended.set)
     yield from requests
@@ -249,8 +244,7 @@ def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def deaf_callers(server: Server, held: contextlib.ExitStack) -> None:
-    """Makes unary lookups whose answers nobody reads, until the server refuses one. `held`: ends
-    these calls when it is closed."""
+    """Makes lookups whose answers nobody reads, until one is refused. They end with `held`."""
     session = held.enter_context(session_of(server, replace(KEY_SPACE, hash_bytes=8)))
     assert session._connection is not None
     groups = [cache_pb2.GroupHashes(hashes=bytes(8 << 17))]
@@ -260,11 +254,10 @@ def deaf_callers(server: Server, held: contextlib.ExitStack) -> None:
         assert len(calls) < 1000
         if len(calls) % 200 == 0:
             channel = held.enter_context(own_channel(server, ("grpc.http2.bdp_probe", 0)))
-        # Calls the unary method as if it returned a stream: gRPC's client then does not fetch the
-        # answer before its caller reads it.
+        # Called as a stream, gRPC's client fetches no answer before it is read.
         calls.append(channel.unary_stream(LOOKUP)(asked.SerializeToString()))
         held.callback(calls[-1].cancel)
-        # Waits until the server has begun to answer.
+        # By then the server has begun to answer.
         calls[-1].initial_metadata()
     (refused,) = {call.code() for call in calls if call.done()}
     assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -286,8 +279,6 @@ ATTACKS: tuple[Attack, ...] = (
 
 @pytest.mark.long
 def test_all_together_stay_within_a_bound(own_server: Server) -> None:
-    """Runs all attacks at once while an engine stores blocks. The server's memory must stay within
-    a bound."""
     bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
     watch = Watched(own_server)
     with contextlib.ExitStack() as held, ThreadPoolExecutor(len(ATTACKS)) as pool:
@@ -304,8 +295,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
             try:
                 attack.result()
             except grpc.RpcError as refused:
-                # The only error with which a call of an attack may fail: the server has refused it
-                # because the attacks used up a limit. Opening a session may fail in this way too.
+                # An attack may be refused only because a limit is used up.
                 assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
@@ -313,9 +303,6 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 
 def test_unread_single_answers_keep_nobody_out(own_server: Server) -> None:
-    """Makes unary calls whose answers nobody reads, until the server refuses more. The server's
-    memory must stay small. Another client must still get a session, and a health check an answer.
-    Once the unread calls have ended, new unary calls must be answered."""
     watch = Watched(own_server)
     question = health_pb2.HealthCheckRequest()
     with contextlib.ExitStack() as held, grpc.insecure_channel(own_server.target) as channel:
@@ -350,7 +337,6 @@ def test_message_declaring_too_much_is_refused_early(own_server: Server) -> None
 
 
 def test_call_with_incomplete_request_is_ended(server: Server) -> None:
-    """Sends a request without its last byte. The server must end the call by itself."""
     sender = HalfSender(server.runtime_folder / "grpc.sock")
     sender.call(LOOKUP, 64)
     wait_for(lambda: sender.num_ended == 1)
@@ -406,9 +392,7 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
 
 
 def test_call_with_too_many_parts_is_refused(engine: Make) -> None:
-    """Sends a request to store blocks with extra keys of images, which has very many parts (fields
-    and list entries). The server must refuse it for their number, although the request's size in
-    bytes is allowed: each part becomes an object in memory."""
+    """Each field and list entry becomes an object in memory."""
     one, count = engine(engine_id="many parts"), MAX_PARTS // 5 + 1
     runs = [BlockRun(0, hashes(count), np.zeros(count, np.int32), extra_keys=[(("i", 1),)] * count)]
     error = one.session.store("t", "l", runs, 20).exception(60)
@@ -424,7 +408,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
         quiet, num_overtaken = engine(server.target, engine_id="quiet"), 0
         with grpc.insecure_channel(server.target) as channel:
             lookup = channel.unary_unary(LOOKUP)
-            # Sends more malformed messages than the server answers without a delay.
+            # These are more than the server answers without a delay.
             nonsense = [lookup.future(b"\xff" * 100, timeout=30) for _ in range(4)]
             for _ in range(TURNS):
                 nonsense.append(lookup.future(b"\xff" * 100, timeout=30))
@@ -436,8 +420,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
 
 
 def unread(told: list[str]) -> Any:
-    """Returns a fake gRPC context whose client reads nothing. When the call is aborted, the status
-    details are appended to `monitoring`."""
+    """A gRPC context whose client reads nothing. `told` gets the details of an abort."""
 
     async def abort(code: Any, details: str, trailers: Any) -> None:
         told.append(details)
@@ -459,9 +442,8 @@ def unread(told: list[str]) -> Any:
 def deaf_session(
     node: Node, told: list[str], num_pings: int = 0, *, half_closes: bool = False
 ) -> asyncio.Task[None]:
-    """Opens a session whose client sends `num_pings` pings but reads no answers. If `half_closes`,
-    the client then closes its side of the stream. `monitoring`: a list to which the status details
-    are appended if the server aborts the call."""
+    """A session whose client sends pings, reads nothing, and may close its side of the stream.
+    `told` gets the details of an abort."""
 
     async def requests() -> AsyncGenerator[Any, None]:
         yield _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))
@@ -475,8 +457,13 @@ def deaf_session(
     edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
 
     async def call() -> None:
+<<<<<<< HEAD
         await SessionService(SessionOpener(edge)).Connect(requests(), unread(told))
         # gRPC ends the call only when the client has read the answers.
+=======
+        await SessionService(edge).Connect(requests(), unread(told))
+        # gRPC ends the call only once the answers are read.
+>>>>>>> t2
         await asyncio.Event().wait()
 
     return asyncio.create_task(call())
@@ -492,9 +479,8 @@ async def cancel(*calls: asyncio.Task[Any]) -> None:
 async def test_client_that_never_reads_ends_is_bounded(
     num_pings: int, half_closes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A client never reads the end of its session's call: in one case the server ends the session,
-    in the other the client ends its requests. gRPC keeps such a call open. The server must free the
-    answers that still wait for the client, and refuse it another session while the call is open."""
+    """gRPC keeps such a call open. Its answers must be freed, and another session refused
+    meanwhile."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(session_service, "LAST_WORDS_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
@@ -547,10 +533,8 @@ async def test_session_learns_why_despite_forgotten_key_space(
 async def test_guests_not_reading_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Makes three calls that need no rights (such as gRPC reflection), whose clients read nothing.
-    The server may have one such call open, and one more that it has ended without its client
-    reading the end. So the second call must make the server end the first one. The third call must
-    itself be refused. Each of the two must get its own reason."""
+    """One such call may be open, and another unread at its end. So the second ends the first,
+    and the third is refused."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
 
     async def answers() -> AsyncGenerator[int, None]:

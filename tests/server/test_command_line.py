@@ -1,5 +1,4 @@
-"""Tests the command `hotkv` as users type it: options in any position, typing errors, pipes, and
-servers that are not running."""
+"""Tests `hotkv` as users type it."""
 
 import json
 import os
@@ -30,8 +29,7 @@ from tests.support.waiting import wait_for
 
 
 def test_the_programs_that_pip_installs_are_there() -> None:
-    """Loads each entry point that pyproject.toml names. The test reads pyproject.toml, because the
-    installed metadata may be older."""
+    """The installed metadata may be older than pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     plugins = project["entry-points"]["vllm.general_plugins"]
     for name, value in {**project["scripts"], **plugins}.items():
@@ -61,7 +59,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
     explain = ("explain", "--key-space", number, *map(str, tokens))
     assert f"key space {number} (cli-model): 32 of 48 tokens hit" in server.cli(*explain)
     assert "never stored" in server.cli(*explain)
-    # A hit never includes the prompt's last token, so an engine computes that token's block.
+    # A hit never includes the prompt's last token.
     assert "16 of 32 tokens hit; a longer hit would" in server.cli(*explain[: 3 + 32])
     assert "evicted 2 blocks" in server.cli("evict", "--all", "--key-space", number)
     assert "`hotkv evict` or another call removed it" in server.cli(*explain)
@@ -87,8 +85,7 @@ MODEL = ("--model", "llama-3.1-8b", "--tokens", "1000", "--device", "h100")
 def test_a_reader_that_stops_early_sees_no_traceback(
     server: Server, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    """Closes the read end of the command's output pipe, as in `hotkv status | head -0`. No
-    traceback may appear."""
+    """As in `hotkv status | head -0`."""
     monkeypatch.setenv("HOTKV_TARGET", server.target)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
@@ -114,8 +111,7 @@ def test_streams_closed_by_the_caller_are_harmless(
     command: tuple[str, ...],
     status: int,
 ) -> None:
-    """Runs commands without standard streams, as `hotkv status <&- >&- 2>&-` in a shell. They must
-    end with the usual exit status and without a traceback."""
+    """As `hotkv status <&- >&- 2>&-` in a shell."""
     monkeypatch.setenv("HOTKV_TARGET", server.target)
     for closed in ("<&-", ">&-", "<&- >&- 2>&-"):
         line = f"exec {shlex.join(command)} {closed}"
@@ -143,7 +139,7 @@ def test_a_full_disk_is_one_line() -> None:
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
-    """Interrupts a command while it waits for a server that accepts the call but never answers."""
+    """The server accepts the call, but never answers."""
     with socket.socket(socket.AF_UNIX) as hanging:
         hanging.bind(str(tmp_path / "admin.sock"))
         hanging.listen()
@@ -168,7 +164,6 @@ def test_hung_server_differs_from_stream_without_events(
 
 
 def test_ctrl_c_ends_a_simulation_without_a_traceback(tmp_path: Path) -> None:
-    """Interrupts `hotkv-server simulate` while it reads a trace that never ends."""
     os.mkfifo(trace := tmp_path / "trace")
     command = [*SERVER, "simulate", "--trace", str(trace)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -216,7 +211,7 @@ FILES = {
     '"kind": []}]}}\n{"group_index": 0, "hashes": ["00"]}',
     "vast": '{"format": "hotkv-blocks-1", "key_space": {"groups": []}}\n{"group_index": 1e400}',
 }
-"""Files for the typing errors."""
+"""Used in SLIPS."""
 ENGINE, WHOLE = "--engine http://127.0.0.1:9", "--bytes-per-token 1 --prefill-tokens-per-s 1"
 SLIPS = [
     ("statsu", "no command statsu; did you mean status?"),
@@ -224,7 +219,7 @@ SLIPS = [
     ("blocks --limt 3", "did you mean --limit?"),
     ("blocks --limit -3", "'-3': give a whole number, 1 to 10,000"),
     ("flush --key-space 9999999999", "'9999999999': give a whole number, 0 to"),
-    # `--limit` is an option of `blocks` but not of `ping`.
+    # An option of `blocks`, not of `ping`.
     ("ping --limit 3", "there is no --limit; did you mean --live?"),
     ("evict zz", "'zz' is no hexadecimal block hash"),
     ("evict ''", "'' is no hexadecimal block hash"),
@@ -297,7 +292,7 @@ FAILURES = [
     ("size --token-file /nowhere --target localhost:9", "token_file '/nowhere'", "INVALID_FIELD"),
     ("status --tls-ca text --target localhost:9", "tls_ca 'text': has no PEM", "INVALID_FIELD"),
     ("status --tls-ca /no --target localhost:9", "tls_ca '/no': No such file", "INVALID_FIELD"),
-    # The smallest and the largest allowed values of options are accepted.
+    # The smallest and largest values are accepted.
     ("blocks --limit 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("blocks --limit 10000 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("export a --gib 0 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
@@ -307,7 +302,7 @@ FAILURES = [
     ("bench --arena-mib 99999999", "smaller --arena-mib", "FAILED"),
     ("bench --arena-mib 256", "it is not installed: pip install ", "FAILED"),
 ]
-"""Commands that fail for other reasons, with words of the answer and the reason."""
+"""Commands that fail otherwise, with words of the answer, and the reason."""
 WRONG = [*((typed, 2, said, "USAGE") for typed, said in SLIPS)]
 WRONG += [(typed, 1, said, reason) for typed, said, reason in FAILURES]
 
@@ -323,8 +318,6 @@ def test_what_is_wrong_is_one_line(
     said: str,
     reason: str,
 ) -> None:
-    """Runs wrong commands. Each must print one line with the reason, in JSON if `--json` stands
-    before or after the command."""
     monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
@@ -345,8 +338,7 @@ def test_what_is_wrong_is_one_line(
 def test_admin_socket_elsewhere_is_not_server_absence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs commands against the socket of a server whose admin socket is in another directory, as
-    in Kubernetes and Compose. The commands must say so, instead of saying that no server runs."""
+    """In Kubernetes and Compose, the admin socket is in another directory."""
     target = f"unix:{tmp_path}/grpc.sock"
     run = runner(capsys, target)
     assert "no server runs there" in run("status")[2]
@@ -367,8 +359,7 @@ def test_fleet_status_has_node_rows_and_sum(
     one = engine(model="fleet")
     stored = [bytes([number]) * 32 for number in range(4)]
     store(one, stored)
-    # In every figure, the hit ratio counts tokens of prompts. The engine's own cache has 3 blocks
-    # (48 tokens) of the prompt of 160 tokens; the lease pins 4.
+    # Of 160 tokens, the engine's own cache has 48, and the lease pins 4 blocks.
     assert all(one.session.acquire("fleet", [GroupHashes(0, stored)]).result(60).pinned[0])
     one.session.report_requests([RequestReport(stored, 160, 48, 64, 0.0)])
     one.session.ping(10)

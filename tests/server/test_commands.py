@@ -1,5 +1,4 @@
-"""Tests commands of `hotkv` that do more than print an answer: `drain --wait`, `size`, commands
-that tokenize through an engine, help, and shell completion."""
+"""Tests `drain --wait`, `size`, `explain --chat`, help, and completion."""
 
 import contextlib
 import json
@@ -42,19 +41,16 @@ NOWHERE = "unix:/nowhere/grpc.sock"
 
 @pytest.fixture
 def run(own_server: Server, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Returns a function that runs commands against a fresh server."""
     return runner(capsys, own_server.target)
 
 
 @pytest.fixture
 def alone(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Returns a function that runs commands that need no server."""
     return runner(capsys, NOWHERE)
 
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngine:
-    """Returns an engine that has stored a prompt of three blocks."""
     one = engine(own_server.target, model_names=["tiny"], engine_name="pod-0")
     store(one, prompt_hashes(one))
     return one
@@ -79,9 +75,7 @@ def test_drain_does_not_wait_for_staying_server(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Runs `drain --wait` against a server that never ends. It must fail after the timeout. It must
-    stop waiting earlier if another server answers at the address, or if the server no longer drains
-    because an operator has ended the drain."""
+    """It fails earlier if another server answers, or an operator ends the drain."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     counters = {"leases": 2.0, "transfers_in_flight": 0.0}
@@ -251,8 +245,7 @@ def test_engine_with_api_key_hides_no_adapter(
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Writes a trace of ten prompts of four blocks (512 tokens each). Each prompt is requested
-    twice within the hour."""
+    """Ten prompts of four blocks (512 tokens), each requested twice within the hour."""
     prompts = [[10 * number + block for block in range(4)] for number in range(10)]
     return write_trace(
         tmp_path / "trace.jsonl",
@@ -264,14 +257,13 @@ WHOLE = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "1000", "--blo
 
 
 def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None:
-    """Sizes a cache for ten prompts that are each requested twice. With 3 GiB, which hold all ten
-    prompts, each second request must hit; the output must name the saved seconds."""
+    """An arena of 3 GiB holds all prompts."""
     status, printed, _ = alone("size", str(trace), "--arena", "640MiB,3GiB", *WHOLE)
     assert status == 0, printed
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])
     (found,) = answer["traces"]
     (size,) = found["sizes"]
-    # Each prompt hits except for its last token, which an engine always computes.
+    # An engine always computes the last token.
     assert size["hit_token_count"] == size["saved_token_count"] == 10 * (4 * 512 - 1)
     assert found["prompt_token_count"] == 81 * 512 and found["seconds"] == 3600
     assert size["saved_s_per_hour"] == pytest.approx(20.47)
@@ -286,7 +278,7 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
 
 
 def test_trace_may_come_through_a_pipe(trace: Path) -> None:
-    """Passes the trace as an inherited descriptor (`/dev/fd/N`), as a shell's `<(...)` does."""
+    """As `<(...)` in a shell does."""
     command = [*HOTKV, "size", "/dev/fd/{}", "--arena", "3GiB", *WHOLE]
     with subprocess.Popen(["cat", str(trace)], stdout=subprocess.PIPE) as cat:
         assert cat.stdout is not None
@@ -299,9 +291,8 @@ def test_trace_may_come_through_a_pipe(trace: Path) -> None:
 def test_live_traffic_is_recorded_and_sized(
     run: Run, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records live requests with `size --seconds`. The bytes per token must come from the server,
-    the prefill speed from the engine. Hits in the engine's own prefix cache must not count as
-    saved. The recording ends early, because the limit is set to three blocks."""
+    """The speed comes from the engine, bytes per token from the server. Hits in the engine's own
+    cache save nothing. Three blocks end the recording."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 3)
     stop, device = threading.Event(), 320
 
@@ -331,10 +322,8 @@ def test_live_traffic_is_recorded_and_sized(
 def test_sizes_count_the_whole_arena_during_allocation(
     run: Run, stocked: PagedEngine, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs `hotkv size` while the server is still allocating its arena and so reports a smaller
-    capacity of host memory. The sizes that the command compares by default must nevertheless be
-    multiples of the whole arena. Also runs it against a server of another version: the message must
-    name that reason."""
+    """Meanwhile the server reports a smaller capacity. A server of another version must be named
+    as such."""
     tiers = AdminClient.tiers
 
     def growing(client: AdminClient) -> list[dict[str, Any]]:
@@ -355,9 +344,6 @@ def test_sizes_count_the_whole_arena_during_allocation(
 def test_idle_seconds_count_for_hourly_savings(
     run: Run, own_server: Server, stocked: PagedEngine
 ) -> None:
-    """Sends all requests at the beginning of a recording of four seconds. The idle seconds after
-    them must count in the recorded time."""
-
     def burst() -> None:
         wait_for(lambda: own_server.counter("request_watchers") == 1)
         report = RequestReport(hashes(64), 64 * 16, 0, 0, 0.0)
@@ -381,9 +367,7 @@ def test_idle_seconds_count_for_hourly_savings(
 def test_short_prompts_are_recorded_in_wanted_blocks(
     run: Run, own_server: Server, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records prompts of 48 tokens for `hotkv size`. They have no whole block of the default size
-    (512 tokens), so without `--block-tokens` the command must fail with an error that names this
-    option. With the option it must use that block size."""
+    """By default, 48 tokens are less than a block. The error names `--block-tokens`."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 1)
     stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Tests engines whose KV is on simulated GPUs, with a real server over a real socket."""
+"""Tests engines whose KV is on simulated GPUs, with a real server."""
 
 import contextlib
 import re
@@ -37,7 +37,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[DeviceServer]:
-    """Yields a server with two simulated GPUs. It skips the measurement of its copy methods."""
+    """Copy methods are not measured at the start."""
     with (
         runtime_folder(64 << 20) as folder,
         DeviceServer(folder, FakeDevices(2, 5, 0.001), "--copy.method", "kernel") as running,
@@ -81,8 +81,7 @@ def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], sha
 def test_one_devices_engine_reads_another_devices_blocks(
     engine: Callable[..., DeviceEngine], server: DeviceServer
 ) -> None:
-    """Stores on device 0 and loads the blocks on device 1. The metrics must show the bytes that
-    each device has copied, and that both devices are idle afterwards."""
+    """Metrics count what each device has copied."""
     one, two, names = engine(shape="LHBNC"), engine(shape="BLHNC", device=1), hashes(4)
     one.fill(block_ids(0, 1, 2, 3), 7)
     done(one.store(names, block_ids(0, 1, 2, 3))[1])
@@ -130,7 +129,7 @@ def test_a_store_reads_nothing_before_its_mark(
     content = one.content(ids)
     _reach(one, 1)
     done(first)
-    # Only the transfer that names the mark waits for it.
+    # Only the transfer that names a mark waits for it.
     assert not late.done()
     _reach(one, 0)
     done(late)
@@ -162,9 +161,8 @@ def test_load_writes_after_its_mark_can_cancel(
     one.session.cancel(cancelled)
     assert held.result(60).status is TransferStatus.CANCELLED
     assert one.content(ids + 4) == before
-    # These loads wait for a mark (a flag that the device has not yet raised). The time limit of a
-    # load begins only when the mark is reached, so it must not time out before. On a busy machine
-    # the copy may take longer than the first limits.
+    # A load's time limit begins only when its mark is reached. A busy machine may need longer
+    # than the first ones.
     for value, timeout_s in enumerate((0.2, 2.0, DEADLINE_S), 7):
         for event in one.events:
             event.record()
@@ -196,8 +194,7 @@ def test_a_store_behind_a_mark_can_be_revoked(
     results: list[int] = []
 
     def is_stored() -> bool:
-        """Tries to store the blocks again. Returns False if they are still reserved for the revoked
-        store."""
+        """False while the blocks are reserved for the revoked store."""
         results.append(int(done(one.store(names, ids)[1]).results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
 
@@ -210,9 +207,7 @@ def test_a_store_behind_a_mark_can_be_revoked(
 
 @pytest.mark.parametrize("offers", ['["events"]', '["flags"]'])
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
-    """Kills an engine while copies are in flight, and while a store waits for an event or a flag
-    (`offers`) of the device, which never comes. The server must close all device memory of the
-    engine."""
+    """One of its stores waits for a mark that never comes."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.server.devices_support", server.target, offers],
         cwd=ROOT,
@@ -229,8 +224,6 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 
 
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
-    """Kills the server while copies are in flight. The engine must load the blocks that were stored
-    before with the right bytes from the next server."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     with contextlib.ExitStack() as stack:
         with DeviceServer(folder, devices, "--copy.method", "kernel") as first:
@@ -254,9 +247,7 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_device_leaves_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills the server during a load and a store. The GPU may still run the server's copies, so the
-    engine must not treat the load as ended before the GPU has finished. The store must fail at
-    once."""
+    """The GPU may still run the dead server's copies."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -272,7 +263,7 @@ def test_loads_end_when_device_leaves_dead_server(
         load = one.load(names, ids + 8, one.after(0, 1))[1]
         store = one.store(hashes(4), ids, one.after(0, 1))[1]
         running.kill()
-        # The store fails at once, since a dead server commits no block even if its copies go on.
+        # A dead server commits nothing, even if its copies go on.
         assert isinstance(store.exception(60), SessionLostError)
         assert asked.wait(60) and not load.done()
         has_left.set()
@@ -281,13 +272,10 @@ def test_loads_end_when_device_leaves_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers device memory in a session without a link. (By this socket an engine learns that a
-    dead server's GPU copies have ended.) The client must refuse to register. If a message made by
-    hand registers it nevertheless, the server must refuse until the session has a link."""
+    """By the link, an engine learns that a dead server's GPU copies have ended."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
-        # Stays patched until the end. If the engine found the socket again, it
-        # would register its memory.
+        # If the engine found the socket again, it would register its memory.
         monkeypatch.setattr("hotkv_client.connection.descriptor_socket", lambda target: None)
         one = DeviceEngine(running.target)
         wait_for(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")

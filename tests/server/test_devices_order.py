@@ -1,5 +1,4 @@
-"""Tests how a session opens, polls and closes device memory and marks on a simulated GPU. A mark is
-a flag or event that the device sets when its earlier work is done; copies wait for it."""
+"""Tests device memory and marks of a session, on a simulated GPU."""
 
 import asyncio
 import ctypes
@@ -49,8 +48,7 @@ def devices(runtime: FakeRuntime) -> Devices:
 
 @pytest.fixture
 def memory(runtime: FakeRuntime) -> Iterator[FakeAllocation]:
-    """Yields a simulated device allocation of two pages. Checks at the end that the server has
-    closed it."""
+    """At the end, the server must have closed it."""
     made = FakeAllocation(2 * PAGE)
     yield made
     assert not runtime.held()
@@ -130,8 +128,7 @@ def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
 def test_memory_stated_beyond_its_allocation_is_refused(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Registers memory that ends beyond its allocation. The server must refuse it: a copy there
-    would break the server's CUDA context, or overwrite another engine's memory."""
+    """A copy there would break the server's CUDA context, or overwrite another engine's memory."""
     fits = _cuda("k", memory, PAGE)
     _open(_layout(fits), devices).close()
     for num_bytes, base in ((PAGE + 1, PAGE), (2 * PAGE, PAGE), (PAGE, 2 * PAGE)):
@@ -145,9 +142,8 @@ def test_memory_stated_beyond_its_allocation_is_refused(
 def test_memory_of_another_device_is_refused(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Registers memory that lies on another device than its UUID says; CUDA could open it all the
-    same. The server must refuse it. If CUDA can't say on which device it lies, the server accepts
-    it."""
+    """Its UUID is wrong, though CUDA could open it. Accepted if CUDA can't say on which device
+    it is."""
     extent, layout = runtime.extent, _layout(_cuda("k", memory))
     where = [1]
     monkeypatch.setattr(
@@ -177,8 +173,7 @@ def test_memory_of_another_device_is_refused(
 def test_a_handle_of_another_tenants_memory_opens_nothing(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Registers the CUDA handle of another tenant's memory. The server must refuse it, because a
-    tenant could otherwise read that memory by storing it."""
+    """By storing it, a tenant could read another's memory."""
     layout = _layout(_cuda("k", memory))
 
     def of(tenant: str) -> SessionMemory:
@@ -187,8 +182,7 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
     mine = of("one")
     with pytest.raises(HotKVError, match="'k' can't be opened: no such memory"):
         of("two")
-    # Sessions of one tenant share the opened memory. When all of them have closed it, another
-    # tenant may open it.
+    # One tenant's sessions share it. Another may open it once all have closed it.
     again = of("one")
     for one in (mine, again):
         one.close()
@@ -199,8 +193,7 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
 async def close_while_registering(
     node: Node, session: LiveSession, layout: Layout, begun: threading.Event
 ) -> None:
-    """Begins to register the memory `layout` of a session. Once `begun` is set, cancels the
-    registration and closes the session."""
+    """Cancels the registration once it has begun, and closes the session."""
     registering = asyncio.create_task(node.sessions.register_memory(session, layout))
     await eventually(begun.is_set)
     registering.cancel()
@@ -239,9 +232,8 @@ async def test_stream_breaking_at_opening_leaves_nothing_open(
 async def test_ended_sessions_memory_is_unmapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Registers memory that is mapped in three pieces, and ends the session while the first is
-    being mapped. The other pieces must not be mapped, because each occupies a thread for long. The
-    first mapping must be closed."""
+    """It ends while the first of three pieces is mapped. The others would occupy a thread for
+    long."""
     begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
     starts, close = list[int](), FileMapping.close
 
@@ -304,14 +296,12 @@ def test_working_order_is_taken_else_engine_waits(
     opened.close()
 
 
-def test_sessions_that_come_and_go_share_streams(
+def test_streams_of_closed_sessions_are_reused(
     runtime: FakeRuntime,
     devices: Devices,
     memory: FakeAllocation,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Opens and closes sessions repeatedly. The server must reuse the CUDA streams of closed
-    sessions."""
     made, new_stream = list[int](), runtime.new_stream
     monkeypatch.setattr(
         runtime,
@@ -390,7 +380,7 @@ def test_marks_that_the_session_has_not() -> None:
 
 
 def _is_at(word: int, value: int) -> bool:
-    """Compares a flag with a value as the CUDA driver does: `(int32_t)(*addr - value) >= 0`."""
+    """As the CUDA driver does: `(int32_t)(*addr - value) >= 0`."""
     return ctypes.c_int32(word - value).value >= 0
 
 
@@ -403,15 +393,12 @@ def _is_at(word: int, value: int) -> bool:
 def test_device_word_never_leads_and_catches_up(
     start: int, steps: list[tuple[int, bool]], seed: int
 ) -> None:
-    """Counts up four flags (32-bit counters that wrap around) in simulated device memory, which the
-    server reads by copying them to host memory. Meanwhile gates, which delay transfers, wait until
-    a flag reaches a value. A gate must open only after its flag has reached the value in device
-    memory; at the end, exactly the gates whose flags have reached their values must be open.
+    """The server copies the flags, which wrap around, to host memory. A gate opens only after its
+    flag has reached the value on the device.
 
     start: first value of the flags.
-    steps: for each step the index of a flag, and True to count it up, False to make a gate that
-        waits for the next value of this flag.
-    seed: decides how fast and in which order the device runs the server's copies.
+    steps: (flag, what); True counts the flag up, False makes a gate for its next value.
+    seed: of the device's speed and order.
     """
     runtime = FakeRuntime(seed, threaded=False)
     memory = FakeAllocation(2 * PAGE)

@@ -1,5 +1,5 @@
-"""Tests how a starting server finds its GPUs (simulated here), refuses unusable GPUs, and remembers
-the measured speeds of copy methods."""
+"""Tests how a start finds GPUs (simulated), refuses unusable ones, and remembers speeds of copy
+methods."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not device_start.has_device_node(tmp_path)
     (tmp_path / "nvidia3").touch()
     assert device_start.has_device_node(tmp_path)
-    # The server must use CUDA only if the settings allow it and a device exists.
+    # CUDA is used only if the settings allow it and a device exists.
     monkeypatch.setattr(device_start, "new_runtime", lambda: pytest.fail("CUDA was touched"))
     monkeypatch.setattr(device_start, "has_device_node", lambda: False)
     assert "copy.cuda = off" in why("off") and "/dev/nvidia0" in why("auto")
@@ -70,8 +70,7 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def opened(memory: NodeMemory, runtime: FakeRuntime) -> Open:
-    """Returns a function that opens the server's CUDA part (the part that copies from and to GPUs)
-    with the given flags of the server. It assumes the simulated GPUs, unless it gets others."""
+    """Opens the part that copies from and to GPUs; by default with the simulated ones."""
 
     def make(*flags: str, found: FoundDevices | None = None) -> CudaPart:
         known = found or FoundDevices(runtime, tuple(runtime.devices()))

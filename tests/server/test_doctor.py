@@ -1,5 +1,4 @@
-"""Tests `hotkv doctor` on simulated hosts. It must name each fault and its remedy, and report no
-fault on a healthy host."""
+"""Tests `hotkv doctor` on simulated hosts: each fault with its remedy, none on a healthy host."""
 
 import fcntl
 import json
@@ -18,8 +17,7 @@ from hotkv_client.command.tables import human_bytes
 
 GIB = 1 << 30
 LARGE = "x" * (1000 << 10)
-"""The content of a file. It is so large that the report of `doctor` would show a wrong size if the
-file's disk blocks were counted wrongly."""
+"""So large that a wrong count of the file's disk blocks would show."""
 VERSIONS = ("hotkv", "grpcio", "protobuf", "numba", "uvloop", "vllm")
 OLD = Doors("0.33", (("own", False, "Request has no attribute id"), ("offloading", True, "fine")))
 SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -37,9 +35,7 @@ IN_ORDER = {
     "dev/shm/vllm_offload_alive.mmap": "x" * 8192,
     "dev/nvidia0": "",
 }
-"""The files of a healthy host with two NUMA nodes, a GPU, an arena with its server, and an engine
-that offloads.
-"""
+"""A healthy host: two NUMA nodes, a GPU, an arena with its server, and an engine that offloads."""
 
 
 class Made:
@@ -53,8 +49,7 @@ class Made:
         self.doors: Doors | None = Doors("0.33", (("own", True, "vLLM 0.33.0 is tested"),))
         for path, text in IN_ORDER.items():
             self.write(path, text)
-        # The arena's server runs in a container, where its process has
-        # another id than on this host.
+        # Its server runs in a container, and has another pid there.
         self.arena("hotkv-mine")
         self.lock = (root / "dev/shm/hotkv-mine/lock").open()
         fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -62,8 +57,7 @@ class Made:
         self.listener = socket.create_server(
             os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
         )
-        # The link to nothing simulates the file of an engine that ends, and so removes the file,
-        # during the check.
+        # This file of an engine that ends vanishes during the check.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
     def write(self, path: str, text: str) -> None:
@@ -75,7 +69,7 @@ class Made:
             self.write(f"dev/shm/{name}/{file}", text)
 
     def odd_arena(self) -> None:
-        """Makes an arena whose lock file is a pipe, as another user could create it."""
+        """Its lock file is a pipe, as another user could make it."""
         self.arena("odd")
         self.remove("dev/shm/odd/lock")
         os.mkfifo(self.root / "dev/shm/odd/lock")
@@ -146,10 +140,10 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
         file("dev/shm/vllm_offload_;d.mmap", LARGE),
     ),
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
-    # The socket of a killed server: the file exists, but no process listens.
+    # Of a killed server: the file is there, but no process listens.
     ("sockets", WARN, "systemctl start", lambda host: host.listener.close()),
     ("versions", BAD, "pip install", without("numba")),
-    # Without numba and uvloop, only the client is installed: a warning, not a fault.
+    # Only the client is installed: no fault.
     ("versions", WARN, "pip install", without("numba", "uvloop")),
     ("vLLM", BAD, "pip install 'vllm==0.33.*'", has("doors", OLD)),
     (
@@ -229,8 +223,7 @@ def test_maps_of_ending_or_unreadable_process(
 
 
 def test_arenas_have_the_names_that_remove_them(made: Made) -> None:
-    """Makes two arenas in folders of shared memory. `hotkv doctor` must name them by their paths
-    relative to shared memory, because `hotkv-server arenas --remove` expects this form."""
+    """As `hotkv-server arenas --remove` expects them: relative to shared memory."""
     for name in ("one/arena", "two/arena"):
         made.arena(name)
     assert made.findings()["arenas"].says.endswith(": one/arena, two/arena")
@@ -249,7 +242,7 @@ def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.Mo
     made.remove("dev/nvidia0")
     made.doors = OLD
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    # If a user may not enter the socket's folder, a missing socket is reported as missing rights.
+    # If a user may not enter the folder, a missing socket is taken for missing rights.
     made.remove("run/hotkv/grpc.sock")
     found = made.findings()
     assert "HotKVOffloadingConnector" not in found["connector"].says
@@ -258,8 +251,6 @@ def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.Mo
 
 
 def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs `hotkv doctor` with and without `--json` on a host with a fault. The exit status must be
-    1."""
     made.write(SHMEM, "always advise [deny]")
     assert cli.main(["doctor", "--json", "--root", str(made.root)]) == 1
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
@@ -271,8 +262,7 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_socket_of_the_target_is_checked(
     made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Asks `doctor` about a server in another folder than /run/hotkv, named by HOTKV_TARGET or
-    `--target`. It must check that server's socket, and name its folder in the remedy."""
+    """HOTKV_TARGET or `--target` names it."""
 
     def socket_row(*flags: str) -> dict[str, str]:
         cli.main(["doctor", "--json", "--root", str(made.root), *flags])
@@ -292,8 +282,7 @@ def test_the_socket_of_the_target_is_checked(
     address = os.fspath(made.root / "run/other/grpc.sock")
     with socket.create_server(address, family=socket.AF_UNIX):
         assert socket_row()["says"] == "/run/other/grpc.sock can be opened"
-    # The target is the admin socket, as in the Helm chart. Its folder is not the server's runtime
-    # directory, so the remedy can't name that directory.
+    # As in the Helm chart. The runtime directory is unknown then, and can't be named.
     assert socket_row("--target", "unix:/run/other/admin.sock")["mend"] == ""
     assert socket_row("--target", "node:50051")["state"] == UNKNOWN
     assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
@@ -314,9 +303,7 @@ def test_unreadable_folder_is_named(made: Made, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls `doctor.doors`, which starts a Python process that asks the connector whether it works
-    with this version of vLLM. It must return the connector's answer, and None if the process fails.
-    """
+    """A Python process asks the connector. None if it fails."""
     pytest.importorskip("vllm")
     for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
         told = doctor.doors(version)

@@ -1,5 +1,5 @@
-"""Tests that the KV indexer of NVIDIA Dynamo, installed from its wheel, reads hotkv's KV events,
-and credits each node with the blocks that the node has."""
+"""Tests that NVIDIA Dynamo's KV indexer reads hotkv's events and credits each node with its
+blocks."""
 
 import contextlib
 import signal
@@ -26,8 +26,7 @@ BLOCK_TOKENS, PROMPT_TOKENS = 16, 128
 
 
 class Node(Tiered):
-    """A server with a disk tier that publishes KV events. It records the prompts that engines store
-    there."""
+    """A server with a disk that publishes KV events. It records the prompts that are stored."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -36,8 +35,7 @@ class Node(Tiered):
         self._flags = (
             *("--events.endpoint", f"tcp://*:{port}", "--events.numbering", "endpoint"),
             *("--events.replay-endpoint", f"tcp://*:{replay_port}"),
-            # The server keeps only its last four messages for replay, so a reader that comes late
-            # can't get most of them.
+            # Four messages are kept for replay, so a late reader can't get most.
             *("--events.buffer-steps", "4"),
         )
         self._stored: list[tuple[list[int], list[bytes]]] = []
@@ -46,8 +44,7 @@ class Node(Tiered):
         self.start_tiered(*self._flags)
 
     def store(self, model: str) -> list[int]:
-        """Stores a new prompt of a model, and waits until its blocks are on the disk. Returns its
-        tokens."""
+        """Stores a new prompt, and waits until it is on the disk. Its tokens."""
         assert self.server is not None
         first, count = 1000 * (1 + len(self._stored)), PROMPT_TOKENS // BLOCK_TOKENS
         prompt, blocks = list(range(first, first + PROMPT_TOKENS)), hashes(count)
@@ -60,8 +57,8 @@ class Node(Tiered):
         return prompt
 
     def is_equal(self, indexer: Indexer) -> bool:
-        """Returns True if the indexer knows the node's blocks exactly: for each stored prompt it
-        counts the tokens up to the first block that `hotkv blocks` does not list as ready."""
+        """For each prompt, the indexer must count the tokens up to the first block that is not
+        ready."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             told = admin.blocks(page_size=10_000)["blocks"]
@@ -73,9 +70,8 @@ class Node(Tiered):
         )
 
     def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
-        """Stores another prompt, so that the server publishes an event and the indexer asks for the
-        events that it missed. Returns True if the indexer then credits the node with blocks of
-        `prompt`."""
+        """The indexer asks for missed events when the next one comes, here that of another
+        prompt."""
         self.store("beta")
         return indexer.credits(prompt)[0] > 0
 
@@ -116,8 +112,8 @@ def test_prompts_are_credited_where_they_lie(node: Node, indexer: Indexer, tmp_p
     for how in (signal.SIGTERM, signal.SIGKILL):
         node.stop(how)
         node.begin()
-        # The indexer reconnects after a while, and asks for missed events when the next event
-        # arrives.
+        # The indexer reconnects after a while, and asks for missed events when the next one
+        # comes.
         again = node.store("alpha")
         wait_for(partial(node.tells_of, again, indexer))
         lies(again, PROMPT_TOKENS, PROMPT_TOKENS)

@@ -1,6 +1,5 @@
-"""Tests the file in which the server keeps the contents of blocks (token ids, adapter, extra keys)
-for KV events. The file is a ring, which drops the oldest contents when it is full. A state machine
-compares it with a naive model, also when the ring is full, and after restarts, kills and damage."""
+"""Tests the ring file of blocks' contents against a naive model, also when full, restarted,
+killed and damaged."""
 
 import asyncio
 import errno
@@ -39,9 +38,7 @@ Block = tuple[bytes, int]
 
 
 def run_of(version: int, first: int, count: int) -> StoredEvent:
-    """Returns the event of a store of `count` consecutive blocks of a chain (a prompt's blocks).
-    `first` is the position of the first of them in the chain. Their token ids encode `version` and
-    the position."""
+    """Consecutive blocks of a chain. Token ids encode `version` and position."""
     numbers = range(first, first + count)
     tokens = np.repeat(numbers, BLOCK_TOKENS).astype(np.int32) + 1000 * version
     keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
@@ -63,13 +60,10 @@ def content_of(book: Contents, fingerprint: bytes, number: int) -> StoredEvent |
 
 
 class Book(RuleBasedStateMachine):
-    """A state machine that stores contents of blocks (token ids, adapter, extra keys) in the ring
-    file and in plain dicts, and compares the two.
+    """Contents in the ring file and in dicts.
 
-    stored: for each block, the version (number) of its last store.
-    cached: blocks that the cache still has.
-    is_crowded: True if the cache has all blocks. The ring file is too small for the contents of all
-        of them, so it then has only the newest.
+    stored: version of each block's last store.
+    is_crowded: the cache has all blocks, more than the ring has room for.
     """
 
     @initialize()
@@ -86,7 +80,7 @@ class Book(RuleBasedStateMachine):
         self.book = self.opened()
 
     def teardown(self) -> None:
-        # Fills the ring with names of known key spaces. Each name must still find room.
+        # Known names must find room in a full ring.
         for number in range(RING_BYTES // 200):
             self.known.append(number.to_bytes(32, "little"))
             self.book.add_name(self.known[-1], "n" * 200)
@@ -140,9 +134,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=NUMBERS)
     def cache(self, at: int) -> None:
-        """Marks one of the blocks whose contents are known as cached, so that its contents must be
-        kept. At most three blocks are cached, because the contents of three always fit into the
-        ring."""
+        """Contents of cached blocks must be kept; those of three always fit."""
         known = [block for block in self.stored if self.content(*block) is not None]
         if known and len(self.cached) < 3 and not self.is_crowded:
             self.cached.add(known[at % len(known)])
@@ -166,8 +158,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 60]))
     def name_of_others(self, count: int) -> None:
-        """Adds `count` names of key spaces (each is a model in a configuration) that the server no
-        longer has. When the ring is full, it must drop such names."""
+        """A full ring must drop names of key spaces that the server no longer has."""
         for _ in range(count):
             self.others.append(len(self.others).to_bytes(32, "big"))
             self.book.add_name(self.others[-1], "n" * 200)
@@ -184,8 +175,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=st.one_of(st.integers(8, 31), st.integers(START, START + RING_BYTES - 1)))
     def damage(self, at: int) -> None:
-        """Overwrites the byte `at` of the ring file, and opens the file again. Afterwards the
-        contents of a block may be unknown or those of an earlier store, but never wrong."""
+        """Afterwards contents may be unknown or of an earlier store, but never wrong."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:
@@ -238,8 +228,7 @@ def test_thread_and_askers_write_the_same_queue(tmp_path: Path) -> None:
     for version in range(1, 400):
         book.keep(space, run_of(version, version % 12, 1))
         if version % 7 == 0:
-            # Waits about as long as the writer thread, so that the read comes just before or during
-            # its write.
+            # The read then comes just before or during the thread's write.
             time.sleep(contents.GATHER_S / 5)
             assert content_of(book, space, version % 12) is not None
     assert book.is_alive()
@@ -252,9 +241,7 @@ def test_thread_and_askers_write_the_same_queue(tmp_path: Path) -> None:
 def test_reader_passes_evicted_blocks_in_short_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Reads the present state (all cached blocks) from a ring file with far more blocks than the
-    cache has. Each step of the read may look at only a few blocks: passing over all evicted blocks
-    in one step would block the event loop for seconds."""
+    """Passing over all of them in one step would block the event loop for seconds."""
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
     assert not any([*events.counters().values(), *events.gauges().values()])
@@ -292,7 +279,7 @@ def test_reader_passes_evicted_blocks_in_short_steps(
     assert len(reads) == 24 and max(looked) == contents.RUN_BLOCKS
     (told,) = (event for one in reads for event in one.events)
     assert told.stored.hashes == words_of([5]).tobytes()
-    # Requests the next events, then the present state again. Both must be answered.
+    # Reads the next events, then the state again.
     for begins in (False, True):
         request = events_pb2.ReadEventsRequest(begins_state=begins)
         assert read(session, request).read_events.begins_state == begins
@@ -303,8 +290,8 @@ def test_reader_passes_evicted_blocks_in_short_steps(
 
 
 def test_only_contents_of_an_earlier_server_are_announced(tmp_path: Path) -> None:
-    """Stores a block before the first turn of the timer. A new server must not announce it:
-    routers get its event anyway, and would read it twice. The next server announces it, once."""
+    """It is stored before the timer's first turn: routers get its event anyway. The next server
+    announces it."""
     for count in (0, 1):
         core = SharedNode(MemoryStore(places=False), 10.0).core
         node, publisher = Mock(core=core, memory=Mock(directory=tmp_path)), Mock()
@@ -367,8 +354,7 @@ def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
 
 
 def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds contents of blocks while the writer thread does not run. Up to three are queued; for any
-    more, `keep` must write the oldest itself. So a kill loses at most a full queue."""
+    """Three may be queued; from then on, `keep` writes the oldest itself."""
     monkeypatch.setattr(contents.threading, "Thread", Mock())
     books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
     monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)

@@ -1,5 +1,4 @@
-"""Tests the KV events of a real server. The tests receive them over ZMQ and decode them with vLLM's
-own classes, as a router does with an engine's events."""
+"""Tests a real server's KV events over ZMQ, by vLLM's own classes."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -64,12 +63,7 @@ def tokens(count: int, first: int = 1000) -> list[int]:
 def stored(
     blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any
 ) -> BlockStored:
-    """Returns the event that vLLM would publish for blocks stored in host memory.
-
-    parent: hash of the block before them; None if there is none.
-    token_ids: the tokens of the blocks.
-    group: index of their group, of this file's groups FULL, WINDOW and WIDE.
-    """
+    """The event that vLLM would publish. `group`: index among FULL, WINDOW and WIDE."""
     spec = (FULL, WINDOW, WIDE)[group]
     return BlockStored(
         block_hashes=[external(h) for h in blocks],
@@ -94,7 +88,7 @@ def test_published_blocks_have_tokens_keys_adapters(
     reader = router(one)
     prompt, ids = hashes(6), tokens(96)
     wide = prompt[1::2]
-    # Stores a single block first: the third block of the sliding-window group.
+    # First the third block of the sliding-window group.
     one.store(BlockRun(1, prompt[2:3], block_ids(1), prompt[1], 2, ids[32:48]))
     assert reader.events(1) == [stored(prompt[2:3], prompt[1], ids[32:48], 1)]
     one.store(
@@ -108,12 +102,12 @@ def test_published_blocks_have_tokens_keys_adapters(
         stored(prompt[3:], prompt[2], ids[48:], 1),
         stored(wide, None, ids, 2),
     ]
-    # Blocks that are stored again cause no event: the next one is that of other blocks.
+    # Blocks stored again are no event.
     one.store(BlockRun(0, prompt, block_ids(6), token_ids=ids))
     other = hashes(3)
     keys = [("adapter", ("image-1", 7)), None, (b"\x01\x02", "salt")]
     one.store(BlockRun(0, other, block_ids(3), b"", 0, ids[:48], "adapter", keys))
-    # vLLM's decoder returns lists for the tuples inside the keys.
+    # vLLM's decoder returns lists for inner tuples.
     decoded = [("adapter", ["image-1", 7]), None, (b"\x01\x02", "salt")]
     assert reader.events(1) == [
         stored(other, None, ids[:48], 0, lora_name="adapter", extra_keys=decoded)
@@ -123,8 +117,7 @@ def test_published_blocks_have_tokens_keys_adapters(
 def test_router_believes_what_the_server_holds(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
-    """Stores, flushes and evicts at random in an arena that is too small for all blocks. A router
-    that reads only the events must know the same blocks as the server."""
+    """The arena is too small for all blocks."""
     one = engine("events-view", BIG, WINDOW)
     reader = router(one)
     rng = np.random.default_rng(11)
@@ -173,9 +166,7 @@ def test_router_believes_what_the_server_holds(
 def test_router_keeps_blocks_of_models_other_spaces(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
-    """Stores blocks with equal hashes in two key spaces of a model, which share a topic. Evicts the
-    blocks of one key space, then flushes the other. Each time, only those hashes may be reported as
-    removed that the other key space does not have."""
+    """Two key spaces of a model share a topic."""
     one = engine("events-two")
     reader, prompt, ids = router(one), hashes(4), tokens(64)
     two = engine("events-two", FULL, WINDOW)
@@ -217,7 +208,7 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
         wait_for(lambda: server.counter("event_readers") == 0)
     stored_event, removed = seen[:2]
     assert [item["event"] for item in seen[:2]] == ["stored", "removed"]
-    # A flush runs in parts, and may report single blocks before it reports the end of all blocks.
+    # A flush may report single blocks first.
     assert {item["event"] for item in seen[2:-1]} <= {"removed"}
     assert {item["key_space_id"] for item in seen} == {number}
     assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids

@@ -1,5 +1,4 @@
-"""Tests `explain`, the answer of the command `hotkv explain` about a prompt. It must name the block
-at which the prompt's hit ends, and the reason."""
+"""Tests `explain`: at which block a hit ends, and why."""
 
 import numpy as np
 import pytest
@@ -21,8 +20,7 @@ HERE = "block 2 of group 0 is"
 @pytest.mark.parametrize(
     ("groups", "ready", "in_tier", "hit", "words"),
     [
-        # Blocks of the sliding-window group are needed only within the
-        # window: here 2 and 3 suffice.
+        # Of a window, only the blocks within it are needed: here 2 and 3.
         (
             (FULL, WINDOW),
             ("11111111", "00110000"),
@@ -31,7 +29,7 @@ HERE = "block 2 of group 0 is"
             "block 4 of group 1 is never stored: new",
         ),
         ((WIDE, WINDOW), ("1111", "00110000"), "", 64, "block 4 of group 1 is never stored: new"),
-        # With blocks of 32 and of 48 tokens, a hit must end at a multiple of both, 96 tokens.
+        # With blocks of 32 and 48 tokens, a hit ends at a multiple of 96.
         ((WIDE, UNEVEN), ("11111111", "11100"), "", 96, "block 3 of group 1 is never stored: new"),
         ((FULL,), ("11000000",), "00100000", 32, f"{HERE} in far; but that is down"),
         ((FULL,), ("11111111",), "", 128, "all 128 of 128"),
@@ -47,10 +45,8 @@ def test_summary_names_the_hits_ending_block(
 
 
 def test_block_that_engines_skip_is_not_new() -> None:
-    """Explains prompts for which a group of recurrent states, or one with a sliding window, lacks a
-    block. Engines store a recurrent state only every `hotkv.state_interval_tokens` tokens, and no
-    blocks before a window. So the missing block may never have been stored, and the explanation
-    must not call it new."""
+    """Engines store states only every `hotkv.state_interval_tokens`, and no blocks before a
+    window."""
     for group in (STATE, WINDOW):
         answer = explained((FULL, group), ("1110", "0100"), [])
         details = {(one.group_index, one.depth): one.detail for one in answer.blocks}
@@ -60,8 +56,6 @@ def test_block_that_engines_skip_is_not_new() -> None:
 
 @pytest.mark.parametrize("up", ["near", "far"])
 def test_block_in_two_tiers_hits_through_one(up: str) -> None:
-    """Explains a prompt of which two tiers have the same block; one of them is down. The block must
-    be found in the other."""
     locations = [TierHolding(name, [mask("0011")], name == up, 1e9) for name in ("near", "far")]
     answer = explained((FULL,), ("1100",), locations)
     assert answer.hit_token_count == 64 and answer.summary.startswith("all 64 of 64")
@@ -76,11 +70,7 @@ def mask(text: str) -> BoolMask:
 def explained(
     groups: tuple[GroupSpec, ...], ready: tuple[str, ...], locations: list[TierHolding]
 ) -> admin_pb2.KeySpaceExplanation:
-    """Returns the explanation of a prompt.
-
-    ready: for each group a string with a digit for each block of the prompt; 1: host memory has it.
-    locations: the tiers below host memory, with the blocks that each of them has.
-    """
+    """`ready`: for each group a digit for each block; 1: host memory has it."""
     found = [
         PromptBlocks(
             np.arange(8 * len(text), dtype=np.uint32).reshape(-1, 8),

@@ -1,7 +1,5 @@
-"""Tests the server's side of fences. A fence is a page of shared memory in which an engine has a
-word for each of its stores; by setting the word, it revokes the store. The server must refuse or
-drop a store that the engine could not revoke, and must not accept another page in place of a
-session's fence."""
+"""Tests fences on the server's side. A fence is a page with a word for each store, by which the
+engine revokes it."""
 
 import asyncio
 import os
@@ -27,9 +25,7 @@ async def store(node: Node, session: LiveSession, fence_index: int) -> int:
 
 
 async def refused(node: Node, session: LiveSession, fence_index: int) -> str:
-    """Makes a store that must be refused. `fence_index` is the index of its word in the fence (the
-    page in which an engine revokes stores). Checks that no lease or transfer remains. Returns the
-    error message."""
+    """The error's message. No lease or transfer may remain."""
     with pytest.raises(HotKVError) as raised:
         await store(node, session, fence_index)
     assert raised.value.reason is Reason.INVALID_FIELD and session.jobs == {}
@@ -63,16 +59,13 @@ async def test_fence_index_names_the_revoking_word(tmp_path: Path) -> None:
 async def test_a_page_that_is_cut_short_revokes(
     tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Truncates the file of a fence (the page in which an engine revokes stores). The server must
-    then treat each store that has a word in the fence as revoked. This must hold even if the
-    store's word lies in the part that is left, and is not set."""
+    """Stores count as revoked even if their words are in the part that is left."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
         assert not session.is_revoked(3) and not session.is_revoked(0)
         with monkeypatch.context() as patched:
-            # Simulates that the file is truncated after its length was checked
-            # and before the word is read.
+            # It is cut between the check of its length and the read.
             patched.setattr(FileMapping, "is_whole", Mock(side_effect=[True, False]))
             assert session.is_revoked(3)
         storing = asyncio.create_task(store(node, session, 3))
@@ -96,9 +89,8 @@ async def test_store_whose_page_goes_is_not_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
 async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
-    """Sends two files under the same name: memory, or a fence (a page in which the engine revokes
-    stores). The server must refuse the second, or it would read the first file while the engine
-    writes into the second. Once it has forgotten the name, the name can be used again."""
+    """The server would read one file while the engine writes into the other. A forgotten name
+    can be used again."""
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))
@@ -112,8 +104,6 @@ async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle
 async def test_registration_never_takes_released_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closes a session's files by `release_memory`, and at the same time registers memory with one
-    of them. The registration must not find the file."""
     async with live_node(tmp_path) as node:
         session, close = await node.sessions.open("e", "worker", SPACE, "test"), os.close
         for handle_id in ("a", "b"):

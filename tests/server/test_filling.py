@@ -1,5 +1,4 @@
-"""Tests a server that becomes ready before all memory of its arena is allocated. It must use the
-memory that it has, grow, and keep its blocks through stops and kills."""
+"""Tests a server that is ready before its arena has all memory."""
 
 import asyncio
 import os
@@ -25,13 +24,12 @@ ARENA = 2 * GIB
 LAYERS, PAGE_BYTES = 4, 1 << 16
 BLOCK_BYTES = LAYERS * PAGE_BYTES
 FIRST = COLLAPSE_BYTES // BLOCK_BYTES
-"""Number of blocks that fit into the memory that a server of `Dammed` may allocate first."""
+"""Blocks that fit into the memory that `Dammed` allows at first."""
 NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed(Place):
-    """A `Place` (a folder for successive servers, and an engine) whose servers are held back while
-    they allocate their arena. The method `let` sets how many bytes a server may allocate."""
+    """A `Place` whose servers may allocate only as many bytes of the arena as `let` says."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -46,8 +44,7 @@ class Dammed(Place):
         scratch.replace(self.dam)
 
     def begin(self, *flags: str, patience_s: float = 0.1) -> Server:
-        """Starts the next server, and waits until the engine is connected to it. `patience_s`:
-        longest time that the server's stores wait for memory."""
+        """`patience_s`: how long stores wait for memory."""
         command = faults.command("dam", self.dam, str(patience_s))
         self.server = made = Server(self.folder, str(ARENA), *flags, command=command)
         made.wait_ready()
@@ -56,8 +53,7 @@ class Dammed(Place):
         return made
 
     def store(self, blocks: list[bytes], first: int = 0) -> list[int]:
-        """Stores the engine's block ids from `first` on under these hashes. Returns the result of
-        each block."""
+        """Stores block ids from `first` on; a result for each."""
         assert self.engine is not None
         name, runs = os.urandom(8).hex(), [BlockRun(0, blocks, block_ids(len(blocks), first))]
         result = self.engine.session.store(name, name, runs, 20).result(60)
@@ -65,8 +61,7 @@ class Dammed(Place):
         return list(result.results[0].tolist())
 
     def loads_from(self, blocks: list[bytes], first: int = 0) -> bool:
-        """Returns True if blocks that were stored from the engine's block id `first` on load with
-        the same bytes."""
+        """True if they load with the bytes of block ids from `first` on."""
         assert self.engine is not None
         kv, count, free = self.engine.kv, len(blocks), 2 * FIRST
         assert load(self.engine, blocks, free) is TransferStatus.DONE
@@ -94,8 +89,7 @@ def test_server_serves_while_filling_survives_a_kill(place: Dammed) -> None:
     assert status["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
     assert set(place.store(blocks[: FIRST - 10])) == {BlockResult.STORED}
-    # While the arena's memory is still being allocated, stores that do not fit are
-    # refused and evict no block.
+    # These find no room yet, and evict nothing.
     results = place.store(blocks[FIRST - 10 : FIRST + 10], FIRST - 10)
     assert results == [BlockResult.STORED] * 10 + [BlockResult.NO_SPACE] * 10
     assert place.counter("evicted_blocks_total") == 0
@@ -104,8 +98,7 @@ def test_server_serves_while_filling_survives_a_kill(place: Dammed) -> None:
     assert set(place.store(blocks[FIRST : 2 * FIRST], FIRST)) == {BlockResult.STORED}
     place.stop(signal.SIGKILL)
     place.begin()
-    # The next server must serve the earlier blocks at once. It may allocate
-    # one piece of memory more.
+    # The earlier blocks are served at once. One more piece may have memory.
     assert place.capacity_bytes == 4 * COLLAPSE_BYTES
     found = place.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert found.tolist() == [True] * 2 * FIRST + [False] * 2 * FIRST
@@ -122,8 +115,7 @@ def test_server_serves_while_filling_survives_a_kill(place: Dammed) -> None:
 
 
 def test_stores_wait_for_memory_and_evict_nothing(place: Dammed) -> None:
-    """Stores four times as many blocks as fit into the memory allocated so far. More memory is
-    allocated while stores wait. All stores must succeed, without evictions."""
+    """Memory comes while stores wait."""
     place.begin(patience_s=60)
     assert place.engine is not None
     blocks, calls = hashes(NUM_BLOCKS), []
@@ -140,8 +132,8 @@ def test_stores_wait_for_memory_and_evict_nothing(place: Dammed) -> None:
 
 
 def short_of_memory() -> tuple[Mock, growth.ArenaGrowth, list[Mock]]:
-    """Returns three things: a simulated core whose arena is still growing and has no free slot; its
-    `Growth`, which lets stores wait for more memory; and the blocks of a store that waits."""
+    """A core whose arena grows and has no free slot, its growth, and the blocks of a waiting
+    store."""
     core = Mock(key_spaces={1: Mock()})
     core.space.room.coming_bytes = 1
     core.space.index.find.return_value = np.zeros(1, np.uint32)
@@ -152,10 +144,8 @@ def short_of_memory() -> tuple[Mock, growth.ArenaGrowth, list[Mock]]:
 async def test_after_vain_wait_next_stores_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Makes four stores while the arena grows too slowly for any of them. The first must wait for
-    memory. The next three must not wait, because a session's messages are handled in order, so each
-    wait would delay loads and cancels. Half a second later, a store must wait again. The clock is
-    the test's, because the machine may stop the test for as long."""
+    """Each wait would delay the session's loads and cancels. The clock is the test's: a machine
+    may stop for as long."""
     now_s = [100.0]
     monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
     monkeypatch.setattr(growth, "time", Mock(monotonic=lambda: now_s[0]))
@@ -168,8 +158,7 @@ async def test_after_vain_wait_next_stores_go_on(
 
 
 async def test_store_cancelled_as_memory_comes_stops() -> None:
-    """Lets a store wait for memory of the arena. The memory comes, and before the store can
-    continue, the session ends, which cancels the store. The store must not continue."""
+    """Before it can go on, its session ends."""
     core, growing, runs = short_of_memory()
     before = asyncio.all_tasks()
     store = asyncio.create_task(growing.await_room(1, runs))
@@ -192,9 +181,7 @@ def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
 
 
 def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
-    """Starts a server that allocates no memory in advance (`arena.prefault` off). It must count the
-    whole arena as capacity. After a kill, the next server allocates in advance. It must restore the
-    blocks, although the arena's file has holes between them."""
+    """The next server restores blocks although the file has holes between them."""
     place.begin("--arena.prefault", "false")
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)

@@ -1,5 +1,4 @@
-"""Tests flushes of a real server. After a flush, neither the block table nor a lookup call may find
-blocks that were stored before it."""
+"""Tests flushes of a real server."""
 
 import json
 import threading
@@ -26,8 +25,7 @@ Make = Callable[..., PagedEngine]
 
 
 def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
-    """Returns how many of the blocks the block table shows as ready. Checks that a lookup call
-    finds the same number."""
+    """A lookup must find as many as the table."""
     probe = engine.session.probe(0, blocks)
     assert probe is not None
     looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
@@ -36,8 +34,7 @@ def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
 
 
 def test_nothing_before_a_flush_is_loaded_after(engine: Make) -> None:
-    """Flushes repeatedly. After each flush, engines store other bytes under the same hashes, as
-    after a change of weights. A load must never return bytes from before the flush."""
+    """Each generation stores other bytes under the same hashes, as new weights would."""
     writer, late, reader = (
         engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3)
     )
@@ -70,8 +67,7 @@ def test_nothing_before_a_flush_is_loaded_after(engine: Make) -> None:
     try:
         for number in range(1, 60):
             late.kv[:] = generation
-            # Reserves blocks before the flush, and stores their bytes at about the time of the
-            # flush.
+            # The store may come before or after the flush.
             name = f"late {number}"
             late.session.reserve(name, [BlockRun(0, late_blocks)]).result(60)
             runs = [BlockRun(0, late_blocks, block_ids(16))]
@@ -81,7 +77,7 @@ def test_nothing_before_a_flush_is_loaded_after(engine: Make) -> None:
             writer.kv[:] = generation
             store(writer, blocks)
             slow.result(60)
-            # On a busy machine the reader may get less time than the writer.
+            # On a busy machine, the reader may get less time than the writer.
             wait_for(lambda least=2 * number: num_loaded >= least, "the reader loads")
     finally:
         stop.set()
@@ -102,7 +98,7 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
         "pending_tiers": [],
     }
     assert ready(one, blocks) == 0
-    # A flushed block keeps its slot while a lease pins it; `hotkv blocks` lists it as flushed.
+    # The flushed block keeps its slot while a lease pins it.
     assert "flushed" in server.cli("blocks", "--key-space", str(number))
     one.session.release("lease")
     one.session.ping(10)

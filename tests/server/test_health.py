@@ -1,5 +1,4 @@
-"""Tests the server's health probes. Each must name the thread or loop that has died or hangs. A
-broken invariant must end the server."""
+"""Tests health probes: each names what has died or hangs."""
 
 import asyncio
 import contextlib
@@ -49,9 +48,8 @@ EXPIRED = "hotkv_server.cache.leases.leases:LeaseBook.expired"
 def broken(
     folder: Path, point: str, how: str, *flags: str, **more: Any
 ) -> Iterator[tuple[FaultyServer, PagedEngine]]:
-    """Yields a server and an engine. The server fails at `point` of its code in the way `how` (see
-    `FaultyServer`) once `break_it` is called. Kills the server at the end, because it may wait for
-    a copy that never ends."""
+    """`how` happens at `point` once `break_it` is called. The server is killed at the end: it
+    may wait for a copy that never ends."""
     with FaultyServer(folder, point, how, *flags, **more) as server:
         server.wait_ready()
         engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
@@ -70,9 +68,7 @@ def begin_store(engine: PagedEngine, blocks: list[bytes], at: int = 0) -> Any:
 
 
 def test_broken_invariant_ends_the_server_alone(folder: Path) -> None:
-    """Breaks an invariant while the server commits a store. The server must log the block's
-    history, exit, and not confirm the store. The next server must serve the older blocks, but no
-    block of that store."""
+    """A store that it was committing is not confirmed, and its blocks are not there later."""
     kept, lost = hashes(10), hashes(5)
     with broken(folder, "publish", "assert") as (server, engine):
         engine.kv[:] = np.random.default_rng(1).integers(0, 256, engine.kv.shape, np.uint8)
@@ -110,8 +106,7 @@ def test_broken_invariant_is_seen_anywhere(folder: Path, point: str, said: str) 
 
 
 def problem_metrics(server: FaultyServer) -> dict[str, float]:
-    """Returns the metric `hotkv_problem` of each part of the server that died or stalls, by the
-    part's name."""
+    """The value of `hotkv_problem` for each part."""
     shown = server.probe("metrics")[1]
     found = re.findall(r'^hotkv_problem{component="(.*)"} (\S+)$', shown, re.M)
     return {part: float(value) for part, value in found}
@@ -187,8 +182,7 @@ def test_stalls_are_named_while_they_last(caplog: pytest.LogCaptureFixture) -> N
     health.check(3.0)
     assert health.problems(3.0) == ()
     assert health.problems(3.0 + STALLED_S + 1) == (f"nobody has looked for {STALLED_S + 1:.0f} s",)
-    # Each part that becomes a problem must appear in the log, also while another part is one
-    # already.
+    # A new problem is logged also beside another one.
     stuck = "health problems=one has been stuck for 11 s"
     logged = [stuck, f"health problems=two is lost; {stuck.partition('=')[2]}"]
     assert caplog.messages == [*logged, "health problems=none"]
@@ -198,9 +192,7 @@ def test_stalls_are_named_while_they_last(caplog: pytest.LogCaptureFixture) -> N
 async def test_loop_in_turns_is_watched_until_return(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Watches a loop that works in turns, with pauses between them. Health must report a turn that
-    takes too long, but not a long pause. `wake` must end a pause. Once the loop has returned or
-    failed, it must no longer be watched."""
+    """A turn that takes too long is reported, a long pause is not. `wake` ends a pause."""
     health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
 
     async def work() -> None:
@@ -235,8 +227,7 @@ async def test_loop_in_turns_is_watched_until_return(
 
 
 async def test_returning_loop_is_never_a_problem() -> None:
-    """Looks at the health of all parts right after a watched task has returned, before asyncio has
-    called the task's callbacks. The task must not count as lost."""
+    """Health looks between the task's end and its callbacks."""
     health, seen = Health(), []
 
     def check() -> None:
@@ -318,7 +309,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
         assert server.ping("--live") == 1
         manager.read(CHECK_S)
         assert manager.read(3 * CHECK_S) == []
-        # The log shows the line at which the event loop hangs.
+        # The log shows where the event loop hangs.
         wait_for(lambda: 'faults.py", line' in server.log.read_text())
 
 
@@ -326,7 +317,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
 
 
 class Manager:
-    """A notification socket that receives the server's messages as systemd would."""
+    """A notification socket in place of systemd's."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -335,8 +326,7 @@ class Manager:
         self.close = self._socket.close
 
     def read(self, seconds: float) -> list[str]:
-        """Returns the `NAME=value` assignments that arrive within `seconds`, or that have arrived
-        when this method looks again after that time."""
+        """`NAME=value` assignments within `seconds`, or until this looks again."""
         heard: list[str] = []
         end_s = time.monotonic() + seconds
         while True:
@@ -347,7 +337,7 @@ class Manager:
                 return heard
 
     def read_until(self, last: str) -> list[str]:
-        """Returns the assignments up to the message with the assignment `last`."""
+        """Assignments up to the message with `last`."""
         heard: list[str] = []
         self._socket.settimeout(WAIT_S)
         while last not in heard:
@@ -387,8 +377,7 @@ def test_systemd_learns_of_start_trouble_and_stop(folder: Path) -> None:
 
 
 def test_draining_is_not_ready_but_alive(folder: Path) -> None:
-    """Drains a server whose copy never ends, so that it stays draining. /readyz must answer 503,
-    and /livez 200."""
+    """Its copy never ends, so it goes on draining."""
     with broken(folder, "copy", "hang") as (server, engine):
         server.break_it()
         begin_store(engine, hashes(2))

@@ -1,5 +1,4 @@
-"""Tests large numbers of hints. The server handles them in parts, and its event loop must serve
-other calls between two parts. Each action of a hint must get an outcome."""
+"""Tests many hints: the event loop serves others between parts, and each action gets an outcome."""
 
 import asyncio
 from collections.abc import Iterator
@@ -44,8 +43,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 class Desk:
-    """A node with a session, and a task that counts the turns of the event loop. Other calls can
-    run in each turn."""
+    """A node's session, and a count of the event loop's turns."""
 
     def __init__(self, node: Node, session: LiveSession) -> None:
         self.node = node
@@ -91,9 +89,7 @@ def demotes(count: int, message_id: str = "m") -> Hints:
 
 
 async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends many reports of requests, a message with many actions, a prefetch that finds no block,
-    and a request to count blocks. The server may spend a time slice of 0 s in one piece, so each of
-    these must let the event loop run other tasks after each part."""
+    """With slices of 0 s, others run after each part."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
     one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
@@ -101,8 +97,7 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     await one.note(*[report()] * 20)
     with_reports = one.turns - before
     before = one.turns
-    # Counts the turns that it takes to mark the blocks of 20 reports as used, without handling
-    # their hints.
+    # How many turns it takes without hints.
     async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
         pass
     assert with_reports >= one.turns - before + 19
@@ -135,7 +130,7 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
 
 
 class Tiers:
-    """Fake tiers in which each call waits until `go_on` is set."""
+    """Each call waits for `go_on`."""
 
     names = ("disk",)
 
@@ -149,16 +144,15 @@ class Tiers:
 
 
 async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests four prefetches, while the tiers do not answer. Two fill the tenant's share of
-    memory for prefetches. The third waits for space and is rejected at its deadline; the fourth is
-    refused at once, because a tenant may have only three."""
+    """Two fill the tenant's share of memory, the third waits until its deadline, and a fourth is
+    one too many."""
     now_s, one, tiers = [10.0], await opened(node), Tiers()
     for module in (hints_module, hint_work):
         monkeypatch.setattr(module, "time", Mock(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(hint_work, "PREFETCH_PAUSE_S", 0.0)
     monkeypatch.setattr(hint_work, "PREFETCH_BLOCKS", 4)
     monkeypatch.setattr(hint_work, "MAX_PREFETCHES", 3)
-    # The tenant's share has room for two parts of a prefetch, of 4 blocks in each of two groups.
+    # Room for two parts, of 4 blocks in each of two groups.
     monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 2 * 4 * 2 * SLOT_ALIGN / (1 << 20))
     one.desk._work._below = tiers  # type: ignore[assignment]
 
@@ -176,7 +170,7 @@ async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.Mo
     tiers.go_on.set()
     assert (await one.settled("a")).status is (await one.settled("b")).status is Status.MISSING
     assert tiers.num_calls == 4
-    # A part that is larger than the whole share is fetched once no other part is being fetched.
+    # A part larger than the share is fetched once no other is.
     monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 0.0)
     await ask("e", 1.0)
     assert (await one.settled("e")).status is Status.MISSING and tiers.num_calls == 6
@@ -213,7 +207,7 @@ async def test_action_beyond_the_tenants_names_is_rejected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, half = await opened(node), Target("", len(PROMPT) // 2 * KEY_SPACE.hash_block_tokens)
-    # Stops the clock, so that the tenant's budget of blocks does not grow during the test.
+    # Without this, the budget of blocks would grow during the test.
     for module in (hints_module, hint_work):
         monkeypatch.setattr(module, "time", Mock(monotonic=lambda: 0.0))
     for blocks_per_action, status in ((4 / 511, Status.MISSING), (4 / 512, Status.REJECTED)):
@@ -265,7 +259,6 @@ async def test_retain_is_noted_although_pin_is_shorter(
     assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
         (keep.retention, True),
         (pin.retention, False),
-        # From the two reports that have one action each.
         (pin.retention, False),
         (keep.retention, False),
     ]
@@ -305,8 +298,7 @@ async def test_several_samples_of_a_prompt_release_their_session(
     assert not one.desk._tasks and not one.desk._waiting_bytes
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
     assert outcome.reason == reason
-    # The session's release was due after two of its requests. It must be carried out once, for nine
-    # blocks in each of the two groups; not at all if the session has gone on.
+    # The release happens once, for nine blocks in each group, or not at all.
     assert outcome.num_blocks == (0 if goes_on else 2 * 9)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
@@ -317,9 +309,7 @@ async def test_several_samples_of_a_prompt_release_their_session(
 async def test_sessions_blocks_stay_until_its_expected_return(
     node: Node, monkeypatch: pytest.MonkeyPatch, ends_with: Hints
 ) -> None:
-    """Makes two requests of a session (such as a chat), two seconds apart. After the second, the
-    server must protect the session's blocks from eviction for one and a half such pauses, unless
-    the session was released. Requests without a session protect nothing."""
+    """That is one and a half pauses of two seconds. Requests without a session hold nothing."""
     now_s, one, held = [0.0], await opened(node), Mock()
     monkeypatch.setattr(hints_module, "time", Mock(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(node.core.space.policy, "hold", held)
@@ -335,7 +325,6 @@ async def test_sessions_blocks_stay_until_its_expected_return(
     else:
         await asyncio.gather(*one.desk._tasks)
         untils_s = {call.args[1] for call in held.call_args_list}
-        # The blocks of both groups must be held, for one and a half times the pause of two seconds.
         assert held.call_count == 2 and untils_s == {14.0 + 1.5 * 2.0}
     await one.desk.close()
     (row,) = figures.hints(one.desk.book, Filters({"session_id": "s"}))["sessions"]
@@ -345,14 +334,12 @@ async def test_sessions_blocks_stay_until_its_expected_return(
 async def test_receipts_take_back_failed_or_closed_loads(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A receipt sums up the hits of a router's session. Reports four requests with hits, whose
-    loads have the numbers 1 to 4. Loads 1 and 2 fail, load 3 succeeds, and the engine's session
-    closes before load 4 ends. The receipt must lose the hits of load 2 and load 4. It keeps the hit
-    of load 1, because the server remembers at most three loads."""
+    """Loads 1 and 2 fail, 3 succeeds, 4 is open. The hit of 1 stays, as only three loads are
+    remembered."""
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)
-    # Requests 5 and 6 have no hit, so they load nothing and have no load that could end.
+    # Requests without a hit have no load that could end.
     reports = [replace(of_router, report_id=number) for number in (1, 2, 3, 4)]
     missed = [replace(of_router, report_id=number, hit_tokens=0, saved_s=0.0) for number in (5, 6)]
     await one.note(*reports, *missed)

@@ -1,5 +1,4 @@
-"""Tests hints that routers send to a real server, with requests or on their own: their effects on
-blocks, and their outcomes."""
+"""Tests routers' hints on a real server, with requests or alone."""
 
 import json
 import os
@@ -31,8 +30,6 @@ Make = Callable[..., "Chat"]
 
 
 class Chat:
-    """An engine with a model of its own, which stores blocks and reports requests with hints."""
-
     def __init__(self, server: Server, *groups: Any) -> None:
         self.server = server
         self.model = os.urandom(6).hex()
@@ -54,9 +51,8 @@ class Chat:
         rejected: tuple[hints.Rejection, ...] = (),
         tokens_per_s: float = 0.0,
     ) -> str:
-        """Reports that a request for `blocks` was scheduled, with hints. Of these blocks the first
-        `hit` were hits, and of the hits the first `device` came from the engine's own prefix cache.
-        Returns the id of the message with the hints."""
+        """Reports a request. Of the first `hit` blocks, `device` hit in the engine's own cache.
+        The message's id."""
         message_id = os.urandom(6).hex()
         report = RequestReport(
             blocks, len(blocks) * BLOCK_TOKENS, device * BLOCK_TOKENS, hit * BLOCK_TOKENS, 0.0,
@@ -82,8 +78,7 @@ class Chat:
         return self.engine.session.probe(0, blocks)
 
     def fill(self, num_blocks: int) -> None:
-        """Stores new blocks, two at a time, until the server has evicted at least `num_blocks`
-        blocks."""
+        """Stores new blocks until the server has evicted as many."""
         before = self.admin.info()["counters"]["evicted_blocks_total"]
         while self.admin.info()["counters"]["evicted_blocks_total"] < before + num_blocks:
             self.store(hashes(2))
@@ -104,8 +99,7 @@ class Chat:
     def send(
         self, action: dict[str, Any], of: list[bytes] | None = None, message_id: str = ""
     ) -> dict[str, Any]:
-        """Sends a hint action that belongs to no request and acts on the blocks `of`. Returns its
-        outcome."""
+        """Sends an action without a request. Its outcome."""
         message_id = message_id or os.urandom(6).hex()
         envelope = {"message_id": message_id, "actions": [{"action_id": "a", **action}]}
         with HintClient(self.server.target) as client:
@@ -132,7 +126,6 @@ def chat(server: Server) -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """Yields a server whose arena holds SMALL_BLOCKS blocks of the group LARGE, of 256 KiB each."""
     flags = ("--arena.slab-bytes", "256KiB")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
         running.wait_ready()
@@ -164,7 +157,7 @@ def test_requested_pin_keeps_blocks_until_given_up(
     assert one.pinned() == set(prompt)
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 5)
-    # A very short pin, of 0.1 ms, is accepted too.
+    # 0.1 ms is accepted too.
     short = one.report(prompt, "", pin(ttl_s=1e-4), retention=Retention(0, 1e-4, pin=True))
     assert one.outcome(short)["status"] == "accepted"
     given = one.send({"action_type": "demote", "payload": {"token_range": [32, None]}}, prompt)
@@ -180,7 +173,7 @@ def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 2)
     assert one.pinned() == (set(prompt) if kind == "pin" else set())
     one.send({"action_type": "demote"}, [*prompt, *prompt])
-    # Fills the arena. The demoted blocks must then be evicted.
+    # The demoted blocks must go now.
     one.fill(4)
     assert not one.there(prompt).any()
 
@@ -226,8 +219,7 @@ def test_released_session_goes_first_shared_blocks_stay(chat: Make, small: Serve
     system, mine, theirs = hashes(4), hashes(6), hashes(6)
     one.report(one.store(system + mine), ended)
     one.report(one.store(system + theirs), other)
-    # Uses these blocks most of all, with a high priority. So they can only be evicted because of
-    # the release below.
+    # After so much use, only the release can make these blocks go.
     for _ in range(3):
         one.report(system + mine, ended, retention=Retention(3))
     release = Action("r", ActionType.RELEASE)
@@ -296,8 +288,7 @@ def test_demotion_frees_memory_prefetch_returns_it(chat: Make, disk: Server) -> 
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", len(prompt))
     assert one.in_memory(prompt).all()
-    # A demote that names each block twice counts it once. The blocks leave host memory,
-    # but are still on the disk.
+    # Each block is named twice. They leave host memory, but not the disk.
     given = one.send({"action_type": "demote"}, [*prompt, *prompt])
     assert given["done_block_count"] == len(prompt) and not one.in_memory(prompt).any()
     assert one.there(prompt).all() and load(one.engine, prompt, 20) is TransferStatus.DONE
@@ -313,8 +304,7 @@ def test_demotion_frees_memory_prefetch_returns_it(chat: Make, disk: Server) -> 
 
 
 def test_a_session_has_a_receipt_of_its_requests(chat: Make) -> None:
-    """Reports requests of a session. Its receipt must count their prompt, hit and saved tokens.
-    After the session is released, a new session of the same name starts with a new receipt."""
+    """After a release, the name gets a new receipt."""
     one = chat()
     prompt = one.store(hashes(8))
     message = one.report(prompt[:4], one.model, tokens_per_s=160.0)
@@ -341,8 +331,7 @@ def test_a_router_polls_what_has_changed(chat: Make) -> None:
         first, second = (one.report(prompt, "", pin()) for _ in range(2))
 
         def changed() -> list[str]:
-            """Returns this test's messages that have changed. Hints of earlier tests may change
-            too: some are done a second after their request has ended."""
+            """Only this test's: some earlier hints are done a second after their request."""
             nonlocal cursor
             rows, cursor = client.outcomes(cursor=cursor)
             found = [row["message_id"] for row in rows]
@@ -350,8 +339,7 @@ def test_a_router_polls_what_has_changed(chat: Make) -> None:
 
         assert changed() == [first, second]
         assert changed() == []
-        # Of the three hit blocks, one was on the device. It does not count
-        # as reuse of a pinned block.
+        # Of the three hits, the one on the device does not count.
         one.report(prompt, hit=3, device=1, tokens_per_s=160.0)
         rows = {row["message_id"]: row for row in client.outcomes(cursor=cursor)[0]}
         assert rows.keys() >= {first, second} and rows[first]["reused_block_count"] == 2

@@ -1,4 +1,4 @@
-"""Tests `hotkv bench`, which measures this machine, and the table that it prints."""
+"""Tests `hotkv bench`."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_a_host_is_measured_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_bench, "PREFIX", f"hotkv-bench-{os.getpid()}-")
-    # Settings of a server in use, which the benchmark must ignore.
+    # Variables of a server in use, which must be ignored.
     monkeypatch.setenv("HOTKV_TIERS__DISK__PATH", str(tmp_path / "theirs"))
     answer = host_bench.run(1.0, 256, tmp_path / "tier", None, say=lambda what: None)
     figures = {row["what"]: row["value"] for row in answer["rows"]}
@@ -86,9 +86,8 @@ def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:
 def test_variables_complete_the_settings_of_a_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs `hotkv bench` while a variable HOTKV_… is set. With `--config`, the variable must
-    complete the file's settings; for example it may contain the access keys of a store. Without
-    `--config` such variables are meant for another server, so the command must ignore them."""
+    """Variables may have access keys for the file's stores. Without `--config`, they are meant
+    for another server."""
     settings, taken = tmp_path / "hotkv.toml", tmp_path / "file"
     settings.touch()
     taken.write_text("no folder")

@@ -1,5 +1,4 @@
-"""Tests clients that use up connections, file descriptors and time. The server must serve other
-clients, and must be able to stop."""
+"""Tests clients that use up connections, descriptors and time."""
 
 import asyncio
 import contextlib
@@ -52,8 +51,7 @@ MAX_DESCRIPTORS = 160
 
 
 def test_signal_ends_a_long_draining_server() -> None:
-    """Starts a drain of an hour, then sends SIGTERM. The server must end after the shorter drain
-    time that applies to signals."""
+    """For signals, the shorter drain time applies."""
     options = ["--arena.slab-bytes", "64KiB", "--drain-timeout-s", "1"]
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *options) as server:
         server.wait_ready()
@@ -70,7 +68,6 @@ def test_signal_ends_a_long_draining_server() -> None:
 
 @pytest.fixture
 def short_of_descriptors() -> Iterator[Server]:
-    """Yields a server with a low limit of open file descriptors."""
     run = (sys.executable, "-m", "hotkv_server.cli", "run")
     command = ("prlimit", f"--nofile={MAX_DESCRIPTORS}", *run)
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", command=command) as server:
@@ -79,8 +76,7 @@ def short_of_descriptors() -> Iterator[Server]:
 
 
 def connected(server: Server) -> socket.socket:
-    """Returns an idle connection to the descriptor socket. The server may not have accepted it
-    yet."""
+    """An idle connection, which the server may not have accepted yet."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.settimeout(1.0)
     with contextlib.suppress(OSError):
@@ -100,7 +96,7 @@ def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Serv
     assert tries <= 2 * (time.monotonic() - began_s) + 1
     for one in held:
         one.close()
-    # After these connections are closed, the server must serve new sessions.
+    # New sessions must be served then.
     with marked_engine(server.target) as session:
         blocks = hashes(1)
         assert session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(60)
@@ -114,8 +110,6 @@ def raw_session(channel: grpc.Channel, server: Server) -> RawSession:
 
 
 def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptors: Server) -> None:
-    """Links many files of engine memory. The server must refuse them while it still has descriptors
-    for new connections."""
     server, fd, links = short_of_descriptors, memory_file(PAGE_BYTES), list[str]()
     with grpc.insecure_channel(server.target) as channel:
         sessions = [raw_session(channel, server) for _ in range(6)]
@@ -131,9 +125,7 @@ def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptor
 
 @pytest.mark.parametrize("num_bytes", [NUM_BLOCKS * PAGE_BYTES, 30 << 40])
 def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
-    """Registers sparse files as engine memory. The server must refuse them: a load into a hole
-    would allocate memory charged to the server, and a file of 30 TiB would exceed its address
-    space."""
+    """A load would allocate memory at the server's cost; 30 TiB exceed its address space."""
     fd = os.memfd_create("holes")
     os.truncate(fd, num_bytes)
     tensors = (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),)
@@ -148,8 +140,7 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 
 
 def test_client_cutting_its_memory_harms_only_itself(server: Server) -> None:
-    """Truncates an engine's memory during its stores. A store that fails must leave no ready
-    blocks. The transfer ids contain newlines, which must not forge lines of the log."""
+    """Newlines in ids must not forge log lines."""
     outcomes, until_s = set[bool](), time.monotonic() + WAIT_S
     with marked_engine(server.target) as session:
         assert session._life.memory is not None
@@ -190,8 +181,7 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
 def test_unread_http_answers_keep_nobody_out(server: Server) -> None:
     port, held = http_port(server), list[socket.socket]()
     with marked_engine(server.target) as session:
-        # Reports metrics for 128 layers, so that the answer of /metrics does not fit into a
-        # connection's buffers.
+        # With 128 layers, /metrics does not fit into a connection's buffers.
         session.report_sparse({}, {layer: {"selects": 1.0} for layer in range(128)})
         session.ping(20)
     try:
@@ -203,8 +193,7 @@ def test_unread_http_answers_keep_nobody_out(server: Server) -> None:
             one.connect(("127.0.0.1", port))
             one.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             one.settimeout(20)
-            # Reads one byte of the answer, unless the server has dropped this connection because of
-            # later ones.
+            # The server may have dropped this connection for later ones.
             with contextlib.suppress(ConnectionResetError):
                 one.recv(1)
             held.append(one)
@@ -217,8 +206,8 @@ def test_unread_http_answers_keep_nobody_out(server: Server) -> None:
 
 
 def test_http_connections_at_once_are_bounded() -> None:
-    """Opens more HTTP connections than allowed, before the server learns that dropped connections
-    have closed. It must drop the oldest that ask nothing, never one whose request waits."""
+    """The server does not know yet that dropped ones have closed. The oldest that ask nothing
+    must go."""
     http: Any = object.__new__(HttpServer)
     http._connections, http._waiting = {}, {kind: {} for kind in QueueKind}
     asking, *silent = (Mock() for _ in range(3 * MAX_CONNECTIONS))
@@ -269,8 +258,7 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
 
 
 def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:
-    """Sends stores with 3 MiB of text each, which wait for a mark (a flag in the engine's memory)
-    that is never set. Once waiting stores hold too many bytes, the server must refuse more."""
+    """Each store has 3 MiB of text."""
 
     with marked_engine(own_server.target) as session, marked_engine(own_server.target) as other:
         before_bytes = Footprint(own_server.pid).anonymous_bytes
@@ -280,24 +268,23 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         wait_for(lambda: sum(store.done() for store in stores) >= 20)
         refused = [str(store.exception()) for store in stores if store.done()]
         assert all("OVERLOADED" in why and "bytes of transfers" in why for why in refused)
-        # One client may use at most half of the limit, so another engine's store succeeds.
+        # One client may use at most half of the limit.
         assert other.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(60)
         assert Footprint(own_server.pid).anonymous_bytes - before_bytes < 200 << 20
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
         wait_for(lambda: all(store.done() for store in stores))
-        # The client ends a cancelled store at once; waits until the server has ended it too.
+        # A cancelled store ends at the client at once, at the server later.
         with AdminClient(own_server.target) as admin:
             wait_for(lambda: not admin.info()["counters"]["transfers_in_flight"])
         assert session.store("u", "u", runs, 20).result(60)
 
 
 def test_peers_parting_words_stay_out_of_logs(server: Server) -> None:
-    """Sends an HTTP/2 GOAWAY frame whose text looks like a line of the log. gRPC's C core would log
-    the text unchanged, so the server must keep it out of its log."""
+    """gRPC's C core would log the text of a GOAWAY as it is."""
 
     def frame(kind: int, payload: bytes) -> bytes:
-        """Returns an HTTP/2 frame (RFC 9113, 4.1) for stream 0, the whole connection."""
+        """An HTTP/2 frame (RFC 9113, 4.1); stream 0 is the whole connection."""
         return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
 
     settings, goaway = 4, 7
@@ -320,8 +307,7 @@ def test_peers_parting_words_stay_out_of_logs(server: Server) -> None:
 
 
 def test_leaving_before_the_answer_is_no_defect(server: Server) -> None:
-    """Closes the descriptor socket before the server answers. The log must not report a failed
-    call, and the session can link the same descriptors afterwards."""
+    """The session can link the descriptors afterwards."""
     fd, said = memory_file(PAGE_BYTES), b"left before the answer"
     with grpc.insecure_channel(server.target) as channel:
         session = raw_session(channel, server)
@@ -331,8 +317,8 @@ def test_leaving_before_the_answer_is_no_defect(server: Server) -> None:
             before = server.log.read_bytes().count(said)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.connect(str(descriptor_socket(server.target)))
-                # Closes the reading side first. So if the server answers before the whole
-                # connection is closed, nobody reads the answer either.
+                # If the server answers before the socket is closed, nobody reads the answer
+                # either.
                 peer.shutdown(socket.SHUT_RD)
                 socket.send_fds(peer, [request], fds)
             wait_for(lambda: server.log.read_bytes().count(said) > before)  # noqa: B023
@@ -343,8 +329,7 @@ def test_leaving_before_the_answer_is_no_defect(server: Server) -> None:
 
 
 def test_who_leaves_before_it_asks_is_refused_nothing(server: Server) -> None:
-    """Connects to the descriptor socket and leaves, as a client does whose process ends. The server
-    must not report that it refused a session."""
+    """A client whose process ends does so."""
     left, before = b"left before it asked", server.log.read_bytes()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(descriptor_socket(server.target)))
@@ -362,8 +347,7 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
         ]
         health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
         oldest = health[0].Watch(asked)
-        # Calls over different channels may arrive in any order. Waits for this call's answer, so
-        # that it is the oldest call.
+        # Once answered, this call is the oldest; calls over several channels come in any order.
         assert next(oldest).status == serving
         watchers = [oldest, *(health[n % 4].Watch(asked) for n in range(600))]
         assert next(watchers[-1]).status == serving
@@ -389,8 +373,7 @@ async def test_watcher_that_does_not_read_delays_nobody() -> None:
     service.set({"": False})
     service.set({"": True})
     assert (await anext(reads)).status == serving.SERVING
-    # The server's state changed twice while the client of `stuck` did not read, and is again the
-    # state that this client knows. So no answer is due.
+    # The state has changed twice, and is what this client knows.
     waiting = asyncio.ensure_future(anext(stuck))
     await asyncio.sleep(0.01)
     assert not waiting.done()

@@ -1,6 +1,4 @@
-"""Tests that a disk which hangs in any call, or a slow shared store, affects only its own blocks.
-The server stays live and can be stopped, engines keep their leases, new engines connect, and host
-memory and the other tiers keep working."""
+"""Tests that a hung disk, or a slow shared store, affects only its own blocks."""
 
 import contextlib
 import signal
@@ -35,14 +33,13 @@ from tests.tiers.valkey_support import running
 
 STOP_S = 60.0
 BY_A_CUT = ("fallocate", "stat")
-"""System calls that the disk tier makes only when it reads a file that was cut short."""
+"""The tier makes these calls only for a file that was cut short."""
 NOT_OF_THE_TIER = ("fsync",)
-"""System calls that only other parts of the server make on the disk, not the tier."""
+"""Only other parts of the server make these calls."""
 
 
 class HungNode(SharingNode):
-    """A node with a Valkey tier and a disk tier. `hang` makes calls to the disk hang, `heal` ends
-    that."""
+    """A node whose disk hangs in some calls, from `hang` to `heal`. It has a Valkey too."""
 
     def start_hung(self, valkey: Valkey) -> None:
         self.disk, self.signs = self.folder / "disk", self.folder / "signs"
@@ -61,14 +58,13 @@ class HungNode(SharingNode):
             sign.unlink()
 
     def evict(self) -> None:
-        """Evicts all blocks from host memory. Tiers keep their copies."""
+        """Evicts from host memory; tiers keep their copies."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
 
     def loads_soon(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Leases the blocks until all of them have been fetched from a tier that works. Returns
-        True if they load with the right bytes."""
+        """Waits until all have been fetched from a tier that works."""
 
         def comes() -> bool:
             self.finds(blocks)
@@ -109,14 +105,12 @@ def test_hung_disk_costs_its_own_blocks(hung: HungNode, calls: tuple[str, ...]) 
     lost, chain = hashes(CHAIN), hashes(CHAIN)
     hung.fill(lost)
     content = hung.fill(chain)
-    # Evicts the blocks from host memory, so that only disk and Valkey have them.
     hung.evict()
     if calls[0] in BY_A_CUT:
         with (hung.disk / "slabs").open("r+b") as file:
             file.truncate(0)
     with probed(server):
         hung.hang(*calls)
-        # Uses the disk while it hangs: reads blocks, writes blocks, and opens a new key space.
         hung.leases(lost)
         assert hung.loads_soon(chain, content)
         shape = {"layers": LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES}
@@ -129,8 +123,7 @@ def test_hung_disk_costs_its_own_blocks(hung: HungNode, calls: tuple[str, ...]) 
         if calls[0] not in NOT_OF_THE_TIER:
             wait_for(lambda: not hung.counter("tier_up"))
             wait_for(lambda: "tier=disk is passed by" in server.log.read_text())
-        # New blocks must still be copied to the Valkey. Waits for the copies of `fresh`, because
-        # `fill` below counts copies of any blocks.
+        # Awaits these copies, because `fill` counts copies of any blocks.
         wait_for(lambda: hung.num_copied() >= num_copied + len(fresh))
         more = hashes(CHAIN)
         content = hung.fill(more)
@@ -160,7 +153,7 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
 
 
 def test_server_ends_despite_hung_audit_file(tmp_path: Path) -> None:
-    """Stops a server while its disk hangs in a write of an audit line. The server must end."""
+    """The disk hangs in a write of an audit line."""
     disk, signs = tmp_path / "disk", tmp_path / "signs"
     disk.mkdir()
     signs.mkdir()
@@ -180,7 +173,7 @@ def test_server_ends_despite_hung_audit_file(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
-    """Yields the server flags for an S3 bucket with this speed in bytes per second; 0: no limit."""
+    """Flags for S3 at this speed; 0: no limit."""
     (folder / "s3").mkdir()
     with running_s3(folder / "s3") as s3:
         proxy = FaultProxy(("127.0.0.1", s3.port))
@@ -192,8 +185,7 @@ def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yields the server flags for a Valkey that answers one byte per second, and for an S3
-    bucket."""
+    """Flags for a Valkey that answers one byte per second, and for S3."""
     with running(folder / "valkey") as valkey, bucket(folder) as flags:
         proxy = FaultProxy(valkey.path)
         proxy.on_reply = throttled(1)
@@ -205,7 +197,7 @@ def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yields the server flags for an S3 bucket with 1 MB/s, and for a disk."""
+    """Flags for S3 with 1 MB/s, and for a disk."""
     with bucket(folder, 1e6) as flags:
         disk = folder / "disk"
         yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")
@@ -227,8 +219,7 @@ def test_slow_store_costs_its_own_blocks(tmp_path: Path, slow: object) -> None:
         engine, server = one.engine, one.server
         assert engine is not None and server is not None
         leased = hashes(4)
-        # Blocks that are stored before a store first answers are deleted then
-        # (`Generations.confirm`).
+        # When a store first answers, earlier blocks there are deleted (`Generations.confirm`).
         one.until_copying()
         with probed(server):
             moved = "tier_demoted_blocks_total" if has_disk else "shared_copied_blocks_total"
@@ -236,8 +227,8 @@ def test_slow_store_costs_its_own_blocks(tmp_path: Path, slow: object) -> None:
             assert store(engine, leased) == {BlockResult.STORED}
 
             def is_leased() -> bool:
-                """Leases the blocks. If the server was stopped for a while, it waits anew until the
-                slow store counts as away, and a lease gets nothing before."""
+                """A lease gets nothing before the slow store counts as away; after a stop, that
+                takes as long again."""
                 held = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
                 if not held.pinned[0].all():
                     engine.session.release("held")
@@ -253,14 +244,13 @@ def test_slow_store_costs_its_own_blocks(tmp_path: Path, slow: object) -> None:
             came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
 
             def comes(chain: list[bytes]) -> bool:
-                # A block can't be evicted while it is copied to the slow tier, so evicts again at
-                # each try.
+                # What is on its way to the slow tier is pinned, so each try evicts again.
                 with AdminClient(server.target) as admin:
                     admin.evict(everything=True)
                 before = one.counter(came)
                 return bool(one.leases(chain).all()) and one.counter(came) >= before + CHAIN
 
-            # All blocks must come from the other tier, even while the slow tier is busy.
+            # All come from the other tier, even while the slow one is busy.
             for chain in chains:
                 wait_for(lambda chain=chain: comes(chain))
         again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)

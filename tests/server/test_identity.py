@@ -1,5 +1,4 @@
-"""Tests the parts of access control that need no server: credentials, tenants, tickets, checks of
-files and paths, and invalid settings."""
+"""Tests access control without a server."""
 
 import hashlib
 import os
@@ -106,8 +105,7 @@ def test_a_peer_does_not_show_its_token() -> None:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """A state machine that compares the server's tickets with a plain list of (ticket, uid,
-    expiry). Three users together can reach the limit MAX_TICKETS."""
+    """Tickets against a list of (ticket, uid, expiry). Three users can reach MAX_TICKETS."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
-"""A server that restarts must compare restored blocks with their checksums before it
-tells a client where they are in the arena. Only the call that asks for these offsets may wait. If
-the call's lease or residency (a request whose KV stays in host memory) ends or changes meanwhile,
-the answer must give offsets only of blocks that are still pinned."""
+"""Tests that restored blocks are compared before clients learn where they are. Only the call
+that asks waits. Offsets come only for blocks that are still pinned."""
 
 import asyncio
 import contextlib
@@ -44,8 +42,7 @@ PACKED = b"".join(HASHES)
 
 
 class Place:
-    """A node with a session and eight restored blocks that were not yet compared with their
-    checksums. The comparison waits until `go` is set."""
+    """A node with eight unverified blocks, whose comparison waits for `go`."""
 
     session: LiveSession
 
@@ -102,8 +99,7 @@ Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Returns a function that opens a `Place`. When the place closes, checks that no lease is
-    left."""
+    """At the end, no lease may be left."""
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Place]:
@@ -141,9 +137,7 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """Releases a lease while its blocks are being compared with their checksums. The call that
-    waits for the lease must fail, even if a new lease of other blocks has got the same id
-    (`again`)."""
+    """`again`: a new lease has got the id meanwhile."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
@@ -159,9 +153,7 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
-    """Requests two leases on one stream, and releases the first while the blocks are compared with
-    their checksums. A ping on the stream must be answered at once. After the comparison, the
-    first request must be refused and the second granted."""
+    """After the comparison, the released lease is refused."""
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []
@@ -221,10 +213,8 @@ async def test_residency_learns_offsets_only_after_comparison(opened: Opened) ->
 async def test_offsets_stay_secret_during_possible_flush(
     opened: Opened,
 ) -> None:
-    """Requests two leases, and twice extends a residency (a request whose KV stays in the server's
-    memory). The first of each comes while the tiers can't yet confirm that no block is older than a
-    flush. Its answer must contain no offset in the arena, even of pinned blocks. The second answer
-    must contain the offsets."""
+    """Tiers can't confirm that all blocks are newer than a flush, so even pinned ones have no
+    offset."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
@@ -235,8 +225,7 @@ async def test_offsets_stay_secret_during_possible_flush(
         tiers.has_some.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
         refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
-        # Tiers can confirm it now. A call that was refused before, repeated with the same id, must
-        # get its first answer all the same.
+        # The tiers can confirm it now, but a repeated call gets its first answer.
         generations.wait_to_serve = AsyncMock(side_effect=[False, True])
         assert [(await place.acquire("a")).groups for _ in "aa"] == [refused.groups] * 2
         place.node.tiers = None
@@ -269,7 +258,6 @@ async def test_sequence_covers_nothing_during_possible_flush(
             made = await sparse.append(session, "s", NUM_BLOCKS, words[:0])
             assert len(made.slots) == NUM_BLOCKS
             lease_ids.add(made.lease_id)
-        # While the server drains, it refuses to create a sequence. The lease must stay unchanged.
         generations.wait_to_serve, core.draining = AsyncMock(return_value=True), True
         for _ in range(2):
             with pytest.raises(HotKVError, match="DRAINING"):
@@ -295,7 +283,7 @@ async def test_blocks_make_room_for_residency_unless_draining(opened: Opened) ->
         await store_in(place.node, other, hashes(50))
         wide = replace(SPACE, groups=(replace(SPACE.groups[0], shard_bytes=(3 * PAGE,)),))
         session = await place.node.sessions.open("wide", "scheduler", wide, "test")
-        # The residency needs more room than the free slabs have, so blocks must be evicted.
+        # The residency needs more than the free slabs, so blocks must go.
         for core.draining in (True, False):
             asked = place.residencies.open(session, "r", {0: 63})
             if core.draining:

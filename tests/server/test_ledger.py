@@ -1,5 +1,4 @@
-"""Tests the ledger of a real server. For each request it counts from where the prompt's tokens
-came, and why blocks were missed. The counts must continue after a restart or a kill."""
+"""Tests a real server's ledger: where tokens came from, and why blocks were missed."""
 
 import json
 import signal
@@ -34,15 +33,13 @@ __all__ = ["groups_engine", "place"]
 
 
 def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:
-    """Sends reports of requests and, in the same message, of ended loads. Waits until the server
-    has counted them."""
+    """Waits until requests and loads are counted."""
     one.session.report_requests(list(reports), 0.0, loads=loads)
     one.session.ping(10)
 
 
 def row_of(target: str, model: str, since_s: float = 0.0) -> dict[str, Any]:
-    """Returns the ledger's counts for a model that has one engine, for the last `since_s` seconds
-    (0: all time). Checks that hits and misses add up to the prompt tokens."""
+    """The counts of the model's only engine. `since_s` 0: of all time."""
     with AdminClient(target) as admin:
         (row,) = [r for r in admin.savings(since_s)["rows"] if r["model"] == model]
     hits = {tier: count for tier, count in row["hits"].items() if count}
@@ -73,11 +70,10 @@ STORED_BUT_NOT_ASKED = {
     Miss.FAILED_LOAD: "failed_load",
     Miss.REFUSED: "refused",
     Miss.LATE: "late",
-    # An older engine reports no reason.
+    # An older engine gives no reason.
     Miss.UNKNOWN: "in_flight",
 }
-"""Reasons for a miss that an engine reports although the server has the blocks: the reason to the
-name under which the ledger must count these blocks."""
+"""The engine's reason, and the ledger's for it."""
 
 
 @pytest.mark.parametrize(
@@ -116,13 +112,10 @@ def test_what_is_missed_has_a_reason(
     said: Miss,
     misses: dict[str, int],
 ) -> None:
-    """Stores blocks, and reports a request that partly missed. The ledger must count the missed
-    tokens by the right reasons.
-
-    named, stored: number of block hashes in the report, and how many of these blocks are ready.
-    tokens, device, hit: tokens of the prompt, and how many of them hit on the device and in all.
-    said: the engine's reason for the misses.
-    misses: the expected tokens by reason.
+    """named, stored: hashes in the report, and how many are ready.
+    tokens, device, hit: of the prompt, hit on the device, hit in all.
+    said: the engine's reason.
+    misses: tokens by reason.
     """
     model = f"ledger {said.name} {named} {stored}"
     one, prompt = groups_engine(model), hashes(named)
@@ -145,13 +138,13 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48
-    # The engine cancels a load because computing was faster. This is no failed load.
+    # The engine computed instead: this is no failure.
     report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=4))
     report(one, loads=(LoadEnd(4, 0.5, failed=True, miss=Miss.COMPUTED_SOONER),))
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 1.25, 1)
     assert row["misses"]["computed_sooner"] == 48
-    # The engine disconnects during a load. The load counts as failed, so its hit is subtracted.
+    # The engine disconnects during a load, which counts as failed.
     report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=3))
     one.session.close()
     wait_for(lambda: row_of(server.target, "ledger-failed")["saved_s"] == 1.0)
@@ -166,7 +159,7 @@ def test_command_shows_a_row_each_and_outlook(server: Server, groups_engine: Mak
     def text() -> str:
         return server.cli("savings", "--by", "engine", "--since", "1h")
 
-    # The ledger computes the forecast later, in its timer.
+    # The ledger's timer computes it.
     wait_for(lambda: "an endless cache would hit" in text())
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line
@@ -193,8 +186,7 @@ def test_hit_promoted_from_disk_counts_once() -> None:
         for _ in range(2):
             hit = RequestReport(chains[0], prompt_tokens, 0, CHAIN * TOKENS, 0.0)
             one.session.report_requests([hit])
-        # The chain is on the disk, but the engine has not asked the server for it, so it reports a
-        # miss.
+        # It is on the disk, but the engine has not asked for it.
         one.session.report_requests([RequestReport(chains[1], prompt_tokens, 0, 0, 0.0)])
         one.session.ping(10)
         assert place.server is not None
@@ -217,7 +209,7 @@ def savings(place: Place) -> dict[str, Any]:
 
 
 def use(place: Place) -> None:
-    """Stores eight blocks, and reports a request that hits half of them."""
+    """Stores eight blocks; a request hits half of them."""
     engine, chain = place.engine or place.connect(), hashes(8)
     store(engine, chain)
     hit = RequestReport(chain, 130, 0, 64, 0.0, saved_s=0.5, wait_s=0.125)
@@ -226,7 +218,7 @@ def use(place: Place) -> None:
 
 
 def is_written(place: Place) -> bool:
-    """Returns True if the ledger's file exists and counts exactly one request."""
+    """The file has exactly one request."""
     if not ledger_of(place).exists():
         return False
     kept = pack.unpack(ledger_of(place).read_bytes())
@@ -235,8 +227,6 @@ def is_written(place: Place) -> bool:
 
 
 def test_ledger_survives_a_kill_and_another_arena(place: Place) -> None:
-    """Kills the server and starts the next. Then stops it, and starts another with an arena of
-    another size, which loses the blocks. The ledger must keep its counts both times."""
     place.start()
     use(place)
     before = savings(place)

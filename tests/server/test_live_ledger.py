@@ -1,6 +1,4 @@
-"""Tests `LiveLedger`, which counts a server's hits, misses and saved time. The tests use a real
-cache core (the server's bookkeeping) without a server process. They cover the limits of the
-ledger's memory, and files that are damaged or can't be written."""
+"""Tests `LiveLedger` over a core: bounds, and files that are damaged or can't be written."""
 
 import logging
 import os
@@ -35,7 +33,7 @@ def test_requests_beyond_the_forecast_are_still_counted(
         world.report()
     assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
     assert world.followed_tokens == 3 * 33
-    # The forecast has processed the prompts that were waiting, so new ones find room.
+    # The prompts that waited are done, so there is room.
     for _ in range(3):
         world.report()
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
@@ -54,7 +52,7 @@ def test_reports_during_a_forecast_are_deferred(
             break
     assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
     assert world.followed_tokens == 6 * 33
-    # Reports a large prompt while the forecast works. It may displace prompts that still wait.
+    # A large prompt may displace those that wait.
     monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
     for _ in range(3):
         world.report()
@@ -66,9 +64,7 @@ def test_reports_during_a_forecast_are_deferred(
 
 
 def test_fresh_engines_hits_save_by_previous_speed() -> None:
-    """Reports a hit of a new engine, which has not measured its prefill speed yet. The ledger must
-    compute the saved time from the speed of an earlier engine in the same key space (a model in a
-    configuration)."""
+    """A fresh engine has measured none, but an earlier one of the key space has."""
     world = World()
     world.session.prefill_tokens_per_s = 160.0
     world.ledger.report(world.session, RequestReport(HASHES, 65, 0, 0, 0.0, NO_RETENTION))
@@ -85,13 +81,11 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     for number, hit_tokens in ((1, 32), (2, 32), (3, 32), (4, 0), (0, 32)):
         world.report(hit_tokens=hit_tokens, report_id=number)
     now_s[0] += 60.0
-    # Of these reported ends, only the last (3) must count: a request without an id (0) can have no
-    # load, load 1 is no longer known, and request 4 had no hit to load.
+    # Only 3 counts: 0 is no id, load 1 is forgotten, request 4 had no hit.
     for number in (0, 1, 4, 3):
         assert not world.ledger.savings().total.failed_loads, number
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
-    # Load 2 is still open. It must count as failed when its own engine's session ends, not when
-    # another's does.
+    # Load 2 fails when its own session ends, not another.
     world.ledger.session_closed(world.open("second"))
     assert world.ledger.savings().total.missed_tokens[Miss.FAILED_LOAD] == 32
     world.ledger.session_closed(world.session)
@@ -99,13 +93,12 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (1, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
-    # A wait of 0 s means that the request ended before its load. This does
-    # not count as a failed load.
+    # The request ended before its load: no failure.
     world.report(hit_tokens=32, report_id=5)
     world.ledger.load_ended(world.session, LoadEnd(5, 0.0, failed=True))
     total = world.ledger.savings().total
     assert (total.failed_loads, total.missed_tokens[Miss.FAILED_LOAD]) == (1, 96)
-    # The hit of a failed load must be subtracted in the minutes in which it was counted.
+    # It is subtracted in the minutes in which it was counted.
     assert world.ledger.savings(60.0).total.hit_tokens["host"] == 0
 
 
@@ -146,7 +139,6 @@ async def test_unwritable_ledger_is_logged_and_goes_on(
     world = World(folder)
     folder.rmdir()
     with caplog.at_level(logging.WARNING):
-        # While no count changes, the ledger must not write its file.
         await turn(world, clerk)
         for num_reports in range(1, 4):
             if num_reports == 3:
@@ -178,10 +170,7 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 
 def test_forecast_keeps_blocks_as_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger's forecast simulates a larger cache with the server's eviction policy. Like the
-    server, it may refuse a request's new blocks to keep older ones (`may_keep`). Reports three
-    requests. The forecast may do so only for the first: the second has a retention (a priority),
-    and for the third the node itself may not, as with tiers below host memory."""
+    """It may refuse new blocks, but not with a retention, nor if the node itself may not."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
@@ -208,9 +197,7 @@ def test_blocks_of_two_key_spaces_stay_apart() -> None:
 
 
 def test_endless_cache_hits_no_less_than_node() -> None:
-    """Reports requests with many hits. The forecast estimates from a sample of 64 keys how many
-    hits an endless cache would have had; some of these estimates are below the real hits. `savings`
-    must then show the real hits as those of an endless cache."""
+    """Some estimates, from 64 keys, are below the real hits."""
     world, num_below = World(), 0
     forecast = world.ledger.forecast = Forecast(POLICIES["lru"], 0, 64, 64)
     for _ in range(200):
@@ -227,10 +214,7 @@ def test_endless_cache_hits_no_less_than_node() -> None:
 def test_more_memory_gains_nothing_a_tier_has(
     monkeypatch: pytest.MonkeyPatch, device_hits: int, gain: float
 ) -> None:
-    """Of 100 prompt tokens, 10 hit in host memory, 25 in the disk tier and `device_hits` in the
-    engine. The forecast says how many hits a larger arena would have. `outlook` must subtract the
-    hits that the disk serves already, so that `gain` is left. `hotkv savings` and the metrics must
-    show the same figure."""
+    """Of 100 tokens, 10 hit in host memory, 25 on the disk and `device_hits` in the engine."""
     world, forecast = World(), Outlook(100, 0.6, 2 * GIB, 0.15, 0.075)
     monkeypatch.setattr(world.ledger.forecast, "outlook", lambda *_: forecast)
     hits = {"host": 10, "disk": 25}
@@ -245,8 +229,7 @@ def test_more_memory_gains_nothing_a_tier_has(
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
-    """Restarts a ledger. Its totals must continue from its file, but the counters that the server
-    exports to Prometheus must begin at 0."""
+    """Totals go on from the file; exported counters begin at 0."""
     world = World(tmp_path)
     for number in range(MAX_ACCOUNTS + 3):
         world.session = world.open(f"engine-{number}")

@@ -1,5 +1,5 @@
-"""Starts a server with tiers, events and TCP. Every thread and every long-lived asyncio task must
-be watched by `Health`, which reports parts of the server that hang or die."""
+"""Tests that `Health` knows all threads and long-lived tasks of a server with tiers, events and
+TCP."""
 
 import contextlib
 import json
@@ -38,8 +38,7 @@ OF_THREADS = {
     "hotkv-sums": "",
     "Thread-1 (_poll_wrapper)": "",
 }
-"""Which part of `Health` must watch a thread: the start of the thread's name to the name of the
-part. An empty name: the event loop's thread, pools, and gRPC's poller, whose work is watched
+"""The start of a thread's name, and the part of `Health` that watches it; empty: watched
 elsewhere."""
 
 
@@ -52,8 +51,7 @@ def told(server: Server, file: Path) -> dict[str, Any]:
 
 
 def strangers(content: dict[str, Any]) -> list[str]:
-    """Returns the names of the server's asyncio tasks that `Health` does not watch, given the list
-    of tasks in `content`."""
+    """Tasks that `Health` does not know."""
     return [
         one["name"]
         for one in content["tasks"]

@@ -1,6 +1,4 @@
-"""Checks that every Prometheus metric has a HELP text and every HELP text a metric, and that
-promtool accepts their names. Checks that docs/monitoring_api.md lists each topic (a report that
-operators request by name, such as `tiers`) with its filters and fields."""
+"""Tests Prometheus metrics, their HELP texts, and docs/monitoring_api.md."""
 
 import asyncio
 import re
@@ -37,8 +35,7 @@ ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def metrics() -> dict[str, Metric]:
-    """Returns the server's metrics by name without the prefix `hotkv_`, which is the key of the
-    metric's HELP text."""
+    """By name without `hotkv_`, as HELP texts are."""
     return {
         one.name.removeprefix("hotkv_") + "_total" * (one.type == "counter"): one
         for one in families().values()
@@ -46,7 +43,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def lint(metrics: list[Metric]) -> str:
-    """Returns what `promtool check metrics` prints about these metrics: "" if it finds no fault."""
+    """What promtool prints; "" without a fault."""
     registry = CollectorRegistry()
     registry.register(type("Fixed", (Collector,), {"collect": lambda self: metrics})())
     command = [str(program("promtool")), "check", "metrics"]
@@ -57,8 +54,7 @@ def lint(metrics: list[Metric]) -> str:
 
 
 def test_promtool_finds_no_fault(metrics: dict[str, Metric]) -> None:
-    """Runs promtool on the metrics of the server and of the vLLM connector. The connector's names
-    begin with `vllm_` here, as promtool rejects the colon of `vllm:`."""
+    """promtool rejects the colon of the connector's `vllm:`."""
     engines: list[Metric] = [
         CounterMetricFamily(f"vllm_hotkv_{exported(name)}", text, 1.0)
         for name, text in COUNTERS.items()
@@ -93,7 +89,6 @@ def test_texts_name_metrics_that_exist() -> None:
 
 
 async def counted(taker: counts.RecentCensus) -> None:
-    """Waits until the census that runs in the background has ended."""
     assert taker._counting is not None
     await asyncio.wait((taker._counting,))
 
@@ -109,7 +104,7 @@ async def test_long_census_repeats_the_last_scrapes(
         session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
         for first in range(0, 40, 10):
             seen.append((await taker.read()).num_blocks)
-            # `read` returns the last count and starts the next in the background.
+            # `read` returns the last count, and starts the next in the background.
             await counted(taker)
             run = Run(0, words_of(range(first, first + 10)))
             begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)

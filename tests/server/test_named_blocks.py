@@ -1,5 +1,4 @@
-"""Tests of `hotkv explain` and `hotkv evict` with blocks that are named by the first digits of
-their hashes, and of `hotkv evict --dry-run`."""
+"""Tests `explain` and `evict` with the first digits of hashes, and `evict --dry-run`."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +23,6 @@ BLOCK_BYTES = 2 * 4096
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> tuple[Server, PagedEngine]:
-    """Returns a server with four blocks, and the engine that has stored them."""
     one = engine(own_server.target, model_names=["tiny"])
     store(one, HASHES)
     return own_server, one
@@ -32,7 +30,6 @@ def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> tuple[Ser
 
 @pytest.fixture
 def run(stocked: tuple[Server, PagedEngine], capsys: pytest.CaptureFixture[str]) -> Run:
-    """Returns a function that runs `hotkv` commands against the server of the fixture `stocked`."""
     return runner(capsys, stocked[0].target)
 
 
@@ -103,8 +100,6 @@ def test_hash_in_an_unlisted_key_space_is_found(
     engine: Callable[..., PagedEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Stores a block in two key spaces. The server lists only the first, as a server with very many
-    key spaces does. A full hash must find the block in both."""
     target, tell = stocked[0].target, AdminClient.tell
     other = engine(target, model="other", windows=(0, 32))
     runs = [BlockRun(group, HASHES[:1], block_ids(1)) for group in (0, 1)]

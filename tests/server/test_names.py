@@ -1,5 +1,5 @@
-"""Tests of the names that engines send for themselves and for their models. The text output of
-commands and the log show names instead of ids; JSON output has both."""
+"""Tests the names of engines and models. Text and log show them in place of ids, JSON shows
+both."""
 
 import contextlib
 import io
@@ -45,8 +45,7 @@ def connect(server: Server, name: str = ENGINE, **settings: str) -> PagedEngine:
 
 
 def use(engine: PagedEngine) -> str:
-    """Stores the blocks of a prompt, and reports the prompt as a request. Returns the hash of the
-    first block in hexadecimal."""
+    """Stores and reports a prompt. Its first hash, in hexadecimal."""
     blocks = hashes(3)
     store(engine, blocks)
     engine.session.report_requests([RequestReport(blocks, 50, 0, 0, 0.0)], 0.0)
@@ -56,8 +55,7 @@ def use(engine: PagedEngine) -> str:
 
 @pytest.fixture
 def running(place: Place) -> Iterator[tuple[Server, str]]:
-    """Yields a server with an engine that has a name, and the hash of a block that this engine
-    stored."""
+    """A server with a named engine, and the hash of one of its blocks."""
     server = place.start(*HTTP)
     place.engine = connect(server)
     yield server, use(place.engine)
@@ -95,8 +93,7 @@ def test_json_and_the_page_have_names_and_ids(running: tuple[Server, str]) -> No
 
 
 def test_engines_of_one_name_stay_distinct(place: Place) -> None:
-    """Connects two engines with the same name, and a third engine without a name. The second must
-    be shown with `#2` after its name, the third by its id, also after a restart of the server."""
+    """The second one gets `#2`, and one without a name has its id; also after a restart."""
     server = place.start()
     with contextlib.ExitStack() as stack:
         for number, (name, model) in enumerate(((ENGINE, ARCHITECTURE),) * 2 + (("", "old"),)):

@@ -1,5 +1,4 @@
-"""Tests that no process of hotkv dies in silence: native code that ends it leaves stacks on
-standard error."""
+"""Tests that a death in native code leaves stacks on standard error."""
 
 import os
 import signal
@@ -89,7 +88,6 @@ os.kill(os.getpid(), signal.SIGSEGV)
 def test_a_native_death_of_a_child_leaves_stacks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gives the child a native client that dies while it is loaded."""
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").touch()
     (tmp_path / "mooncake" / "store.py").write_text(FAKE_STORE)

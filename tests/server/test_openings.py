@@ -1,6 +1,4 @@
-"""Tests of opening a session: it waits for the write of its key space to the server's state file.
-Sessions that open at the same time share a write. A client that disconnects during the wait leaves
-no session."""
+"""Tests that a session waits until its key space is in the state file."""
 
 import asyncio
 import contextlib
@@ -33,8 +31,7 @@ KIND = Sketch(0, "rot2u", 1, (100,))
 
 
 class Disk:
-    """A fake disk for the server's state file. Writes wait until `go` is set, and fail if `error`
-    is set."""
+    """A fake disk: writes wait for `go`, and fail with `error`."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -58,8 +55,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @contextlib.asynccontextmanager
 async def node_in(folder: Path, disk: Disk, *, waits: bool = False) -> AsyncIterator[Node]:
-    """Yields a node in this process with all its capabilities (optional parts, such as events).
-    `waits`: writes of the state file wait until the test sets `disk.go`."""
+    """`waits`: writes of the state file wait for `disk.go`."""
     if not waits:
         disk.go.set()
     async with live_node(folder) as node:
@@ -67,15 +63,14 @@ async def node_in(folder: Path, disk: Disk, *, waits: bool = False) -> AsyncIter
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until the condition is true, and then lets the event loop run three more rounds."""
+    """And then three rounds of the event loop."""
     await eventually(condition)
     for _ in range(3):
         await asyncio.sleep(0)
 
 
 def written(folder: Path) -> list[str]:
-    """Returns the key spaces in the state file, each as its model and its number of sketches
-    (kinds of block summaries for sparse attention), such as "m 1"."""
+    """Key spaces in the state file, with their number of sketches, such as "m 1"."""
     return [
         f"{known.key_space.model} {len(known.sketches)}"
         for known in read_state(folder / "arena" / "state.json").key_spaces
@@ -95,7 +90,7 @@ async def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> N
         sessions = await asyncio.gather(*tasks)
         assert written(tmp_path) == ["m 1", "n 0"] and disk.num_writes <= 2
         assert sorted(s.record.number for s in sessions) == [1, 2, 3, 4]
-        # Opening a session in a known key space must write nothing.
+        # The key space is known, so nothing is written.
         await node.sessions.open("e", "rank", SPACE, "test", (KIND,))
         assert disk.num_writes <= 2
 
@@ -135,9 +130,8 @@ async def leave_blocks(node: Node, space: KeySpace) -> None:
 
 
 async def test_forgetting_is_written_and_read_when_behind(tmp_path: Path, disk: Disk) -> None:
-    """Opens more key spaces (each is a model in a configuration) than a tenant may have. The oldest
-    unused key space must be removed from the state file although it has blocks. Readers of events
-    must get its clear event, by which they forget these blocks."""
+    """The oldest unused key space goes although it has blocks. Readers of events get its clear
+    event."""
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
@@ -153,8 +147,7 @@ async def test_forgetting_is_written_and_read_when_behind(tmp_path: Path, disk: 
             told = [item.event for item in (await feed.get(100))[0]]
         cleared = [event for event in told if isinstance(event, KeySpaceCleared)]
         assert [event.key_space_id for event in cleared] == [1, 2, 1, 3]
-        # Removals of single blocks may be published after the clear event of their key space, but
-        # the last event must be a clear event.
+        # Removals may come after the clear event, but the last event is a clear.
         assert told[-1] is cleared[-1]
         node.core.check_invariants()
 
@@ -162,10 +155,7 @@ async def test_forgetting_is_written_and_read_when_behind(tmp_path: Path, disk: 
 async def test_several_that_need_room_get_it_bounded(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions at once in new key spaces (each is a model in a configuration). The
-    tenant's key spaces are at their limit, so each session needs an old one to be forgotten. The
-    blocks of one old key space are pinned, as by a tier that hangs. The tenant may have two
-    sessions: two must be opened, and the third refused."""
+    """Each needs an old key space forgotten; one is pinned, as by a tier that hangs."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 3
@@ -186,10 +176,7 @@ async def test_several_that_need_room_get_it_bounded(
 async def test_waiting_together_opens_no_more_than_allowed(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions at once for a tenant that may have two. All three must wait until an old
-    key space (a model in a configuration) is forgotten; then two must be opened and the third
-    refused. A fourth session must be refused before any key space is forgotten for it. A session of
-    another tenant does not count."""
+    """Two of three open. A fourth is refused at once. Another tenant's session does not count."""
     async with node_in(tmp_path, disk) as node:
         await node.sessions.open("e", "tool", SPACE, "test")
         go, forgets = asyncio.Event(), list[object]()
@@ -228,9 +215,7 @@ async def test_the_timer_forgets_what_was_left_long_ago(
 
 
 async def test_capability_that_raises_hides_no_others_events(tmp_path: Path) -> None:
-    """Adds two capabilities (optional parts of the server) to a node, of which one raises at each
-    event. The other must get every event. If opening a session raises, neither the session nor its
-    new key space (a model in a configuration) may remain."""
+    """If opening a session raises, nothing of it may remain."""
     async with live_node(tmp_path) as node:
         broken, heard = Mock(spec=Capability), Mock(spec=Capability)
         node.capabilities += [broken, heard]

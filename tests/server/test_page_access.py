@@ -1,5 +1,4 @@
-"""Tests of `PageAccess`, which decides from the settings and from a request's host and token
-whether the status page is shown."""
+"""Tests `PageAccess`: who may see the status page."""
 
 import hashlib
 import os
@@ -48,11 +47,9 @@ def test_it_is_shown(access: PageAccess, host: str, shown: str, sight: Sight) ->
 @pytest.mark.parametrize(
     ("access", "host", "shown", "needs_token"),
     [
-        # Foreign host names must be refused: a web page elsewhere could let its own name resolve to
-        # this machine, and so read the status page.
+        # A page elsewhere could let its own name resolve to this machine.
         *[(LOCAL, host, shown, False) for host in FOREIGN for shown in ("", TO_ADMIN)],
-        # If the server listens beyond this machine and has no token, even this machine's address is
-        # refused: a proxy may run there.
+        # Beyond this machine, a proxy may run at this address.
         (PageAccess(is_local=False), HERE, "", False),
         *[(FAR, HERE, f"Bearer {token}", True) for token in ("", *WRONG)],
         *[(WITH_TOKEN, HERE, shown, True) for shown in ODD],

@@ -1,5 +1,4 @@
-"""The server believes no path that another user could have changed. Every setting that names a path
-has a check, and the refusal names the path, the fault and the repair."""
+"""Tests that the server believes no path that another user could have changed."""
 
 import os
 import stat
@@ -34,7 +33,7 @@ READERS: dict[str, Any] = {
     "tiers.s3.credentials_file": lambda tiers: bucket.read_access_key(tiers.s3.credentials_file),
     "tiers.s3.ca_file": lambda tiers: bucket._read_authority(tiers.s3),
 }
-"""Readers of the files of stores, which are checked whenever they are read."""
+"""Files of stores are checked whenever they are read."""
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_every_path_of_the_settings_has_a_check() -> None:
 
 
 def settings_with(folder: Path, name: str, path: Path) -> Settings:
-    """Returns settings in which all paths lie in `folder`, and the setting `name` is `path`."""
+    """All paths lie in `folder`; the setting `name` is `path`."""
     flags = {
         "runtime_dir": folder / "run",
         "arena.dir": folder / "arena",
@@ -80,7 +79,7 @@ def settings_with(folder: Path, name: str, path: Path) -> Settings:
 
 
 def refusal(settings: Settings, name: str) -> str:
-    """Returns why the server does not believe the path of this setting."""
+    """Why the setting's path is not believed."""
     assert isinstance(value_of(settings, name), Path)
     if name in READERS:
         with pytest.raises(UnusableError) as caught:
@@ -94,7 +93,7 @@ def refusal(settings: Settings, name: str) -> str:
 
 
 def prepared(folder: Path, name: str) -> Path:
-    """Makes what the setting names, as it should be. Returns its path."""
+    """Makes what the setting names, as it should be."""
     for other in ("certificate", "key", "cert_file", "key_file"):
         (folder / other).touch(mode=0o600)
     path = folder / "path"

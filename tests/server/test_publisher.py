@@ -1,5 +1,4 @@
-"""Tests of `ZmqPublisher`, which publishes KV events over ZMQ in vLLM's format, without a server:
-full queues, replay of earlier messages, and malformed requests for replay."""
+"""Tests `ZmqPublisher`: full queues, replay, and malformed requests for it."""
 
 import contextlib
 import itertools
@@ -53,8 +52,6 @@ KEY_SPACE = make_key_space("one", 4096, 4096)
 
 
 class Reader:
-    """A subscriber to a publisher's ZMQ socket."""
-
     def __init__(self, folder: Path) -> None:
         self.context = zmq.Context()
         self.sub = self.context.socket(zmq.SUB)
@@ -72,8 +69,7 @@ class Reader:
         return int.from_bytes(sequence, "big"), batch
 
     def wait_subscribed(self, publisher: ZmqPublisher) -> int:
-        """Publishes events until the subscription works and messages arrive, then another event
-        with a later time, and reads up to that one. Returns its sequence number."""
+        """Publishes until messages arrive, then one with a later time. Its number."""
         for _ in range(1000):
             publisher.publish(1.0, [KeySpaceCleared(1)])
             if self.sub.poll(50):
@@ -143,8 +139,7 @@ def test_lost_removal_clears_topic_lost_stores_dont(
     number, events = reader.read()
     assert number == last + 2
     assert [type(event) for event in events] == [AllBlocksCleared, BlockStored]
-    # The clear event, by which readers forget all blocks, is sent together with the next event. If
-    # no event follows, `settle` must send the clear, once.
+    # A clear goes with the next event. Without one, `settle` sends it, once.
     publisher.publish(1.0, [removed(TOO_MANY)])
     publisher.settle()
     publisher.settle()
@@ -156,10 +151,7 @@ def test_lost_removal_clears_topic_lost_stores_dont(
 def test_present_state_follows_clear_of_lost_removal(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
-    """Removes a block while the publisher's queue is full, so that the removal's event is lost.
-    Readers must then get a clear event, by which they forget all blocks, and after it the blocks
-    that are still cached. If both topics share one sequence of message numbers (`per_endpoint`),
-    this must also happen for the other topic."""
+    """With `per_endpoint`, topics share their numbers, so the other topic's state follows too."""
     of_other = replace(stored([8]), key_space_id=2)
     state = [stored([7]), of_other]
     publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=lambda: iter(state))
@@ -171,8 +163,7 @@ def test_present_state_follows_clear_of_lost_removal(
     told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
     assert told[0] == AllBlocksCleared()
     assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
-    # A topic ends before its clear event was sent. If topics share one sequence of message numbers,
-    # the clear must then be sent in another topic.
+    # The topic ends before its clear is sent. With shared numbers, another topic takes it.
     if per_endpoint:
         publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
         del state[1]
@@ -188,10 +179,7 @@ def test_present_state_follows_clear_of_lost_removal(
 def test_present_state_is_sent_once_after_clears(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
-    """Loses removals again and again, while the publisher's thread is busy sending the state (all
-    cached blocks). Each loss queues a clear event, by which readers forget all blocks. The state
-    must be sent again only after the last clear, because sending a large state after each clear
-    would take the thread minutes."""
+    """A large state takes minutes, so it comes only after the last clear."""
     is_asked, may_go, num_states = threading.Event(), threading.Event(), itertools.count()
 
     def state() -> Iterator[StoredEvent]:
@@ -216,8 +204,7 @@ def test_present_state_is_sent_once_after_clears(
     del told[-1]
     assert told.count(AllBlocksCleared()) == 40
     assert isinstance(told[-1], BlockStored), "the state follows the last clear"
-    # The state (all cached blocks) is read once for `announce`, and once for each sequence of
-    # message numbers: two topics have one each, or share one.
+    # The state is read for `announce`, and for each sequence of numbers.
     assert next(num_states) == (2 if per_endpoint else 3)
     publisher.close()
 
@@ -225,9 +212,7 @@ def test_present_state_is_sent_once_after_clears(
 def test_clear_reaches_shared_topic_with_full_queue(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    """Flushes one of the two key spaces (each is a model in a configuration) of a topic:
-    readers must get an event that removes only its blocks. Then clears the topic twice, the second
-    time while the publisher's queue is full: readers must get both clear events."""
+    """The second clear comes while the queue is full."""
     last = reader.wait_subscribed(publisher) + 1
     publisher.add_key_space(2, KEY_SPACE)
     publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
@@ -247,9 +232,7 @@ def test_clear_reaches_shared_topic_with_full_queue(
 def test_block_of_another_key_space_stays_known(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
-    """Removes and flushes blocks of one of two key spaces that share a topic, or an endpoint.
-    Readers can't distinguish the two, and the other key space has blocks with the same hashes. So
-    readers must get no removal of a block that the other key space still has in the same medium."""
+    """Readers can't tell the key spaces of a topic or endpoint apart."""
     cached = {1: {7, 8}, 2: {7, 8, 9}}
 
     def has_blocks(number: int, event: RemovedEvent) -> Any:
@@ -321,7 +304,7 @@ def test_slow_readers_and_long_requests_cost_little(
             for _ in range(200):
                 one.send_multipart([b"", bytes(8)])
         wait_for(lambda: len(publisher._answers) == publisher_module.MOST_ANSWERS)
-        # The publisher drops an answer that its reader does not read, so other readers get replays.
+        # Answers that nobody reads are dropped.
         assert len(replay(f"ipc://{tmp_path}/replay")) == 3
         assert Footprint(os.getpid()).anonymous_bytes < before + 100 * MIB
         long = held.enter_context(reader.context.socket(zmq.DEALER))
@@ -336,16 +319,13 @@ def test_slow_readers_and_long_requests_cost_little(
 def test_topic_ends_with_its_last_key_space(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:
-    """Removes the only key space (a model in a configuration) of a topic. Events that were
-    queued before are still sent, but messages kept for replay are dropped. If the topic returns,
-    its sequence numbers must continue to grow."""
+    """Queued events are sent, replays dropped. If the topic returns, its numbers go on."""
     last = reader.wait_subscribed(publisher)
     assert abs(last / 1e6 - time.time()) < 60, "numbers grow over a restart"
     publisher.publish(1.0, [stored([1])])
     publisher.forget_key_space(1)
     assert reader.read()[0] == last + 1
-    # The topic's last event, a removal, is lost in the full queue. Its readers must get a clear
-    # event instead.
+    # The last event, a removal, is lost, so readers get a clear.
     publisher.add_key_space(6, KEY_SPACE)
     publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=6)])
     publisher.forget_key_space(6)
@@ -358,7 +338,6 @@ def test_topic_ends_with_its_last_key_space(
     assert number > last + 1
     assert isinstance(event, BlockRemoved)
     assert [kept for _, kept, _ in replay(f"ipc://{tmp_path}/replay")] == [number]
-    # Two key spaces share a topic. When one is forgotten, the topic goes on with its numbers.
     publisher.add_key_space(8, KEY_SPACE)
     publisher.forget_key_space(7)
     publisher.publish(1.0, [replace(removed([3]), key_space_id=8)])
@@ -369,21 +348,18 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher = publishing(tmp_path, per_endpoint=True)
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    # Clears a key space. If topics share one sequence of message numbers, readers would apply a
-    # clear event to all topics, so none must be sent.
+    # With shared numbers, readers would apply a clear to all topics.
     publisher.publish(1.0, [KeySpaceCleared(2)])
     for number, key_space_id in enumerate((1, 2, 2, 1)):
         publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])
         assert reader.read()[0] == last + 1 + number
-    # The topic of key space 2 ends, and returns with key space 3.
     publisher.forget_key_space(2)
     publisher.add_key_space(3, replace(KEY_SPACE, model="other"))
     publisher.publish(1.0, [replace(removed([5]), key_space_id=3)])
     assert reader.read()[0] == last + 5
-    # Messages of the ended topic are not kept for replay.
     kept = [number for _, number, _ in replay(f"ipc://{tmp_path}/replay", last + 1)]
     assert kept == [last + 1, last + 4, last + 5]
-    # The full queue loses a removal, and the topic ends before it could be cleared.
+    # The clear of the ended topic goes to another.
     publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=3)])
     publisher.forget_key_space(3)
     publisher.settle()
@@ -392,9 +368,7 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
 
 
 def test_reader_behind_an_ended_topic_gets_state(reader: Reader, tmp_path: Path) -> None:
-    """Requests a replay that begins at a message which the publisher has dropped with its topic.
-    This message may have removed blocks. So the reader must get a clear event, and then all blocks
-    that are cached now."""
+    """The reader's first message is dropped with its topic, and may have removed blocks."""
     publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
@@ -406,12 +380,10 @@ def test_reader_behind_an_ended_topic_gets_state(reader: Reader, tmp_path: Path)
     assert reader.read()[0] == last + 3
     _, number, (clear, known) = replay(f"ipc://{tmp_path}/replay", last + 2)[-1]
     assert (number, clear, known.block_hashes) == (last + 3, AllBlocksCleared(), [hash_of(1)])
-    # A reader that has all of the ended topic's messages gets only the later message.
+    # This reader has all of the ended topic's messages.
     ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
     assert isinstance(only, BlockStored)
-    # Adds a topic while the queue is full, so its first clear event is sent late. The topics share
-    # one sequence of message numbers, so readers apply the clear to all topics. Therefore the state
-    # (all cached blocks) of each topic must be sent after it.
+    # A late clear applies to all topics here, so the state of each follows.
     publisher._put_bytes += MIB
     publisher.add_name(1, "late")
     publisher._put_bytes -= MIB
@@ -463,7 +435,7 @@ def test_reader_with_lost_messages_gets_state(
     assert numbers[-1] == last, "the state ends where the messages are"
     if per_endpoint:
         assert numbers == list(range(numbers[0], last + 1))
-    # Readers of a new topic may know blocks from an earlier server, so its first event is a clear.
+    # Readers may know blocks of an earlier server, so a clear comes first.
     publisher.add_name(2, "late")
     wait_for(lambda: replay(f"ipc://{tmp_path}/replay", topic=b"late"))
     first = replay(f"ipc://{tmp_path}/replay", topic=b"late")[0][2][0]
@@ -477,9 +449,7 @@ def test_reader_with_lost_messages_gets_state(
 def test_topics_share_a_replay_bound_fairly(
     sent: list[tuple[int, int]],
 ) -> None:
-    """Publishes messages in four topics. All messages kept for replay must together stay within a
-    limit in bytes. A topic that stays within its share of the limit must lose no message to other
-    topics."""
+    """A topic within its share loses nothing to others."""
     publisher = object.__new__(ZmqPublisher)
     topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
     publisher.__dict__.update(_kept={}, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
@@ -493,8 +463,7 @@ def test_topics_share_a_replay_bound_fairly(
             for one in topics.values()
         )
         for name, one in topics.items():
-            # A topic may lose messages only if it is above its share, and only to a topic that is
-            # within its share.
+            # A topic loses messages only above its share, and only to one within its own.
             has_its_share = topic.sent_bytes * len(publisher._kept) <= MIB
             may_lose = before[name] > MIB // 4 and has_its_share
             assert one is topic or may_lose or one.sent_bytes == before[name]
@@ -505,9 +474,6 @@ def test_topics_share_a_replay_bound_fairly(
 def test_events_share_messages_bad_one_costs_itself(
     publisher: ZmqPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Publishes events while the publisher's thread waits for more events. These events must share
-    a ZMQ message, up to a message's size limit. An event that can't be encoded must be dropped
-    alone."""
     last, pauses = reader.wait_subscribed(publisher), list[float]()
     monkeypatch.setattr(publisher_module, "MESSAGE_BYTES", 4096)
     large = stored(list(range(4096 // 32 - 1)))
@@ -527,8 +493,7 @@ def test_events_share_messages_bad_one_costs_itself(
     assert number == last + 1 and [type(one) for one in events] == [BlockStored, BlockRemoved]
     assert [len(reader.read()[1]) for _ in range(2)] == [1, 1]
     assert pauses[0] == publisher_module.GATHER_S
-    # Publishes blocks of an adapter whose name can't be encoded: in an event,
-    # and as the present state.
+    # The adapter's name can't be encoded, neither in an event nor in the state.
     no_name = replace(stored([4]), content=RunContent(np.zeros(0, np.int32), "\udc80"))
     monkeypatch.setattr(publisher, "_state", lambda: iter([no_name]))
     publisher.publish(1.0, [no_name])
@@ -548,7 +513,7 @@ EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15,
 def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
     tokens = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, count, np.int32)
     tokens[: len(EDGES)] = EDGES[:count]
-    # Token ids from a message are a read-only array over its bytes, as here.
+    # In a message they are a read-only array over its bytes, as here.
     tokens = np.frombuffer(tokens.tobytes(), np.int32)
     event = replace(stored([1]), content=RunContent(tokens))
     (translated,) = Translator({1: KEY_SPACE}, as_ints=False).translate([event], is_alone=True)
@@ -585,8 +550,7 @@ def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
 
 
 def test_the_address_of_all_interfaces_is_bound(tmp_path: Path) -> None:
-    """Starts a publisher with the address 0.0.0.0 (all interfaces). It must bind the address. If it
-    connected to it, as vLLM's publisher does, it would have no readers and report no error."""
+    """vLLM's publisher would connect to the address, and have no readers."""
     port = free_port()
     with contextlib.closing(publishing(tmp_path, f"tcp://0.0.0.0:{port}")) as publisher:
         reader = Reader(tmp_path)
@@ -597,8 +561,7 @@ def test_the_address_of_all_interfaces_is_bound(tmp_path: Path) -> None:
 
 
 def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records which addresses are bound, because the machine of the test may have no IPv6. Without
-    the option IPV6, ZMQ refuses an address of IPv6."""
+    """The machine may have no IPv6. Without the option IPV6, ZMQ refuses such addresses."""
     bound = list[tuple[str, bool]]()
     monkeypatch.setattr(
         zmq.Socket, "bind", lambda socket, address: bound.append((address, bool(socket.ipv6)))
@@ -629,9 +592,7 @@ def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_is_told_as_its_unbroken_runs(
     results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool
 ) -> None:
-    """Converts the result of a store, of which some blocks found no room, into events. Stored
-    blocks that follow each other must be in one event. The events must name each stored block once,
-    with its tokens, extra keys, parent and depth (position in the prompt)."""
+    """Blocks without room divide them."""
     n = len(results)
     run = Run(0, words_of(range(n)), words_of([99])[0] if depth else None, depth)
     tokens = np.arange(16 * n, dtype=np.int32) if has_tokens else np.zeros(0, np.int32)
@@ -678,8 +639,7 @@ def test_flush_is_one_event_among_evictions() -> None:
 
 @pytest.mark.parametrize("most", [2, 5])
 def test_events_as_large_as_a_message_go_alone(most: int) -> None:
-    """Splits five events, each as large as a message, into at most `most` parts. Each part must
-    have one event, or as many more as the limit requires."""
+    """In as many parts as are allowed."""
     events = [msgspec.Raw(bytes([65 + number]) * STATE_BYTES) for number in range(5)]
     parts = publisher_module._parts(events, most)
     assert [event for part in parts for event in part] == events

@@ -1,5 +1,5 @@
-"""Tests of the HTTP call `check_blocks`, by which a router asks the server which blocks of a prompt
-are cached. The call has the format that Dynamo's router uses."""
+"""Tests `check_blocks`, by which a router asks which blocks of a prompt are cached. Dynamo
+defines its format."""
 
 import asyncio
 import contextlib
@@ -36,13 +36,12 @@ from tests.support.waiting import WAIT_S, wait_for
 from tests.tiers.nodes import Node, SharedNode, made
 
 TOKENS = list(range(100, 228))
-"""The tokens of a prompt of eight blocks."""
+"""Eight blocks."""
 DYNAMO_HASHES = [
     xxhash.xxh3_64_intdigest(np.array(TOKENS[at : at + 16], "<u4").tobytes(), 1337)
     for at in range(0, 128, 16)
 ]
-"""The hashes of TOKENS as Dynamo computes them. `compute_block_hash_for_seq(TOKENS, 16)` of Dynamo
-1.6.1 begins with 10823191264391160519."""
+"""In Dynamo 1.6.1, `compute_block_hash_for_seq(TOKENS, 16)` begins with 10823191264391160519."""
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +56,14 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _questions_read_on() -> Iterator[None]:
-    """Lets each call of `PromptIndex.find` in this process read all new contents, also while the
-    machine is busy."""
+    """Also on a busy machine, `PromptIndex.find` has time for all new contents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(questions, "UPDATE_S", 60.0)
         yield
 
 
 def ask(server: Server, body: Any, query: str = "?model=m") -> tuple[int, Any]:
-    """Sends `check_blocks` with the block hashes `body` (or, if it is of bytes, with this text) and
-    the URL's parameters `query`; as a GET request if `body` is None. Returns the HTTP status, and
-    the ranges of cached blocks or the text of the error."""
+    """(HTTP status, ranges or error). `body`: hashes, or raw bytes; None makes a GET."""
     data = body if isinstance(body, bytes) else json.dumps({"block_hashes": body}).encode()
     url = f"http://127.0.0.1:{http_port(server)}/api/v1/check_blocks{query}"
     request = urllib.request.Request(url, None if body is None else data)
@@ -81,9 +77,7 @@ def ask(server: Server, body: Any, query: str = "?model=m") -> tuple[int, Any]:
 def wait_found(
     server: Server, body: list[int], ranges: list[list[int]], query: str = "?model=m"
 ) -> None:
-    """Asks until the answer has these ranges of cached blocks. On a busy machine the first answers
-    may have fewer, because each call reads new contents for a bounded time, and the next call
-    continues."""
+    """Asks again, as each call reads new contents for a bounded time."""
     wait_for(lambda: ask(server, body, query) == (200, ranges))
 
 
@@ -100,8 +94,7 @@ def test_a_prompt_is_found_where_it_lies(server: Server) -> None:
                 token_ids=TOKENS[16 * first : 16 * end],
             )
             assert (engine.store(run).results[0] == BlockResult.STORED).all()
-        # The tokens of block 5 are unknown, so the prefix hashes of the later
-        # blocks can't be computed.
+        # Without the tokens of block 5, no later prefix can be found.
         wait_found(server, DYNAMO_HASHES, [[0, 5]])
         run = BlockRun(
             0, stored[5:], np.arange(3, dtype=np.int32), stored[4], 5, token_ids=TOKENS[80:]
@@ -164,8 +157,7 @@ RUNS = st.lists(
 def test_blocks_whose_prefix_was_stored_are_found(
     runs: list[tuple[int, int, int, str]],
 ) -> None:
-    """Stores parts of two prompts in any order. The prompts differ only in their first block. For
-    each prompt, the index must find exactly the blocks whose prefix was stored without a gap."""
+    """The prompts differ only in their first block."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     index = PromptIndex(contents)
     stored: set[tuple[int, int, str]] = set()
@@ -210,8 +202,7 @@ FINGERPRINT = b"k" * 32
 
 
 def prompt_index(num_blocks: int) -> PromptIndex:
-    """Returns a `PromptIndex` for the first `num_blocks` blocks of the prompt TOKENS, each stored
-    by an event of its own."""
+    """An index of TOKENS, with an event for each block."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     for at in range(num_blocks):
         tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
@@ -223,10 +214,7 @@ def prompt_index(num_blocks: int) -> PromptIndex:
 def test_question_reads_contents_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Looks up four stored blocks in an index that reads them from the contents file during
-    lookups. Here each lookup may read only one block. It must continue where the last lookup
-    stopped. Without this limit, the first lookups after a restart would occupy all threads for
-    seconds."""
+    """Without the bound, the first lookups after a restart would occupy all threads for seconds."""
     monkeypatch.setattr(questions, "UPDATE_S", 0.0)
     index = prompt_index(4)
 
@@ -235,11 +223,9 @@ def test_question_reads_contents_for_a_bounded_time(
 
     assert [found() for _ in range(6)] == [1, 2, 3, 4, 4, 4]
     with index._lock:
-        # The lock is taken: another call is reading stored blocks into the index. A lookup must
-        # then use the blocks that the index already has.
+        # While another call reads, this one uses what is there.
         assert found() == 4
-    # Adds 2,000 entries of blocks whose contents no longer exist, so the index must be rebuilt.
-    # Until the new index is complete, lookups must get the answers of the old one.
+    # While the index is rebuilt, the old one answers.
     index._prefixes[b"f" * 32, 0] = questions._Prefixes({}, dict.fromkeys(range(2000), b""))
     assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
 
@@ -263,12 +249,10 @@ def test_a_salted_block_is_not_found() -> None:
 
 
 Ask = Callable[[], Awaitable[Any]]
-"""Asks a node which of two blocks are cached."""
 
 
 def asking(one: Node) -> Ask:
-    """Stores the tokens of two blocks in a node. Returns a function that calls `check_blocks` for
-    these blocks."""
+    """Stores the tokens of two blocks, for which the result asks."""
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)
     key_space = one.core.key_space(1)
@@ -281,8 +265,7 @@ def asking(one: Node) -> Ask:
 
 @contextlib.asynccontextmanager
 async def answering() -> AsyncIterator[tuple[SharedNode, Ask]]:
-    """Yields a node with a shared tier, and a function that asks the node by `check_blocks` which
-    of two blocks are cached."""
+    """A node with a shared tier, and `asking` of it."""
     one = SharedNode(MemoryStore(places=False), 10.0)
     ask_for_two = asking(one)
     await one.start()
@@ -312,7 +295,7 @@ async def test_hung_shared_tier_delays_no_http_answer() -> None:
         one.put([1])
         one.tier.faults.is_hung = True
         times_s = list[float]()
-        # The shortest time counts, because a busy machine may delay single answers.
+        # The shortest time counts, as a busy machine delays some.
         while not times_s or (min(times_s) > ANSWER_TIMEOUT_S - 0.5 and len(times_s) < 5):
             begun_s = time.monotonic()
             found = await asyncio.wait_for(ask_for_two(), WAIT_S)

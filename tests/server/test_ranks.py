@@ -1,5 +1,4 @@
-"""Tests of the ranks of one engine, each of which stores and loads its shard (its part) of the same
-blocks. The real server and `FakeServer` must give the same answers."""
+"""Tests the ranks of an engine. `FakeServer` must answer as the real one."""
 
 import os
 import uuid
@@ -20,7 +19,7 @@ NO_SPACE, IN_FLIGHT = BlockResult.NO_SPACE, BlockResult.IN_FLIGHT
 
 
 class Rank:
-    """A rank of an engine with two ranks, connected to a real server or a `FakeServer`."""
+    """One of two ranks."""
 
     def __init__(self, server: Any, name: str, shard: int) -> None:
         is_fake = isinstance(server, FakeServer)
@@ -41,9 +40,7 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads blocks under a lease. Each of `runs` is (positions in the lease's list of blocks,
-        block id): the blocks at these positions are loaded, in order, into this block id of the
-        engine and the ids after it."""
+        """Loads runs of (positions in the lease's list, first block id)."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs
@@ -69,8 +66,7 @@ Open = Callable[[int], Rank]
 
 @pytest.fixture(params=["fake", "real"])
 def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Yields a function that connects a rank. All ranks belong to one engine; each has a shard (its
-    part of every block), which the function's argument numbers."""
+    """All ranks are of one engine."""
     server: FakeServer | Server = (
         FakeServer() if request.param == "fake" else request.getfixturevalue("server")
     )
@@ -114,7 +110,6 @@ def test_load_naming_a_block_twice_is_refused(rank: Open) -> None:
     blocks = hashes(3)
     assert one.store("w", blocks) == [WRITTEN] * 3 and two.store("w", blocks) == [STORED] * 3
     assert one.acquire("r", blocks) == [True] * 3
-    # A lease may list a block twice.
     assert one.acquire("listed twice", [*blocks, blocks[0]]) == [True] * 4
     one.engine.kv[:, 8:] = 0
     for lease_id, *runs in (
@@ -126,8 +121,7 @@ def test_load_naming_a_block_twice_is_refused(rank: Open) -> None:
             one.load(lease_id, *runs)
         assert raised.value.reason is Reason.INVALID_FIELD
     assert not one.engine.kv[:, 8:].any()
-    # Several runs with blocks of one group are allowed if no block occurs twice. The id of a
-    # refused load may be used again.
+    # Several runs are allowed, and a refused load's id may be used again.
     assert one.load("r", ([0], 8), ([1], 9), ([2], 10)) is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 
@@ -145,7 +139,7 @@ def test_first_ranks_answer_holds_for_the_others(rank: Open) -> None:
     assert one.found(blocks) == [True, False, True, False]
     assert two.store("w", blocks) == [PRESENT, STORED, PRESENT, STORED]
     assert one.store("another", others) == [STORED] * 2
-    # A block that is listed twice is copied once.
+    # Listed twice, the block is copied once.
     (block,) = hashes(1)
     assert one.store("twice", [block, block]) == [WRITTEN, IN_FLIGHT]
     assert two.store("twice", [block, block]) == [STORED, IN_FLIGHT]
@@ -175,9 +169,7 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """One of two ranks writes its shard (its part) of two blocks and closes its session. Then the
-    other rank (`survivor`) writes its shard. The server must have dropped the first shard: the
-    blocks may become ready only after a new session of the first rank has written it again."""
+    """Its shard is dropped, and must be written again."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

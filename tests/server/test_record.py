@@ -1,5 +1,4 @@
-"""Tests of `hotkv record`, which writes the requests of a running server to a trace file for the
-cache simulator, and prints a summary."""
+"""Tests `hotkv record`, whose traces the simulator reads."""
 
 import json
 import os
@@ -38,8 +37,7 @@ def test_simulator_reads_what_engines_reported(
 ) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
     file, first, second = tmp_path / "trace.jsonl", hashes(9), hashes(8)
-    # Each hash covers 16 tokens. `--block-tokens 60` is rounded up to 64, so four hashes
-    # make a block of the trace.
+    # 60 tokens are rounded up to 64, so four hashes make a block.
     with AdminClient(server.target) as admin:
         number = number_of(admin, "record-one")
     command = [*HOTKV, "record", str(file), "--json"]
@@ -101,8 +99,7 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
 
 
 def test_a_watch_of_a_hung_server_fails(own_server: Server) -> None:
-    """Watches requests while the server is stopped. A working server sends a first answer at once,
-    so the watch must fail at its deadline, and not look like a watch without requests."""
+    """A working server sends a first answer at once, so this must be a failure."""
     with AdminClient(own_server.target) as admin:
         stop(own_server.pid)
         try:
@@ -129,12 +126,9 @@ def test_stream_nobody_reads_is_cancelled() -> None:
 def test_equal_ids_are_equal_prefixes(
     prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]
 ) -> None:
-    """Writes prompts to a trace. Two blocks of the trace must have the same id exactly if their
-    prompts are equal up to the end of these blocks.
-
-    per_block, extra_tokens: the blocks of the trace have `per_block` times 16 tokens;
-        `extra_tokens` fewer are requested, which must be rounded up.
-    ages: offsets of the requests' times in seconds, also negative.
+    """per_block, extra_tokens: blocks of `per_block` times 16 tokens; `extra_tokens` fewer are
+        asked for.
+    ages: offsets of times, in seconds.
     """
     tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
@@ -158,8 +152,7 @@ def test_equal_ids_are_equal_prefixes(
 
 
 class Told:
-    """A fake admin client of a server with `num_spaces` key spaces. Its stream delivers three
-    requests, and reports a fourth as lost."""
+    """A client that gets three requests, and learns that a fourth was lost."""
 
     def __init__(self, num_spaces: int, pause_s: float = 0.0) -> None:
         self.num_spaces, self.pause_s, self.seconds = num_spaces, pause_s, 0.0
@@ -173,7 +166,7 @@ class Told:
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
         self.seconds, began_s = seconds, time.monotonic()
         for packed, lost in ((b"aaaabbbb", 0), (b"aaaacccc", 1), (b"", 0)):
-            # By its wall clock, this fake server lives in 1970.
+            # By its wall clock, this server lives in 1970.
             now_s = 10.0 + time.monotonic() - began_s
             yield [WatchedRequest(number, packed, 40, 0, 0, now_s)], lost
             time.sleep(self.pause_s)

@@ -1,6 +1,5 @@
-"""Tests of invalid requests over gRPC. `ROWS` lists fields with an invalid value and the expected
-error. The server must refuse each such request with the expected reason and words, keep its state,
-and go on with the session."""
+"""Tests invalid requests: each of `ROWS` is refused with its reason, changes nothing, and the
+session goes on."""
 
 import contextlib
 import importlib
@@ -89,11 +88,8 @@ def ints(*values: int) -> bytes:
 
 
 class Row(NamedTuple):
-    """A test case: a field, an invalid value, and the expected error.
-
-    path: path of the field in `ConnectRequest`.
-    value: replaces the field's value. A list of dicts is appended instead, None clears the field.
-    words: text that the error's message must contain.
+    """value: a list of dicts is appended, None clears the field.
+    words: in the error.
     """
 
     path: str
@@ -107,17 +103,14 @@ class Row(NamedTuple):
 
 @dataclass
 class World:
-    """An engine that has stored `blocks` and has a lease "mine" on them. It also has two sequences
-    (contexts that are decoded sparsely), "s" and "plain". The server selects blocks only for "s".
-    """
+    """An engine with a lease "mine" on `blocks`. The server selects for "s", not for "plain"."""
 
     server: Server
     engine: SketchEngine
     blocks: list[bytes]
 
     def sound(self, kind: str) -> Request:
-        """Returns a valid request. `kind`: name of a field of `ConnectRequest`, such as
-        `lookup`."""
+        """A valid request. `kind`: field of `ConnectRequest`."""
         packed, new = b"".join(self.blocks), os.urandom(32)
         list_of = cache_pb2.GroupHashes(hashes=packed)
         load = cache_pb2.LoadRun(lease_positions=ints(0), block_ids=ints(20))
@@ -164,8 +157,7 @@ class World:
 
 
 def spoiled(request: Request, path: str, value: Any) -> Request:
-    """Sets the field at `path` of the request, and returns the request. None clears the field, a
-    list of dicts is appended to it, and any other value replaces the field's value."""
+    """Sets a field to a value, see `Row.value`."""
     target: Any = request
     *parents, name = re.findall(r"\w+", path)
     for parent in parents:
@@ -185,8 +177,7 @@ def spoiled(request: Request, path: str, value: Any) -> Request:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Yields a server whose leases last longer than this module's tests do on a busy machine. A
-    lease that ended would change the state between two looks at it."""
+    """Leases last long: if one ended, the state would change between two looks."""
     flags = (*SHARED_FLAGS, "--leases.ttl-s", "600")
     with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *flags) as running:
         running.wait_ready()
@@ -357,13 +348,11 @@ ROWS = [
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01e" + bytes(20), LAYOUT, "has 22 bytes, not 64"),
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01c" + bytes(64), LAYOUT, "cudaIpcGetMemHandle"),
 ]
-"""Test cases: requests with a value that is beyond a limit of its field, or that contradicts
-another field."""
+"""Values beyond a limit, or against another field."""
 
 
 def of_limits() -> Iterator[Row]:
-    """Yields the test cases of limits that hold for many fields. Each case exceeds one limit: an id
-    has 257 characters, a hash has 33 bytes, or packed numbers of 4 bytes have only 3 bytes."""
+    """Limits of many fields: of ids, hashes, and packed numbers."""
     for kind in ("acquire_lease", "reserve_blocks", "load", "store", "create_sequence"):
         for field in Request.DESCRIPTOR.fields_by_name[kind].message_type.fields:
             if field.name.endswith("_id") and field.name != "session_id":
@@ -531,8 +520,7 @@ def test_answer_too_large_for_message_is_refused(server: Server) -> None:
         AdminClient(server.target) as admin,
     ):
         prompt = hashes(8192)
-        # Flushes some blocks: an answer with the reason of a block's loss has more bytes
-        # than for an unknown block.
+        # The reason of a lost block needs more bytes than an unknown block.
         one.store(BlockRun(0, prompt[:2048], block_ids(2048) % NUM_BLOCKS))
         number = number_of(admin, one.key_space.model)
         admin.flush(number)
@@ -542,8 +530,7 @@ def test_answer_too_large_for_message_is_refused(server: Server) -> None:
 
 
 async def test_topics_answer_is_bounded_in_bytes(tmp_path: Path) -> None:
-    """Answers the admin call `Tell` with a text of non-ASCII characters: their number is within the
-    size limit, but not their bytes. The server must refuse the call."""
+    """The text's characters are within the limit, its bytes are not."""
 
     class Talks(Capability):
         def topics(self) -> Mapping[str, Topic]:
@@ -571,8 +558,7 @@ Open = Callable[..., RawSession]
 
 @pytest.fixture
 def raw(server: Server) -> Iterator[Open]:
-    """Yields a function that opens sessions with messages made by hand (`RawSession`). Closes the
-    sessions at the end."""
+    """Opens sessions with messages made by hand."""
     with grpc.insecure_channel(server.target) as channel, contextlib.ExitStack() as stack:
 
         def make(kinds: tuple[Sketch, ...] = (), *more: GroupSpec) -> RawSession:
@@ -592,8 +578,7 @@ def test_memory_needs_its_descriptor_and_transfers_need_memory(raw: Open) -> Non
     store = _wire.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 5, NO_OPTIONS, 0, 32)
     register = _wire.register_memory(ONE_FILE, NO_ORDER)
     assert session.link({long: fd}) == "TOO_LARGE"
-    # Sends descriptors that the server must refuse. It must not keep them for the registration
-    # below.
+    # The server must keep none of these for the registration.
     assert session.link({"kv": short, FENCE_HANDLE: short}) == "INVALID_LAYOUT"
     assert session.ask(register)[0] == "UNKNOWN_HANDLE"
     assert session.ask(store)[0] == "NO_MEMORY_REGISTERED"
@@ -620,7 +605,7 @@ def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: 
     word, answer = session.ask(create_sequence("s", 1, hashes(2), config, 32))
     assert word == "INVALID_FIELD"
     assert answer.error.message.startswith(f"group_index is 1, a group of {group.kind.name}")
-    # Without a select config, the engine selects blocks itself, so any group is accepted.
+    # Without a select config, the engine selects itself.
     assert session.ask(create_sequence("s", 1, hashes(2), None, 32))[0] == "answered"
 
 
@@ -646,8 +631,7 @@ def test_nonsense_to_other_services_is_refused(server: Server, method: str, kind
 
 
 def test_no_module_keeps_an_exception() -> None:
-    """Checks that no module has an exception object as a global variable. If such an object is
-    raised twice, it keeps the stack frames of both raises in memory."""
+    """An exception that is raised twice keeps both stacks."""
     packages = (hotkv_proto, hotkv_client, hotkv_server, hotkv_sparse)
     names = [
         module.name

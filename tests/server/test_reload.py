@@ -1,6 +1,4 @@
-"""Tests SIGHUP, which makes a real server read its settings again, also while it starts or shuts
-down. A changed setting must apply at once, be reported as needing a restart, or be refused. Also
-tests the audit log and the log in JSON."""
+"""Tests SIGHUP, the audit log, and the log in JSON."""
 
 import contextlib
 import hashlib
@@ -46,7 +44,7 @@ del sys.argv[at : at + 2]
 from hotkv_server.cli import main
 sys.exit(main())
 """
-"""Runs the server without the flag `--arena.bytes`, so that the file sets the size."""
+"""So that the file sets the size."""
 SLOW_TO_OPEN = """
 import asyncio, sys
 from hotkv_server.node.sessions import Sessions
@@ -64,12 +62,11 @@ from hotkv_server.cli import main
 sys.exit(main())
 """
 BLOCK_BYTES = 2 * 4096
-"""Bytes of a block of `PagedEngine`."""
+"""Of a block of `PagedEngine`."""
 
 
 class Reloading:
-    """A server with a configuration file that tests change. Its log and its audit log are in
-    JSON."""
+    """A server whose file tests change. Log and audit log are in JSON."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,17 +91,14 @@ class Reloading:
         self.server = Server(folder, "16MiB", *flags)
 
     def write(self) -> None:
-        """Writes `self.top` and `self.security` to the server's configuration file."""
         self.path.write_text(file_of(**self.top, security=self.security))
 
     def logged(self, *words: str) -> int:
-        """Returns the number of log lines that contain all these words."""
         lines = self.server.log.read_text().splitlines()
         return sum(all(word in line for word in words) for line in lines)
 
     def reload(self, *words: str) -> None:
-        """Writes the configuration file, sends SIGHUP, and waits for a new line in the server's log
-        that contains all these words."""
+        """Sends SIGHUP, and waits for a new line with all these words."""
         self.write()
         before = self.logged(*words)
         os.kill(self.server.pid, signal.SIGHUP)
@@ -137,14 +131,13 @@ def tenant(name: str, **more: Any) -> dict[str, Any]:
 
 
 def toml(value: Any) -> str:
-    """Returns the value in TOML syntax. A dict becomes an inline table."""
+    """A dict is an inline table."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
     return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def file_of(**settings: Any) -> str:
-    """Returns the text of a configuration file with these settings."""
     return "\n".join(f"{key} = {toml(value)}" for key, value in settings.items())
 
 
@@ -152,13 +145,8 @@ def file_of(**settings: Any) -> str:
 def configured(
     text: str, code: str = "", arena: str = "16MiB"
 ) -> Iterator[tuple[Path, Server, Callable[..., None]]]:
-    """Runs a server with a configuration file. Yields the file, the server, and a function that
-    waits for words in the server's log.
-
-    text: content of the configuration file.
-    code: a Python program that runs the server, instead of the usual command.
-    arena: size of the arena.
-    """
+    """(File, server, function that waits for words in the log). `code` runs the server in place
+    of the usual command."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
         config.write_text(text)
@@ -179,9 +167,7 @@ def running() -> Iterator[Reloading]:
 
 
 def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
-    """Reloads settings in which one tenant is missing, and another may no longer map the block
-    table. The sessions of both must end; the session of a third tenant must go on. A new tenant
-    must be able to connect."""
+    """A tenant that may no longer map the block table loses its session too."""
     seer = tenant("seer", table="mapped")
     running.security["tenants"] = [tenant("alpha"), tenant("beta"), seer]
     running.reload("settings reloaded", "security.tenants")
@@ -212,8 +198,7 @@ def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
             assert held() == 40
             running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
             running.reload("settings reloaded")
-            # Blocks above the tenant's new limit are evicted, but only after their write to the
-            # disk, which pins them.
+            # Blocks go only after their write to the disk, which pins them.
             wait_for(lambda: held() == 10)
 
 
@@ -237,8 +222,7 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
 def test_what_needs_a_restart_is_named(running: Reloading) -> None:
     running.top["policy"] = "lru"
     running.reload("need a restart", "policy")
-    # Changes another setting that needs a restart. The log must name it, and also the earlier one
-    # (`policy`).
+    # The log must also name the earlier setting.
     running.top["tiers"]["valkey"] = {"address": "localhost:1"}
     running.reload("need a restart", "policy", "tiers.valkey")
     del running.top["policy"], running.top["tiers"]["valkey"]
@@ -268,9 +252,7 @@ def test_other_changes_apply_though_tenants_need_restart(running: Reloading) -> 
 
 
 def test_failed_reload_changes_nothing_notifies_systemd(tmp_path: Path) -> None:
-    """Reloads a larger arena size, which needs a restart, and a tenant's guarantee (memory reserved
-    for it) that exceeds the running arena. The reload must fail and change nothing. systemd must be
-    notified that the server is ready again."""
+    """The guarantee fits only into the new arena, which needs a restart."""
 
     def text(arena: str, guarantee: str, timeout_s: int) -> str:
         shared = {"tenants": [tenant("alpha", guaranteed_bytes=guarantee)]}
@@ -290,8 +272,7 @@ def test_failed_reload_changes_nothing_notifies_systemd(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
-    """Listens at NOTIFY_SOCKET in place of systemd. Yields a function that returns the received
-    states (`RELOADING=1` and `READY=1`) so far."""
+    """Listens in place of systemd. Yields a function that returns the states so far."""
     words: list[str] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, pytest.MonkeyPatch.context() as m:
         ear.bind(str(path))
@@ -326,8 +307,7 @@ def test_streams_have_request_ids(running: Reloading) -> None:
 
 @pytest.mark.long
 def test_opening_session_ends_with_its_tenant() -> None:
-    """Removes a tenant by a reload while the tenant's session is opening, which takes three seconds
-    here. The session must be refused."""
+    """The opening takes three seconds, in which the tenant goes."""
 
     def text(*names: str) -> str:
         return file_of(security={"tenants": [tenant(name) for name in names]})
@@ -367,8 +347,7 @@ def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
 def test_hung_certificate_disk_delays_no_handshake(
     running: Reloading,
 ) -> None:
-    """Replaces a certificate by a FIFO and connects: reading the certificate then hangs until the
-    test has written it. Meanwhile the server must go on with the earlier certificates."""
+    """Reading the FIFO hangs until the test writes it."""
     path = Path(running.security["tls"]["certificate"])
     certificate, port = path.read_bytes(), int(running.tcp.partition(":")[2])
     path.unlink()
@@ -402,9 +381,7 @@ def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None
 
 
 def test_calls_that_change_something_are_audited(running: Reloading) -> None:
-    """Evicts blocks by a command and by calls with request ids, and drains with a wrong access
-    token. Each of these calls must have a line in the audit log. No line may contain a block hash
-    or an access token."""
+    """No line has hashes or tokens."""
     running.security["audit"] = "changes"
     running.reload("settings reloaded")
     before, target = len(running.audited()), running.server.target
@@ -420,7 +397,7 @@ def test_calls_that_change_something_are_audited(running: Reloading) -> None:
             stub.Evict(request, metadata=(("x-request-id", request_id),))
     with running.admin("a-wrong-token") as stranger, pytest.raises(HotKVError):
         stranger.drain()
-    # Waits for the last line: the server answers a refused call before it logs the refusal.
+    # The call is answered before it is logged.
     wait_for(lambda: len(running.audited()) == before + 4)
     mine, named, unnamed, refusal = lines = running.audited()[before:]
     evict, drain = (f"hotkv.v1.AdminService/{name}" for name in ("Evict", "Drain"))
@@ -477,8 +454,7 @@ sys.exit(main())
 
 
 def test_reload_during_start_happens_after_it() -> None:
-    """Changes the configuration file and sends SIGHUP while the server starts, after it has read
-    the file. Once it is ready, the server must reload the file."""
+    """The file changes after the server has read it."""
     with configured("drain_timeout_s = 6", CHANGED_AT_THE_START) as (_, server, says):
         says("reloaded changed=drain_timeout_s")
         assert server.log.read_text().count("settings reloaded") == 1
@@ -506,9 +482,7 @@ def test_reloads_in_sequence_and_in_drains_work() -> None:
 
 
 def test_hung_settings_disk_delays_no_call() -> None:
-    """Replaces the configuration file by a FIFO and sends SIGHUP: reading the file then hangs until
-    the test has written it, as on a network disk that does not answer. Meanwhile the server must
-    answer calls."""
+    """Reading the FIFO hangs until the test writes it, as on a network disk."""
     with configured("drain_timeout_s = 6") as (config, server, says):
         config.unlink()
         os.mkfifo(config)

@@ -1,6 +1,4 @@
-"""Tests of the reports that engines send on scheduled requests: which blocks a report marks as
-used, which blocks it pins if the request has a retention (a priority, time to live or pin), and
-which reports are refused."""
+"""Tests reports of requests: what they mark as used, pin, and count."""
 
 import time
 from collections.abc import Callable
@@ -24,19 +22,17 @@ Make = Callable[..., GroupsEngine]
 
 
 def listed(server: Server, one: GroupsEngine, field: str) -> dict[tuple[int, bytes], float]:
-    """Returns a field of the admin API's list of blocks, for each block of the engine's model:
-    (group, hash) to value."""
+    """The field by (group, hash), from the admin API."""
     with AdminClient(server.target) as admin:
         rows = admin.blocks(number_of(admin, one.key_space.model), 1000)["blocks"]
     return {(b["group_index"], bytes.fromhex(b["block_hash"])): float(b[field]) for b in rows}
 
 
 def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tuple[int, bytes]]:
-    """Stores a block as a time mark, then reports a request. Returns the blocks that the report
-    marked as used: those whose last use is later than the time mark's."""
+    """Blocks that are used later than one that is stored before."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
-    # Sleeps longer than the time step of the eviction policy, so that the times of use differ.
+    # Longer than the eviction policy's time step.
     time.sleep(0.1)
     one.session.report_requests([report])
     one.session.ping(10)
@@ -80,10 +76,7 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
 
 
 async def test_capability_that_breaks_hides_no_others_ends() -> None:
-    """Sends reports of requests and loads to a node with two capabilities (optional parts of the
-    server), of which one raises at each event. The other must still learn of the end of every
-    request and load. It must also learn of a load's end if another part of the same message raises.
-    """
+    """Another part of the message may raise too."""
     well, broken = Mock(), Mock()
     for event in (broken.request_ended, broken.load_ended, broken.request_scheduled):
         event.side_effect = ZeroDivisionError
@@ -115,7 +108,7 @@ def test_reports_are_counted(server: Server, groups_engine: Make) -> None:
 
 
 def test_a_hit_counts_once_its_load_has_succeeded(server: Server, groups_engine: Make) -> None:
-    """A request whose load fails computes its prompt, so its tokens are no hit."""
+    """If its load fails, the prompt is computed."""
     one = groups_engine("reports-loads")
     before = server.counter("reported_hit_tokens_total")
     reports = [RequestReport(hashes(2), 40, 8, 32, 0.0, report_id=number) for number in (1, 2)]

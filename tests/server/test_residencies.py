@@ -1,6 +1,4 @@
-"""Tests residencies on a real server. With a residency, an engine leaves a request's KV in the
-server's memory and reads it there. The blocks must not change under a reader, also while servers
-are killed. Also tests the figures about residencies for operators."""
+"""Tests residencies on a real server, also while it is killed, and operators' figures."""
 
 import os
 import signal
@@ -39,8 +37,7 @@ TIMEOUT_S = 20
 
 
 class Reader:
-    """A reader that reads the blocks of a residency (a request whose KV stays in host memory) in
-    the arena. It knows which bytes must be in each slot."""
+    """Reads a residency's blocks in the arena, and knows their bytes."""
 
     def __init__(self, session: Session, name: str, num_blocks: int) -> None:
         arena = session.arena()
@@ -54,9 +51,8 @@ class Reader:
         return list(found.offsets.tolist())
 
     def check(self) -> bool:
-        """Compares the bytes of every block, and then asks the arena whether the residency (a
-        request whose KV stays in host memory) is still valid. Returns True if it is valid. Fails if
-        it is valid although bytes have changed."""
+        """Whether the residency is still valid. While it is, no byte may have changed, so this
+        is asked last."""
         is_as_stored = all(
             np.array_equal(self.arena.memory[offset : offset + SLOT_BYTES], pages)
             for offset, pages in self.expected.items()
@@ -67,8 +63,7 @@ class Reader:
 
 
 class Writer:
-    """An engine that stores new blocks all the time in a thread, also after its server was killed
-    and replaced. Use it in a `with` block."""
+    """A thread that stores new blocks, also to the next server."""
 
     def __init__(self, target: str) -> None:
         self.engine = PagedEngine(
@@ -97,15 +92,13 @@ class Writer:
                 time.sleep(0.01)
 
     def fill(self, num_bytes: int) -> None:
-        """Waits until the writer has stored four times `num_bytes` more: enough to evict all
-        unpinned blocks from an arena of `num_bytes`."""
+        """Stores enough to evict all that is not pinned."""
         enough = self.num_stored + 4 * num_bytes // SLOT_BYTES
         wait_for(lambda: self.num_stored > enough, within_s=120)
 
 
 def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -> list[int]:
-    """Stores the engine's first blocks under these hashes, in the residency (a request whose KV
-    stays in host memory) if `residency_id` names one. Returns the result of each block."""
+    """Stores the engine's first blocks; a result for each."""
     name, run = os.urandom(8).hex(), BlockRun(0, blocks, block_ids(len(blocks)), depth=0)
     options = StoreOptions(residency_id=residency_id)
     done = engine.session.store(name, name, [run], TIMEOUT_S, options).result(TIMEOUT_S)
@@ -113,8 +106,7 @@ def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -
 
 
 def resident(place: Place, count: int = 40, name: str = "r") -> tuple[Reader, list[bytes]]:
-    """Opens a residency (a request whose KV stays in host memory) and stores `count` blocks in it.
-    Returns a reader of these blocks, and their hashes."""
+    """Stores blocks in a new residency. (Reader, hashes)."""
     engine = place.engine or place.connect()
     reader, blocks = Reader(engine.session, name, count), hashes(count)
     assert set(store_to(engine, blocks, name)) == {BlockResult.STORED}
@@ -143,7 +135,7 @@ def test_same_call_gets_same_answer_unknown_reason(place: Place) -> None:
     reader, blocks = resident(place, 4)
     session = reader.session
     assert session.open_residency("r", {0: 4}).result(TIMEOUT_S) == reader.opened
-    # Calls with other arguments or ids; tests/server/test_refusals.py tests invalid fields.
+    # test_refusals tests invalid fields.
     for future, reason in [
         (session.open_residency("r", {0: 3}), Reason.DUPLICATE_ID),
         (session.open_residency("", {0: 5}), Reason.INVALID_FIELD),
@@ -166,9 +158,7 @@ def test_open_residency_grows_or_stays(place: Place) -> None:
     with AdminClient(server.target) as admin:
 
         def stays_at(reserved: int, asked: int) -> Reason:
-            """Requests to enlarge the residency "r" (a request whose KV stays in host memory) to
-            `asked` blocks. The server must refuse, list the refusal for administrators, and leave
-            the residency its `reserved` blocks. Returns the reason of the refusal."""
+            """The refusal must be listed, and change nothing. Its reason."""
             error = refused(session.open_residency("r", {0: asked}))
             told = admin.residencies()
             assert [one["residency_id"] for one in told["refusals"]] == ["r"]
@@ -247,8 +237,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     flushed, _ = resident(place, 24, "flushed")
     session = reader.session
     assert session.flush().result(TIMEOUT_S) == 64
-    # Opens another residency and stores its blocks after the flush. Lookups can find only these
-    # blocks by their hashes.
+    # The index has only these.
     kept, names = resident(place, 30, "kept")
     with Writer(server.target) as writer:
         wait_for(lambda: writer.num_stored > NUM_BLOCKS)
@@ -258,22 +247,19 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         with AdminClient(server.target) as admin:
             told = admin.residencies()
         assert told["grace_byte_count"] == 94 * SLOT_BYTES and 0 < told["grace_s"] <= 3
-        # The engine reconnects within the grace period (in which a restarted server keeps the slots
-        # of residencies) and opens the residency again. Its blocks must be in the same slots.
+        # Within the grace time, the slots must be the same.
         back = Reader(session, "kept", 30)
         assert back.opened.start_number == kept.opened.start_number + 1
         assert back.extend(0, names) == list(kept.expected)
         back.expected = dict(kept.expected)
         stored = writer.num_stored
         while reader.check():
-            # Compares the blocks of the other readers too. Whether their residencies are still
-            # valid does not matter here: the grace period, in which a restarted server keeps their
-            # slots, may end between two checks.
+            # They need not be valid: the grace time may end between two checks.
             flushed.check()
             kept.check()
             assert back.check()
         assert writer.num_stored > stored, "others stored all the time"
-        # The server revokes the residencies one after the other.
+        # They are revoked one after the other.
         wait_for(lambda: not flushed.check() and not kept.check())
         wait_for(lambda: place.counter("residency_grace_bytes") == 0)
         writer.fill(16 << 20)

@@ -1,5 +1,4 @@
-"""Tests of servers that restart after a clean stop or a kill: they must serve exactly the blocks
-whose store was acknowledged, byte for byte."""
+"""Tests restarts after a stop or a kill: exactly the acknowledged blocks are served."""
 
 import signal
 
@@ -16,7 +15,7 @@ __all__ = ["place"]
 
 FULL = ("--integrity.check", "full")
 AT_START = ("--integrity.start-check-s", "60")
-"""Flag of a server that compares all blocks at its start, also on a busy machine."""
+"""All blocks are compared, also on a busy machine."""
 
 
 @pytest.mark.parametrize(
@@ -67,9 +66,7 @@ def test_changed_bytes_are_found_at_first_load(place: Place) -> None:
 
 
 def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
-    """Changes a byte of a leased block in the arena. The server compares all blocks with their
-    checksums in the background, so it must find and evict the block. A load of it must fail, even
-    under the lease that was acquired before the change."""
+    """Even under an earlier lease, the block can't be loaded."""
     evicted: list[Evicted] = []
     place.start(*FULL, "--integrity.scrub-bytes-per-s", "1GiB")
     engine, blocks = place.connect(evicted.append), hashes(30)
@@ -88,7 +85,7 @@ def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
     engine.session.release("held")
 
 
-def test_without_check_values_everything_is_trusted(place: Place) -> None:
+def test_without_checksums_everything_is_trusted(place: Place) -> None:
     place.start("--integrity.check", "off")
     engine, blocks = place.connect(), hashes(5)
     store(engine, blocks)

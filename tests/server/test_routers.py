@@ -1,5 +1,4 @@
-"""Tests that KV events are published under topics that llm-d parses. llm-d itself can't be run
-here."""
+"""Tests topics of KV events as llm-d parses them; llm-d can't be run here."""
 
 from contextlib import ExitStack, closing
 
@@ -14,9 +13,7 @@ from tests.server.support import FULL, GroupsEngine, hashes
 
 
 def test_llm_d_credits_pods_under_requested_names() -> None:
-    """Stores blocks by two engines that serve the same weights under different model names. Each
-    name must have a topic with all events, of the form `kv@HOLDER@MODEL`, which llm-d parses. The
-    holder `node:one` stands for all pods of a node (llm-d-router#2586)."""
+    """`node:one` stands for all pods of a node (llm-d-router#2586)."""
     blocks, flags = hashes(4), ("--arena.slab-bytes", "64KiB", "--events.node", "one")
     with ExitStack() as stack:
         folder = stack.enter_context(runtime_folder(128 << 20))

@@ -1,5 +1,4 @@
-"""Tests of access control on a real server with tenants, TLS and admins. Each refusal must have a
-canonical gRPC code and a line in the server's log."""
+"""Tests access control on a real server with tenants, TLS and admins."""
 
 import contextlib
 import json
@@ -130,8 +129,7 @@ def test_a_tenant_has_so_many_sessions(guarded: Guarded, engine: Make) -> None:
 
 
 def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
-    """Sends ids of leases and key spaces of another tenant. The server must refuse them with the
-    same words as ids that do not exist."""
+    """The words are those for ids that do not exist."""
     one, other = (engine(tenant, engine_id="shared-name") for tenant in ("alpha", "blind"))
     blocks = store(one)
     asked, run = [GroupHashes(0, blocks)], [LoadRun(0, block_ids(1), block_ids(1))]
@@ -189,7 +187,7 @@ def test_eviction_notices_go_to_the_tenant_alone(guarded: Guarded, engine: Make)
 
 @contextlib.contextmanager
 def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
-    """Yields the id of a session that has registered no memory and mapped no block table."""
+    """A session without memory and block table."""
     config = SessionConfig(guarded.target, "bare", Role.TOOL, key_space, use_table=False)
     with contextlib.closing(Session(config)) as bare:
         bare.start()
@@ -198,9 +196,7 @@ def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
 
 
 def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[bytes, list[int]]:
-    """Sends a session's link request by hand, with the descriptors `fds`, on the Unix socket where
-    clients and server exchange file descriptors. Returns the server's answer, and the descriptors
-    that came with it."""
+    """A link request by hand. (Answer, descriptors)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(descriptor_socket(guarded.target)))
         packet = _wire.link_request(session_id, list(fds))
@@ -210,9 +206,7 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
 
 
 def test_only_allowed_clients_map_table_none_arena(guarded: Guarded, engine: Make) -> None:
-    """Requests the block table and the arena for two tenants. The tenant with the right to map the
-    block table must get a read-only descriptor of it, the other none. No tenant may get the arena,
-    or the offsets of blocks in it."""
+    """Nobody gets offsets in the arena either."""
     one, other = engine("alpha"), engine("blind")
     blocks, own = store(one), store(other)
     assert one.session.arena() is None
@@ -236,8 +230,7 @@ def test_only_allowed_clients_map_table_none_arena(guarded: Guarded, engine: Mak
 
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
 def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
-    """Sends the id of another user's session, as if the id had leaked, on the Unix socket where
-    clients get file descriptors. The server must refuse it and send no descriptors."""
+    """The stranger has the session's id."""
     one = engine("alpha")
     assert one.session._connection is not None
     code = (
@@ -311,8 +304,7 @@ def test_admins_over_tcp_prove_it(guarded: Guarded) -> None:
 
 
 def test_a_failed_handshake_is_one_error_in_json(guarded: Guarded) -> None:
-    """Runs `hotkv` with another authority than that of the server. gRPC must not print beside the
-    error."""
+    """gRPC must not print beside it."""
     command = [*HOTKV, "status", "--json", "--target", guarded.tcp]
     command += ["--tls-ca", str(guarded.foreign_ca.path)]
     env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
@@ -324,8 +316,6 @@ def test_a_failed_handshake_is_one_error_in_json(guarded: Guarded) -> None:
 
 
 def test_flood_of_stores_leaves_others_able(guarded: Guarded, engine: Make) -> None:
-    """Sends 3,000 stores at once in one session. The server may refuse some as OVERLOADED.
-    Afterwards this session and another must be able to store."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")
     run = BlockRun(0, hashes(400), block_ids(400))
     futures = [one.session.store(f"f{i}", f"f{i}", [run], 60) for i in range(3000)]
@@ -346,8 +336,8 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                 server.wait_ready()
                 one = PagedEngine(server.target).connect()
                 if cause == "signal":
-                    # Waits until the server is idle: SIGBUS must not hit a thread that is acquiring
-                    # the GIL (see `memory.mapping`).
+                    # SIGBUS must not hit a thread that acquires the GIL (see `memory.mapping`),
+                    # so the server must be idle.
                     time.sleep(1.0)
                     os.kill(server.pid, signal.SIGBUS)
                 else:
@@ -389,8 +379,7 @@ def test_server_refuses_to_start_where_others_interfere() -> None:
 
 
 def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
-    """Opens a session of `tenant` over TCP and looks up a block. The session must not get the block
-    table, which clients on the same machine map."""
+    """There is no block table, which only this machine's clients map."""
     engine = PagedEngine(guarded.tcp, tenant=tenant)
     space, role = engine.key_space, Role.SCHEDULER
     config = SessionConfig(guarded.tcp, "remote", role, space, credentials=credentials)
@@ -418,8 +407,7 @@ def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
         ("gamma", "beta", "", "NOT_ALLOWED"),
         ("alpha", "beta", "", "NOT_ALLOWED"),
         ("beta", "nobody", TOKEN, "NOT_ALLOWED"),
-        # TLS refuses three clients: without a certificate, with a certificate of another authority,
-        # and with an expired certificate.
+        # TLS refuses no certificate, a foreign one, and an expired one.
         ("gamma", "", TOKEN, "TLS certificates"),
         ("gamma", "intruder", TOKEN, "TLS certificates"),
         ("gamma", "expired", TOKEN, "TLS certificates"),
@@ -467,8 +455,7 @@ def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
 
 @pytest.mark.long
 def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
-    """Replaces the TLS files of a running server. If a file is invalid, the server must log this
-    once and keep the old certificates. It must use valid files from the next connection on."""
+    """They are used from the next connection on. Invalid files are logged once."""
     files = [guarded.folder / name for name in ("server.pem", "server.key", "clients.pem")]
     kept = [file.read_bytes() for file in files]
     try:
@@ -496,8 +483,7 @@ def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
 
 
 def test_token_proves_a_tenant_without_tls() -> None:
-    """Serves TCP without TLS, as behind a proxy that terminates TLS. A client proves its tenant by
-    a token. The admin API must be on the configured socket only."""
+    """As if a proxy terminated TLS."""
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
     with runtime_folder(64 << 20) as folder:
         (folder / "token").write_text(TOKEN)

@@ -1,6 +1,4 @@
-"""Tests of the server's gRPC services for health, reflection and channelz. Also tests that the
-client imports no heavy modules, and that the server finds the memory of unused libraries to free.
-"""
+"""Tests health, reflection, channelz, and what processes import."""
 
 import contextlib
 import mmap
@@ -62,8 +60,7 @@ def test_health_reflection_and_channelz(server: Server) -> None:
 
 
 def test_a_burst_of_calls_is_answered(server: Server) -> None:
-    """Makes 2,000 calls over several connections while the server is stopped, so that all of them
-    arrive at once when it continues."""
+    """They arrive while the server is stopped."""
     with contextlib.ExitStack() as stack:
         channels = [
             stack.enter_context(grpc.insecure_channel(server.target, OWN_CONNECTION))
@@ -110,8 +107,7 @@ def test_only_whole_copies_of_unused_libraries_return() -> None:
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:
-    """Uses a client after it was closed. It must raise ValueError; otherwise gRPC would end the
-    process."""
+    """gRPC itself would end the process."""
     with AdminClient(server.target) as admin, HintClient(server.target) as hints:
         pass
     for use in (admin.info, lambda: next(admin.events()), hints.outcomes):
@@ -120,9 +116,7 @@ def test_a_client_that_is_closed_says_so(server: Server) -> None:
 
 
 def test_calls_with_id_get_one_answer(server: Server) -> None:
-    """Makes calls of a session, first without an id and then with one: a store and a load, which
-    are answered later, and reports, which have no result. The server must answer each call with an
-    id once, and calls without an id not at all."""
+    """Also calls that are answered later, or have no result."""
     fd, name = memory_file(PAGE_BYTES), os.urandom(4).hex()
     space = KeySpace(name, "m", "bfloat16", (FULL,), 16)
     config = SessionConfig(server.target, name, Role.WORKER, space)
@@ -142,7 +136,7 @@ def test_calls_with_id_get_one_answer(server: Server) -> None:
 
         def answer(call: session_pb2.ConnectRequest) -> session_pb2.ConnectResponse:
             number = session.put(call)
-            # Waits for the answer to a later `ping`, so that any answer to the call has arrived.
+            # An answer would come before that to this ping.
             told = session.answers({number, session.put(_wire.ping())})
             assert 0 not in told, "a call without an id was answered"
             assert len(told) == 2 and word_of(told[number]) in ("answered", "DUPLICATE_ID")

@@ -1,6 +1,4 @@
-"""Tests of two servers that share a tier (Valkey or S3). Engines of both load the same blocks byte
-for byte, and a flush on one server removes the blocks on both. While the shared store is away, both
-servers work with fewer hits."""
+"""Tests two servers that share Valkey or S3."""
 
 import contextlib
 import signal
@@ -74,14 +72,14 @@ def test_stored_on_one_node_loaded_on_another(
             one.command = faults.command("hurry")
         a, b = (one.start_sharing(*flags, *PATIENT) for one in nodes)
         check_sharing(a, b)
-        # Deletes node `b`'s arena and restarts `b`. It must find the shared blocks.
+        # Node `b` starts without its arena.
         chain = hashes(CHAIN)
         content = a.fill(chain)
         b.stop(signal.SIGKILL)
         for path in (b.folder / "arena").iterdir():
             path.unlink()
         b.start_sharing(*flags, *PATIENT)
-        # Right after the restart, the store may answer too late, which counts as a miss.
+        # The store's first answers may be too late, which are misses.
         wait_for(lambda: b.loads(chain, content))
         assert not b.counter("shared_corrupt_blocks_total")
 
@@ -104,8 +102,7 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
 
 
 def test_store_is_flushed_later_by_absent_server(nodes: Nodes, valkey: Valkey) -> None:
-    """Restarts a server without its shared store, and flushes there. A later server, which has the
-    store again, must flush the store too."""
+    """Flushed while there was no store; a later server, which has it, must flush it too."""
     a, chain = nodes[0].start_sharing(*flags_of(valkey)), hashes(CHAIN)
     a.fill(chain)
     a.stop(signal.SIGTERM)
@@ -113,7 +110,7 @@ def test_store_is_flushed_later_by_absent_server(nodes: Nodes, valkey: Valkey) -
     assert a.engine is not None and a.server is not None
     assert not a.engine.session.has_tiers
     a.engine.session.flush().result(60)
-    # Without a tier there is nothing that a prefetch could wait for.
+    # Without a tier, a prefetch has nothing to wait for.
     prefetch = {"action_id": "a", "action_type": "prefetch", "payload": {"deadline_s": 1}}
     with HintClient(a.server.target) as router:
         (outcome,) = router.send({"message_id": "m", "actions": [prefetch]}, 1, chain)
@@ -127,9 +124,7 @@ def test_store_is_flushed_later_by_absent_server(nodes: Nodes, valkey: Valkey) -
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_missed_flush_outlives_the_server(nodes: Nodes, valkey: Valkey, how: str) -> None:
-    """Flushes on a server while the shared store is stopped or killed (`how`), and kills the
-    server. The next server must flush the store once the store is back. A store that was only
-    stopped receives the flush twice, once from each server."""
+    """A store that was only stopped gets the flush from both servers."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain, kept = hashes(CHAIN), hashes(CHAIN)
@@ -145,11 +140,11 @@ def test_missed_flush_outlives_the_server(nodes: Nodes, valkey: Valkey, how: str
         a.start_sharing(*flags)
         assert not a.finds(chain)
     assert len(valkey.client.keys("*/0/*")) == 2 * CHAIN, "the store has lost the blocks"
-    # The store still has flushed blocks, but neither node may find them.
+    # The store still has flushed blocks.
     wait_for(lambda: int(valkey.client.get(key)) > before)
     assert not a.finds(chain) and not b.finds(kept)
     wait_for(lambda: not b.finds(chain))
-    # The flush has reached the store. New blocks of the key space must be stored and found again.
+    # The flush has reached the store, so new blocks stay.
     a.until_copying()
     again = a.fill(chain)
     wait_for(lambda: b.loads(chain, again))

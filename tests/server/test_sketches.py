@@ -1,6 +1,4 @@
-"""Tests of sketches (compact summaries of blocks' keys that score the blocks against
-queries) on a real server: one engine stores them with blocks, another loads them, and the server
-removes them with the blocks."""
+"""Tests sketches on a real server."""
 
 import contextlib
 import os
@@ -26,22 +24,15 @@ from tests.server.support import block_ids, hashes, number_of
 
 
 class Engine(SketchEngine):
-    """An engine that stores, looks up and loads KV blocks (group 0) and their sketches
-    (compact summaries of the blocks' keys; group `self.group`)."""
-
     def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
-        """Stores blocks in one transfer. Each of `runs` is (group, hashes), and its blocks come
-        from the engine's block ids 0, 1 and so on. Returns, for each run, the set of its blocks'
-        results."""
+        """Stores (group, hashes) from blocks 0, 1, …; a set of results for each."""
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
         done = self.session.store(name, name, made, 20).result(60)
         return [set(run.tolist()) for run in done.results]
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
-        """Looks blocks up. Returns two lists with an entry for each block: whether the block was
-        found, and whether its sketch (compact form of its keys) was found. Checks that the
-        shared block table and a lease give the same answers."""
+        """Masks of found blocks and found sketches, on which table and lease must agree."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(60)]
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]
@@ -53,8 +44,6 @@ class Engine(SketchEngine):
         return looked_up[0], looked_up[1]
 
     def load(self, blocks: list[bytes], first: int) -> TransferStatus:
-        """Loads blocks and their sketches (compact forms of keys) into the engine's block
-        ids from `first` on."""
         name, count = os.urandom(8).hex(), len(blocks)
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         assert all(mask.all() for mask in self.session.acquire(name, lists).result(60).pinned)
@@ -70,8 +59,6 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def sparse(server: Server) -> Iterator[Make]:
-    """Yields a function that connects engines of one model with sketches (compact forms of
-    keys). Closes the engines at the end."""
     model = os.urandom(8).hex()
     with contextlib.ExitStack() as stack:
 

@@ -1,5 +1,4 @@
-"""Tests of long work on the server's event loop: it is divided into parts, and other calls are
-served between two parts."""
+"""Tests that others are served between parts of long work."""
 
 import asyncio
 from dataclasses import replace
@@ -32,9 +31,7 @@ KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
 async def test_others_store_while_a_key_space_flushes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool
 ) -> None:
-    """Flushes a key space. The flush works in parts; between two parts the test looks blocks up
-    and, if `restores`, stores a block again. A reader of the server's KV events must know
-    afterwards exactly which blocks are ready."""
+    """By its events, a reader must know in the end what is ready."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(core_module, "BLOCKS", 1)
 
@@ -88,9 +85,7 @@ async def test_others_store_while_a_key_space_flushes(
 async def test_tenant_above_its_bound_loses_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lowers a tenant's limit of memory below its usage. Its blocks must be evicted in parts, each
-    in a turn of the event loop, and each part must continue where the last one stopped. Leased
-    blocks must be evicted later, after their release."""
+    """Leased blocks go after their release."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
     monkeypatch.setattr(removals, "KEEPING_S", 0.0)

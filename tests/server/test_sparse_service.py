@@ -1,6 +1,4 @@
-"""Tests of sparse decode on a real server. An engine creates a sequence (a request's list of
-blocks), for which the server selects the blocks to attend to, by sketches (compact summaries
-of blocks' keys)."""
+"""Tests sparse decode on a real server."""
 
 import os
 import re
@@ -91,7 +89,7 @@ def test_covered_blocks_are_pinned_until_sequence_ends(sparse_engine: Make, serv
     assert created.covered_blocks == 30
     absent = session.create_sequence("absent", 0, hashes(9), config).result(60)
     assert (absent.lease_id, absent.covered_blocks) == ("", 0)
-    # Creates the same sequence again; then appends blocks, some of which it already has.
+    # The same again; then blocks that it has in part.
     assert session.create_sequence("s", 0, blocks[:50], config).result(60) == created
     engine.store(blocks[30:60], first=30)
     state = session.append_blocks("s", 45, blocks[45:60]).result(60)
@@ -108,7 +106,7 @@ def test_covered_blocks_are_pinned_until_sequence_ends(sparse_engine: Make, serv
         assert session.delete_sequence("s").result(60) is True
         assert session.delete_sequence("s").result(60) is False
         assert evicted() == 60
-        # A sequence without a select config must pin no block.
+        # Without a select config, it pins nothing.
         engine.store(blocks)
         created = session.create_sequence("plain", 0, blocks).result(60)
         assert (created.lease_id, created.covered_blocks) == ("", 0) and evicted() == 60
@@ -129,12 +127,10 @@ def test_the_server_keeps_a_hot_set(sparse_engine: Make) -> None:
             assert step == 0 or num_corrections <= CONFIG.max_correction_blocks
             held |= loads
             mapped = dict(zip(answer.hot_positions, answer.hot_slots, strict=True))
-            # Block 100, the partial last block, has a slot too. The client fills it itself, so it
-            # is never listed for loading.
+            # The last block, which is partial, has a slot too, but the client fills it.
             assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
             held = mapped
-    # Opens a new stream. The client may have missed the last answer of the old stream, so the
-    # server must list all hot blocks (those that the device has) for loading again.
+    # The old stream's last answer may be lost, so all are listed again.
     with engine.session.selects() as stream:
         answer = stream.select("s", 2, queries(1)[0], 100 * BLOCK_TOKENS + 5, LOG_MASS)
     assert {*answer.load_positions.tolist(), 100} == set(answer.hot_positions.tolist())
@@ -145,12 +141,11 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     engine.store(blocks, with_sketches=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
     engine.store(mark, first=20, with_sketches=False)
-    # Sleeps longer than the time step of the eviction policy, so that the times of use differ.
+    # Longer than the eviction policy's time step.
     time.sleep(0.1)
     before, begun_s = server.status()["counters"], time.monotonic()
     engine.session.report_sparse({"s": ints([2, 5, 5, 400]), "unknown": ints([1])}, {})
-    # The server counts at most one report per second and sequence. It must keep this second report
-    # until the sequence ends.
+    # One report counts per second; this one counts at the end.
     engine.session.report_sparse({"s": ints([6])}, {})
     engine.session.ping(10)
 
@@ -160,7 +155,7 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
         idle_s = {bytes.fromhex(b["block_hash"]): b["idle_s"] for b in listed}
         return {place for place, block in enumerate(blocks) if idle_s[block] < idle_s[mark[0]]}
 
-    # On a busy machine a second may pass between the reports. Then both are counted.
+    # After more than a second, both count.
     assert touched() == {2, 5} or time.monotonic() >= begun_s + 1.0
     engine.session.delete_sequence("s").result(60)
     assert touched() == {2, 5, 6}
@@ -170,9 +165,7 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
 
 
 def test_report_may_name_more_blocks_than_call(sparse_engine: Make, server: Server) -> None:
-    """Reports the used blocks of four contexts at once: more blocks than one message may list, so
-    the client sends several messages. The server must count the blocks of all messages, but count
-    the layers' counters, which belong to the whole report, only once."""
+    """It becomes several messages. Counters of layers belong to the whole, and count once."""
     engine, blocks = sparse_engine(engine_id="many"), hashes(10)
     engine.store(blocks, with_sketches=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
@@ -230,9 +223,7 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
-    """Selects blocks of a sequence (a context that is decoded sparsely) every 0.16 s. The
-    selections must extend the sequence's lease of one second. Then lets the lease expire: the next
-    append to the sequence must acquire a new lease."""
+    """The lease is a second long. Later, an append acquires a new one."""
     engine = sparse_engine(target=place.start("--leases.ttl-s", "1").target)
     session, blocks, query = engine.session, hashes(30), queries(1)[0]
     engine.store(blocks)
@@ -244,8 +235,7 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
             try:
                 stream.select("s", 2, query, 30 * BLOCK_TOKENS)
             except HotKVError:
-                # The lease expired. This may only happen if more than a second has passed, for
-                # example on a busy machine or while the first selection is compiled.
+                # Only on a busy machine, or during the first compilation, may it expire.
                 assert time.monotonic() > used_s + 1.0
                 session.append_blocks("s", 30, []).result(60)
                 begun_s = asked_s = time.monotonic()
@@ -257,9 +247,7 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
 
 
 def is_taken_anew(engine: SketchEngine, stream: Any, num_blocks: int, covered: int) -> None:
-    """Checks that the lease of the sequence "s" (a context that is decoded sparsely) has ended, by
-    a selection that must be refused. Then makes an append of no blocks. It must acquire a new
-    lease, on the first `covered` blocks of the sequence."""
+    """An append must acquire a new lease, on the first `covered` blocks."""
     query = queries(1)[0]
     error = refused(lambda: stream.select("s", 2, query, num_blocks * BLOCK_TOKENS))
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
@@ -274,15 +262,13 @@ def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) ->
     one.store(blocks)
     one.store(more, first=30)
     created = one.session.create_sequence("s", 0, blocks, one.select_config()).result(60)
-    # Creates a sequence of 90 blocks. Its lease covers only a part of them, because before a load a
-    # lease may pin only a limited number.
+    # Before a load, a lease may pin only a few.
     most = one.session.create_sequence("more", 0, more, one.select_config()).result(60)
     assert 0 < most.covered_blocks < 90
     with AdminClient(target) as admin:
         assert max(row["lease_count"] for row in admin.sessions()) == 2
     assert one.session.delete_sequence("more").result(60)
-    # Lets both engines acquire leases until the server refuses more. The append below can't get one
-    # either.
+    # When more leases are refused, the append's is too.
     unknown = hashes(1 << 16)
     for engine in (one, two):
         with pytest.raises(HotKVError, match="OVERLOADED"):
@@ -311,7 +297,7 @@ def test_sketches_changed_over_restart_are_never_scored(place: Place, sparse_eng
     created = session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
     assert created.covered_blocks == 40
     with session.selects() as stream:
-        # The damaged block 30 was evicted, so the new lease covers only the blocks before it.
+        # The damaged block 30 is gone.
         is_taken_anew(engine, stream, 40, 30)
 
 
@@ -360,14 +346,12 @@ def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None
 
 
 def select_over(call: object) -> None:
-    """Makes a selection on a stream whose gRPC call is replaced by `call`."""
     stream = Selects(Mock(SelectBlocks=lambda _: call), "s")
     stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
-    """Interrupts a selection (as by Ctrl-C) while it waits for its answer. The client must cancel
-    the stream; otherwise the next selection would receive this answer."""
+    """Otherwise the next selection would get this one's answer."""
     call = MagicMock(__next__=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         select_over(call)

@@ -1,5 +1,5 @@
-"""Tests of the server's start. `--check` and a start must name mistakes in the settings before they
-create a file. A failed start must leave no files behind."""
+"""Tests the server's start: mistakes are named, by `--check` too, and a failed start leaves no
+files."""
 
 import asyncio
 import contextlib
@@ -62,12 +62,7 @@ ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port",
 def started(
     folder: Path, *flags: str, check: bool = False, before: Sequence[str] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a server that should refuse to start. Returns the ended process.
-
-    check: runs the server with `--check`.
-    before: a command that runs the server's command, such as `env`. If it is empty, the server is
-        forked from this process.
-    """
+    """`before` runs the server's command, such as `env`. Without it, the server is forked."""
     arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     arguments += [*ARENA, *flags, *(["--check"] if check else [])]
     if not before:
@@ -78,25 +73,20 @@ def started(
 
 
 def left_in(folder: Path) -> set[str]:
-    """Returns the paths of all files and folders in `folder`, except the server's runtime directory
-    and its lock."""
+    """All files but the runtime directory and its lock."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return found - {"run", "run/lock"}
 
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """Yields a TCP port that is in use."""
+    """A TCP port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         yield one.getsockname()[1]
 
 
 def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
-    """Returns mistakes with which a start must fail: a pattern of the expected message to the
-    flags.
-
-    folder: folder of the server. elsewhere: another folder. port: a port that is in use.
-    """
+    """Flags with which a start must fail, by pattern of the message. `port` is in use."""
     certificate, key = Authority(elsewhere, "authority").issue("server")
     key.chmod(0o644)
     (elsewhere / "zmq.py").write_text("raise ImportError('as if it were not there', name='zmq')\n")
@@ -174,9 +164,7 @@ def test_busy_address_of_events_is_named(folder: Path, taken: int, flag: str) ->
 
 
 def test_busy_socket_of_events_stays(folder: Path, tmp_path: Path) -> None:
-    """Runs `--check` with an address for events that is a Unix socket. If another program listens
-    there, `--check` must name the socket and must not delete it, as ZMQ would do. If nobody listens
-    there, the socket is left from an earlier run and must be no mistake."""
+    """ZMQ would delete it. One without a listener is left from earlier, and no mistake."""
     path = tmp_path / "events.sock"
     flags = ("--events.endpoint", f"ipc://{path}")
     with socket.socket(socket.AF_UNIX) as other:
@@ -201,8 +189,7 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 def test_late_failed_start_leaves_only_earlier_files(
     folder: Path,
 ) -> None:
-    """Starts servers with one port for two listeners. A server binds addresses after it has made
-    the arena, so a failed start must remove its own files. Files of an earlier server must stay."""
+    """Addresses are bound after the arena is made, so its files must be removed."""
     port = str(free_port())
     tcp = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
     twice = ("--http.port", port, *tcp)
@@ -223,8 +210,7 @@ def test_late_failed_start_leaves_only_earlier_files(
         done = started(folder, *flags)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
         assert before <= left_in(folder) and not list(folder.rglob("*.sock"))
-    # A start with another arena size deletes the old arena, but must keep the ledger's file
-    # (counts of earlier servers).
+    # Another size deletes the arena, but not the ledger.
     (arena,) = folder.rglob("arena/arena")
     (arena.parent / "ledger").write_bytes(b"counts")
     assert started(folder, *twice, "--arena.bytes", "32MiB").returncode == 1
@@ -232,8 +218,7 @@ def test_late_failed_start_leaves_only_earlier_files(
 
 
 def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
-    """Starts a server with one port for two listeners, which fails. While it cleans up, closing the
-    node fails too, by an injected error. The server must leave no files behind."""
+    """One port has two listeners, and then the node can't close."""
     port, point = free_port(), "hotkv_server.node.node:Node.close"
     command = [*faults.command("break", point, "refuse", folder), *ARENA, "--http.port", str(port)]
     command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
@@ -244,8 +229,6 @@ def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
 
 
 def test_start_refused_a_thread_leaves_nothing(folder: Path) -> None:
-    """Starts a server whose node can't start its first thread, as if the system refused it. The
-    server must leave no files behind."""
     point = "hotkv_server.node.event_loop:LoopLag.start"
     command = [*faults.command("break", point, "refuse", folder), *ARENA]
     command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
@@ -257,9 +240,7 @@ def test_start_refused_a_thread_leaves_nothing(folder: Path) -> None:
 def test_memory_full_after_arena_leaves_no_arena(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Creates the arena, then lets the small file fail that is written after it, as if memory were
-    full. The start must remove its new arena. An arena of an earlier server must stay, and be free
-    for the next start."""
+    """A small file after the arena fails. An earlier server's arena stays, and is free."""
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -283,9 +264,7 @@ def test_memory_full_after_arena_leaves_no_arena(
 
 
 def test_room_check_demands_what_start_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs `--check` and the start with more and more free space. `--check` must pass exactly if
-    the start passes. A start over an earlier server's arena needs room for a table only, because it
-    goes on with the part of the arena that already has memory."""
+    """Over an earlier arena, there must be room for a table only."""
     free_bytes = 0
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
     arena = ArenaSettings(bytes=ByteSize(1 << 24), dir=folder / "a")
@@ -293,8 +272,7 @@ def test_room_check_demands_what_start_needs(folder: Path, monkeypatch: pytest.M
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
 
     def fits(num_bytes: int) -> bool:
-        """Returns True if the check and the start pass with this much free space, False if both
-        fail. Fails if they disagree."""
+        """Check and start must agree."""
         nonlocal free_bytes
         free_bytes = num_bytes
         results = []
@@ -317,8 +295,7 @@ def test_room_check_demands_what_start_needs(folder: Path, monkeypatch: pytest.M
     table_bytes = table_file_bytes(geometry)
 
     def lose_half() -> None:
-        """Frees the memory of the arena's second half, as if the earlier server had never allocated
-        it."""
+        """As if the earlier server had never allocated it."""
         with (folder / "a" / "arena").open("r+b") as file:
             file.truncate(arena.bytes // 2)
             file.truncate(file_bytes(arena.bytes))
@@ -339,8 +316,6 @@ def program_or_skip(name: str) -> str:
 
 
 def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
-    """Starts a server whose arena is on a file system of 8 MiB, mounted in a separate mount
-    namespace. The message must say how much space the arena needs."""
     command = 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"'
     mount = (program_or_skip("unshare"), "--mount", "/bin/sh", "-c", command, str(folder / "arena"))
     (folder / "arena").mkdir(mode=0o700)
@@ -352,9 +327,7 @@ def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
 
 
 def test_unwritable_directory_is_named(folder: Path) -> None:
-    """Starts a server with directories that it may not write. The message must name the setting. If
-    the tests run as root, the server runs without Linux capabilities, so that file modes restrict
-    it."""
+    """Without Linux capabilities, file modes restrict even root."""
     drop: tuple[str, ...] = ()
     if os.geteuid() == 0:
         drop = (program_or_skip("setpriv"), "--inh-caps=-all", "--bounding-set=-all")
@@ -376,8 +349,7 @@ def test_unwritable_directory_is_named(folder: Path) -> None:
 
 
 def test_missing_huge_pages_are_said_once(tmp_path: Path) -> None:
-    """Puts the arena on a disk, whose file system has no huge pages for shared mappings. The server
-    must become ready, and log a warning about slower copies."""
+    """File systems on disks have no huge pages for shared mappings."""
     with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
         server.wait_ready()
         if server.counter("arena_huge_page_bytes"):
@@ -386,9 +358,7 @@ def test_missing_huge_pages_are_said_once(tmp_path: Path) -> None:
 
 
 def test_a_server_without_standard_streams_serves_and_stops(folder: Path) -> None:
-    """Starts a server as `hotkv-server run <&- >&- 2>&-` in a shell, without standard streams. It
-    must serve and stop. For this, the event loop's own descriptors must not get the numbers of the
-    closed streams (0 to 2)."""
+    """`<&- >&- 2>&-` in a shell. The event loop must not get the descriptors 0 to 2."""
     arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     command = shlex.join([sys.executable, "-m", "hotkv_server", *arguments, *ARENA])
     with subprocess.Popen(["sh", "-c", f"exec {command} <&- >&- 2>&-"], cwd=ROOT) as process:
@@ -452,8 +422,6 @@ def test_limit_too_low_to_serve_is_named(
 
 
 def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
-    """Starts a server with many parts, and connects engines as long as the limit of files that a
-    start accepts."""
     most_bytes = (16 << 20) + process.OWN_ADDRESS_BYTES
     limits = limited(nofile=str(process.MIN_DESCRIPTORS), **{"as": str(most_bytes)})
     flags = ["--events.endpoint", f"tcp://127.0.0.1:{free_port()}"]
@@ -469,7 +437,7 @@ def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
 
 def test_unopenable_file_blames_no_disabled_part(folder: Path) -> None:
     with local_node(folder) as node:
-        # The server keeps contents of blocks in this file, whether events are on or off.
+        # The file is there with and without events.
         (node.memory.directory / CONTENTS_FILE).mkdir()
         with pytest.raises(StartError, match=r"^arena\.dir: \[Errno 21\] Is a directory") as raised:
             EventsCapability(node, EventSettings())
@@ -502,7 +470,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_lines_of_a_start_name_the_present_work(steps: list[tuple[str, float, bool]]) -> None:
-    """Runs steps on a made-up clock. In some of them a kernel is compiled in the second half."""
+    """The clock is made up. A kernel may be compiled in a step's second half."""
     now_s, said, expected = 0.0, list[str](), list[str]()
     dispatcher = SimpleNamespace(py_func=limited)
     with (
@@ -591,17 +559,14 @@ def test_typo_is_one_line_with_suggestion(
 
 
 def test_variables_of_others_are_none_of_the_servers() -> None:
-    """Loads the settings while variables are set that begin with HOTKV_ but are not the server's.
-    (Kubernetes sets some of them for a service named hotkv.) The server must ignore them."""
+    """Kubernetes sets some for a service named hotkv."""
     others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")
     others += ("HOTKV_HTTP_PORT", "HOTKV_ARENA_SERVICE_PORT", "HOTKV_VENV", "HOTKV_ARENA__BYTES")
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []
 
 
 def test_an_empty_path_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads settings with empty paths, such as variables of compose files that nobody sets. They
-    must count as not set. In particular, an empty path must not mean the working directory, where a
-    disk tier would allocate its file."""
+    """An empty path must not be the working directory, where a disk tier would write."""
     (config := tmp_path / "hotkv.toml").write_text(
         'runtime_dir = ""\n[tiers.disk]\npath = "/var/lib/hotkv"\n[http]\ntoken_file = ""\n'
         '[tiers.s3]\nbucket = "abc"\nca_file = ""\n'
@@ -613,8 +578,7 @@ def test_an_empty_path_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.tiers.s3 is not None and found.tiers.s3.ca_file is None
     named = load_settings(config, ["--tiers.disk.path", ".", "--runtime-dir", "."], "run")
     assert (named.tiers.disk.path, named.runtime_dir) == (Path("."), Path("."))
-    # An empty `client_ca` must not count as not set: the server would then accept clients without a
-    # certificate. It becomes an unusable path, with which the start fails.
+    # Without this path, clients without a certificate would come in. So the start fails.
     tls = [f"--security.tls.{name}" for name in ("certificate", "key", "client-ca")]
     flags = ["--tcp-address", "127.0.0.1:0", tls[0], "/cert", tls[1], "/key", tls[2], ""]
     flags += ["--security.tenants", json.dumps([{"name": "a", "token_sha256": ["0" * 64]}])]
@@ -690,9 +654,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
 
 
 def test_container_ends_at_sigterm_during_start(folder: Path) -> None:
-    """Sends SIGTERM to a server that starts as the first process of a container. The kernel ignores
-    signals to this process if it has no handler, so the server needs a handler from its start
-    on."""
+    """The kernel ignores signals to a container's first process that has no handler."""
     alone = ["unshare", "--pid", "--fork", "--kill-child"]
     if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("namespaces of processes need root and unshare")
@@ -704,7 +666,7 @@ def test_container_ends_at_sigterm_during_start(folder: Path) -> None:
             assert "starting version" in outer.stderr.readline()
             (server,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
             os.kill(int(server), signal.SIGTERM)
-            # The exit status is 0 if the server had already become ready, since it then drains.
+            # 0 if the server drained already.
             assert outer.wait(60) in (128 + signal.SIGTERM, 0)
         finally:
             outer.kill()

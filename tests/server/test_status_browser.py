@@ -1,6 +1,5 @@
-"""Tests of the status page in Chromium. The page must show the figures of the server's API while
-engines store and load. It must be readable on wide and narrow screens, dark and light, work by
-keyboard, and show when the server is gone."""
+"""Tests the status page in Chromium: figures, widths, themes, keyboard, tokens, and a server
+that is gone."""
 
 import contextlib
 import threading
@@ -34,19 +33,17 @@ class Watched:
     url: str
     wrong: list[str] = field(default_factory=list)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Answers of /api/v1/status that the page received, by their `unix_time_ms`."""
+    """Answers of /api/v1/status, by `unix_time_ms`."""
 
     def until(self, expression: str) -> None:
-        """Waits until a JavaScript expression is true in the page. Playwright's own wait would need
-        `eval`, which the page's Content-Security-Policy forbids."""
+        """Playwright's own wait needs `eval`, which the page forbids."""
         deadline_s = time.monotonic() + TIMEOUT_MS / 1000
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline_s, f"never came about: {expression}"
             self.page.wait_for_timeout(50)
 
     def gather(self, beyond: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Waits until the page shows figures whose time is later than `beyond`. Returns these
-        figures, and the API's answer that they come from."""
+        """Figures later than `beyond`, and the API's answer that they come from."""
         self.until(f"Number(document.body.dataset.shown) > {beyond}")
         found = self.page.evaluate("probe.gather()")
         while found["shown"] not in self.answers:
@@ -80,7 +77,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Visit]:
-    """Yields a function that opens a server's status page, each time in a new browser context."""
+    """Opens the page in a new browser context."""
     with contextlib.ExitStack() as stack:
 
         def go(server: Server, viewport: Any = WIDE, scheme: str = "light") -> Watched:
@@ -113,8 +110,7 @@ def visit(browser: Any) -> Iterator[Visit]:
 
 @pytest.fixture(scope="module")
 def traffic(server: Server) -> Iterator[None]:
-    """Runs two engines that store and load all the time. The names of one engine and its model look
-    like HTML."""
+    """Two engines at work, one of them with names like HTML."""
     with contextlib.ExitStack() as stack:
         one = Traffic(server.target, "llama-8b", "engine-a", num_blocks=256)
         stack.callback(one.close)
@@ -189,8 +185,7 @@ def test_what_is_shown_is_what_the_api_says(server: Server, visit: Visit) -> Non
             assert numbers == [[row[each] for each in fields] for row in rows(said)] != [], name
         named = {text for row in shown["sessions"] for text, _ in row}
         assert {"engine-a", "llama-8b", HOSTILE, HOSTILE[:40]} <= named
-    # In the last hour, the only change is that an earlier hit was subtracted because its load
-    # failed. The page must show a rate of 0, not a negative rate.
+    # Only a hit was taken back: the rate is 0, not below.
     one.page.route("**/api/v1/status", only_taken_back)
     one.until("document.getElementById('rate-hour').dataset.raw <= 0")
     assert one.page.inner_text("#rate-hour") == "0.0 %"
@@ -219,7 +214,6 @@ def test_page_is_readable_wide_narrow_and_dark(
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls aside"
     assert not page.evaluate("probe.poor()")
     assert one.is_dark == (scheme == "dark")
-    # Clicks switch the theme from the system's scheme to light, and then to dark.
     for theme in ("light", "dark"):
         page.click("#theme")
         assert page.inner_text("#theme") == f"Theme: {theme}"
@@ -256,7 +250,7 @@ def test_all_can_be_done_by_keyboard(server: Server, visit: Visit) -> None:
     assert order[:3] == ["Skip to the figures", "pause", "theme"]
     wanted = ["pause", "theme", "r60", "hits", "bytes", "evicted", "arena"]
     assert [name for name in order if name in wanted] == wanted
-    # Arrow keys move through the points of a chart and choose its range.
+    # Arrows move through a chart's points, and choose its range.
     page.focus("#hits")
     assert page.inner_text("#hits-out").startswith(("Latest", "No samples"))
     page.keyboard.press("ArrowLeft")
@@ -302,9 +296,7 @@ def test_it_says_when_the_server_is_gone(visit: Visit) -> None:
 
 
 def test_tokens_are_entered_once(visit: Visit, tmp_path: Path) -> None:
-    """Enters access tokens in the page's form. The page must keep the token over a reload. An open
-    form must stay open at the next refresh, and when an answer arrives that was requested before
-    the form opened."""
+    """Refreshes and late answers must not close an open form."""
     viewers = tmp_path / "token"
     viewers.touch(0o600)
     viewers.write_text(TOKEN)
@@ -328,7 +320,7 @@ def test_tokens_are_entered_once(visit: Visit, tmp_path: Path) -> None:
         page.reload()
         one.gather()
         assert page.is_hidden("#ask") and TOKEN not in page.url
-        # Opens the form while the answer to a refresh is on its way.
+        # The form opens while an answer is on its way.
         page.click("#pause")
         page.clock.install()
         page.route("**/api/v1/status", lambda route: held.append(route), times=1)
@@ -341,7 +333,7 @@ def test_tokens_are_entered_once(visit: Visit, tmp_path: Path) -> None:
             held.pop().continue_()
         page.wait_for_timeout(50)
         assert page.is_visible("#ask") and page.input_value("#token") == ADMIN[:8]
-        # Opens the form between two refreshes.
+        # The form opens between two refreshes.
         page.click("#back")
         one.until(
             "!document.getElementById('ask').hidden && document.getElementById('back').hidden"
@@ -365,7 +357,7 @@ def test_tokens_are_entered_once(visit: Visit, tmp_path: Path) -> None:
         page.reload()
         page.wait_for_selector("#ask", state="visible")
     assert all("401" in wrong for wrong in one.wrong), one.wrong
-    # While the form is open, the page must send a request only when a token is entered.
+    # While the form is open, the page sends only tokens.
     page.keyboard.type(TOKEN + "\n")
     one.until("document.getElementById('gone-text').textContent.endsWith('again later.')")
     assert "the server is gone" in page.inner_text("#gone") and page.is_visible("#ask")

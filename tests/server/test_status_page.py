@@ -1,6 +1,5 @@
-"""Tests of the status page's API: /api/v1/status and /api/v1/savings have the figures of `hotkv
-status` and `hotkv savings`, restrict access, and refuse odd requests. test_status_browser.py tests
-the page itself."""
+"""Tests the status page's API: figures, access, odd requests. test_status_browser tests the
+page."""
 
 import asyncio
 import base64
@@ -66,8 +65,7 @@ def traffic(server: Server) -> Iterator[Callable[..., Traffic]]:
 
 
 def settled(server: Server) -> dict[str, Any]:
-    """Waits until the server has counted its blocks anew (such a count is a survey). Returns the
-    status."""
+    """The status, once blocks were counted anew."""
     status_of(server)
     time.sleep(survey.FRESH_S)
     wait_for(lambda: status_of(server)["survey_age_s"] == 0.0)
@@ -103,7 +101,7 @@ def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., 
         assert row.items() <= spaces[row["key_space_id"]].items()
     (layer,) = [row for row in status["sparse_layers"] if row["layer_index"] == 3]
     assert (layer["selects"], layer["hit_ratio"]) == (4, 0.75)
-    # The sizes in the arena's map must add up to the arena's size.
+    # The sizes must add up to the arena's.
     arena = status["arena"]
     assert arena["slabs_per_cell"] == 1
     assert arena["slab_count"] * arena["slab_byte_count"] >= host["capacity_byte_count"]
@@ -129,8 +127,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     )
 
     def is_told() -> bool:
-        """Returns True once /api/v1/savings has the same figures as the status. At first they may
-        be older, because answers of /api/v1/savings are cached."""
+        """The API's answers are cached, and may be older."""
         told = get(http_port(server), "/api/v1/savings?since_s=3600").figures
         return bool((hour["total"], hour["rows"]) == (told["total"], told["rows"]))
 
@@ -138,8 +135,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     (row,) = [r for r in hour["rows"] if r["model"] == "page-savings"]
     assert (row["request_count"], row["prompt_token_count"]) == (2, 12 * 16 + 6)
     assert row["hits"]["host"] == 6 * 16 and row["device_hit_token_count"] == 16
-    # `minutes` has the minutes of the last hour and of the hour before it. They must add up to the
-    # totals.
+    # The minutes are those of two hours.
     assert minutes["step_s"] == 60 and len(minutes["prompt_token_counts"]) == 120
     assert sum(minutes["prompt_token_counts"]) == total["prompt_token_count"]
     assert sum(minutes["hit_token_counts"]["host"]) == total["hits"]["host"]
@@ -153,8 +149,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
 def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     world, lag = World(), SimpleNamespace(longest_s=lambda seconds: 0.25)
     history = LiveHistory(world.core, world.ledger, lag)
-    # History counts in intervals of STEP_S; the node was created a second after the start of this
-    # one.
+    # Intervals have STEP_S; the node starts a second into one.
     began_s = (history.history.number + 1) * STEP_S + 1.0
     world.report(num_blocks=2, hit_tokens=16)
     history.turn(began_s + STEP_S)
@@ -162,7 +157,7 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     world.report(num_blocks=3)
     history.turn(began_s + 2 * STEP_S)
     history.turn(began_s + 2 * STEP_S + 0.2)
-    # The event loop hangs for two intervals, so they get no samples of their own: they must be 0.
+    # A hang of two intervals, which have no samples.
     world.report(num_blocks=4)
     history.turn(began_s + 5 * STEP_S)
     samples, age_s = history.samples(began_s + 5 * STEP_S)
@@ -274,9 +269,7 @@ async def test_node_is_asked_once_at_a_time(node: Node, monkeypatch: pytest.Monk
 
 
 async def test_however_many_ask_for_savings_the_node_rests() -> None:
-    """Requests the savings of several time windows without pause, on a made-up clock. The server
-    must spend less than 6 % of its time on them. The answer about the last hour may be at most a
-    second old."""
+    """That is less than 6 % of its time. An answer is at most a second old."""
     spent_s, now_s, ages = 0.0, 1000.0, list[int]()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:
@@ -295,14 +288,11 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
         ages.append(int(replies[1].headers["Age"]))
         now_s += 0.001
     assert spent_s / (now_s - 1000.0) < 0.06
-    # At most four windows wait at once, each for 0.2 s, so an answer is at most a second old.
+    # At most four windows wait, each for 0.2 s.
     assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
 
 
 async def test_unawaited_windows_of_savings_delay_nobody() -> None:
-    """Lets a thousand clients ask for the savings of different time windows and leave before the
-    answer. The server may compute only a few of these windows before it answers the next clients.
-    """
     windows, going = list[float](), asyncio.Event()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:
@@ -331,7 +321,7 @@ async def test_a_request_for_savings_outwaits_the_rest(
     monkeypatch.setattr(http_endpoint, "ANSWER_TIMEOUT_S", 0.05)
     http = HttpServer("127.0.0.1", 0, node)
     http.routes._savings._sleep = lambda seconds: asyncio.sleep(0.2)
-    # Uses urllib, which raises an error at status 503; `get` would retry.
+    # Not by `get`, which retries at 503.
     url = f"http://127.0.0.1:{http.port}/api/v1/savings?since_s=60"
     (await asyncio.to_thread(urllib.request.urlopen, url)).close()
     http.close()
@@ -355,7 +345,7 @@ async def test_page_ends_quietly_while_requests_wait(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     http = HttpServer("127.0.0.1", 0, node)
-    # This code runs on the node's event loop, so the request stays unanswered until the close.
+    # This is the node's event loop, so no answer can come.
     with socket.create_connection(("127.0.0.1", http.port)) as one:
         one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: bool(http.routes._shared))
@@ -394,8 +384,7 @@ def test_page_is_one_small_self_contained_file(server: Server) -> None:
     for path in ("/", "/api/v1/status", "/api/v1/savings"):
         headers = get(http_port(server), path).headers
         assert {name: headers[name] for name in private} == private
-    # The page must load nothing from other hosts, must not insert text as markup, and must not have
-    # styles or event handlers in attributes.
+    # Nothing from other hosts, no markup from text, no inline styles or handlers.
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
     assert not re.search(r'<[^>]+ (style|on\w+)="', text)
@@ -422,8 +411,7 @@ def test_odd_requests(server: Server, path: str, method: str, status: int) -> No
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """A server that has two tenants and shows its status page to other machines, and the files of
-    its token and its settings."""
+    """A server with two tenants, whose page other machines may see."""
 
     server: Server
     token: Path
@@ -499,7 +487,7 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
     finally:
         far.token.write_text(TOKEN)
     assert far.asked(TOKEN) == 200
-    # A changed admin token in the settings file must count only after a reload.
+    # An admin's new token counts only after a reload.
     old, digest = far.config.read_text(), hashlib.sha256(other.encode()).hexdigest()
     far.config.write_text(old.replace(hashlib.sha256(ADMIN.encode()).hexdigest(), digest))
     try:
@@ -514,8 +502,7 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
 
 
 def test_hung_token_disk_stops_no_probe(far: Far) -> None:
-    """Replaces the token's file by a FIFO and asks for the page: reading the token then hangs until
-    the test has written it. Meanwhile probes and admins must be answered."""
+    """Reading the FIFO hangs until the test writes it."""
     far.token.unlink()
     os.mkfifo(far.token, 0o600)
     with futures.ThreadPoolExecutor(1) as pool:
@@ -542,7 +529,7 @@ async def test_unauthorised_clients_body_is_not_kept(node: Node, host: str, num_
     (connection,) = waiting
     await asyncio.sleep(0.1)
     assert len(connection._body) == num_kept
-    # Completes the request, which must still be answered.
+    # The whole request must still be answered.
     writer.write(bytes(1000))
     status = await asyncio.wait_for(reader.readline(), 30)
     assert status.split()[1] == (b"400" if num_kept else b"403")
@@ -552,8 +539,7 @@ async def test_unauthorised_clients_body_is_not_kept(node: Node, host: str, num_
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 async def test_nothing_is_shown_elsewhere_without_a_token(node: Node, host: str) -> None:
-    """Serves HTTP on all addresses, without a token. The page and its API must be refused; the
-    health check must work. `::` accepts IPv4 connections too."""
+    """Health is shown. `::` accepts IPv4 too."""
     if host == "::" and not socket.has_dualstack_ipv6():
         pytest.skip("no such addresses here")
     http = HttpServer(host, 0, node)

@@ -1,6 +1,4 @@
-"""Tests of the KV events of a server with a disk. Readers of the ZMQ endpoint and of the gRPC
-stream must learn which tiers have a block. A gRPC reader that does not ask for tiers must get only
-events of host memory."""
+"""Tests KV events of a server with a disk."""
 
 import signal
 from collections.abc import Iterator
@@ -19,14 +17,12 @@ __all__ = ["place"]
 
 
 def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
-    """Stores blocks, which are written to the disk, then evicts them from host memory and loads
-    them again. By the events, each block must at the end be in host memory and on the disk. No
-    event may store a block where it already is."""
+    """No event may store a block where it already is."""
     place.start_tiered("--events.endpoint", f"ipc://{place.folder}/events")
     engine = place.connect()
     assert place.server is not None
     router = Router(place.folder, topic(engine.key_space.model))
-    # Discards the events of a block that is flushed once it is on the disk too.
+    # Discards the events of a block that is flushed once it is on the disk.
     router.wait_heard(engine)
     place.fill(first := hashes(1))
     engine.session.flush().result(60)
@@ -69,8 +65,7 @@ def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
 
 
 def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]):  # type: ignore[no-untyped-def]
-    """Yields the answers of an event stream until blocks were stored and a clear event has
-    followed."""
+    """Up to a clear event after some stores."""
     has_blocks = False
     for items, lost in stream:
         assert not lost
@@ -83,8 +78,6 @@ def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]): 
 def test_readers_learn_disk_blocks_after_arena_resize(
     place: Tiered,
 ) -> None:
-    """Restarts the server with an arena of another size. Host memory then starts empty, but the
-    disk keeps its blocks. A reader that connects later must learn of these blocks."""
     events = ("--events.endpoint", f"ipc://{place.folder}/events")
     place.start_tiered(*events)
     engine, chain = place.connect(), hashes(CHAIN)

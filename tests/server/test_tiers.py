@@ -1,6 +1,4 @@
-"""Tests of a disk tier below host memory. Blocks evicted from host memory must return from the disk
-byte for byte, also after a kill. Faults of the disk may cost hits, but must never lead to wrong
-bytes."""
+"""Tests a disk tier: faults may cost hits, never lead to wrong bytes."""
 
 import argparse
 import json
@@ -37,8 +35,7 @@ ARENA_SLOTS = (16 << 20) // SLOT_BYTES
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Tiered]:
-    """Yields a server with an engine, and with a disk that has a budget of bytes to write per day.
-    The module's tests share it, each with different blocks."""
+    """Used by the whole module. Its disk has a daily budget."""
     with tiered() as made:
         made.start_tiered("--tiers.disk.write-gb-per-day", "1e5")
         made.connect()
@@ -101,8 +98,7 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 
 @pytest.mark.long
 def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
-    """Writes blocks to a disk with a daily budget of bytes. The written bytes must still count
-    against the budget after a kill of the server, and after a reset of the cache."""
+    """Also after a reset of the cache."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.command = faults.command("hurry")
     place.start_tiered(*budget)
@@ -184,9 +180,7 @@ def test_a_disk_of_another_server_is_refused(shared: Tiered) -> None:
 
 
 def test_power_loss_revives_nothing_before_a_flush(place: Tiered) -> None:
-    """Simulates a power loss after a flush: deletes the arena, and replaces the disk's records by
-    those of before the flush. The next server must not find a flushed block. Blocks stored after
-    the flush must survive the next power loss."""
+    """The disk's records are then those of before the flush."""
     disk = place.folder / "disk"
     place.start_tiered()
     engine, blocks, kept = place.connect(), hashes(20), hashes(4)
@@ -199,7 +193,7 @@ def test_power_loss_revives_nothing_before_a_flush(place: Tiered) -> None:
     (disk / "records").write_bytes(synced)
     place.start_tiered()
     assert not any(lease(engine, blocks))
-    # Blocks stored after the flush must survive the next power loss.
+    # New blocks survive the next power loss.
     content = place.fill(kept)
     place.stop(signal.SIGKILL)
     shutil.rmtree(place.folder / "arena")
@@ -208,8 +202,7 @@ def test_power_loss_revives_nothing_before_a_flush(place: Tiered) -> None:
 
 
 def values(count: int, seed: int) -> np.ndarray:
-    """Returns bytes [layer, block, byte] for `count` blocks. They can be compressed like the keys
-    and values of real models."""
+    """[layer, block, byte], which compress as a real model's."""
     made: np.ndarray = keys_and_values(LAYERS * count * PAGE_BYTES, seed)
     return made.reshape(LAYERS, count, PAGE_BYTES)
 
@@ -219,9 +212,7 @@ def values(count: int, seed: int) -> np.ndarray:
     [("auto", "off"), pytest.param("off", "auto", marks=pytest.mark.long)],
 )
 def test_disks_encoding_may_change_between_servers(place: Tiered, first: str, then: str) -> None:
-    """Writes blocks to a disk with the compression setting `first`, kills the server, and starts
-    the next with the setting `then`. It must read all blocks. Blocks that can't be compressed must
-    be written unchanged."""
+    """Blocks that can't be compressed are written as they are."""
     size = {"auto": room_bytes(SLOT_BYTES), "off": SLOT_BYTES}
     place.start_tiered("--tiers.disk.compress", first)
     place.connect()

@@ -1,5 +1,4 @@
-"""Tests of the metrics of calls, transfers, the event loop and the ledger (which counts hits and
-saved time), as a real server exports them to Prometheus."""
+"""Tests metrics of calls, transfers, event loop and ledger."""
 
 import asyncio
 import collections
@@ -36,7 +35,7 @@ SLOT_BYTES = LAYERS * PAGE_BYTES
 
 
 def read(port: int) -> dict[str, float]:
-    """Returns the values of the server's metrics at /metrics, by name with labels."""
+    """Values by name with labels."""
     lines = get(port, "/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("hotkv_"))
     return {name: float(value) for name, value in pairs}
@@ -100,8 +99,7 @@ def test_transfers_that_fail_are_counted_and_not_timed(folder: Path) -> None:
 
 
 def test_counters_of_the_ledger_never_fall(place: Place) -> None:
-    """Reports a hit, and then that its load has failed, so that the ledger subtracts the hit and
-    its saved time. No exported counter may fall: Prometheus would take this for a restart at 0."""
+    """Prometheus would take a fall for a restart."""
     port = http_port(place.start())
     session = place.connect().session
     report = RequestReport(hashes(4), 70, 0, 48, 0.0, saved_s=2.0, report_id=1)
@@ -143,9 +141,7 @@ def made_up_lag(timers: list[Callable[[], None]], clock: list[float]) -> Any:
 
 @given(DELAYS_S, st.integers(0, 99))
 def test_delay_counts_as_often_as_measured(delays: list[float], seconds: int) -> None:
-    """Compares `LoopLag`, which measures how late the event loop's timer fires, with a model on a
-    made-up clock. While nothing is late, `LoopLag` sets its timer up to 16 times less often. A
-    delay that is measured then must count once for each tick that was left out."""
+    """While nothing is late, up to 16 ticks are left out. They count with the next delay."""
     clock, timers = [100.0], list[Callable[[], None]]()
     samples, num_ticks = [0.0], 1
     with made_up_lag(timers, clock):
@@ -174,11 +170,7 @@ HOLDS = st.lists(
 def test_looks_name_longest_hold_log_hang_once(
     holds: list[tuple[str, float]], is_refused: bool
 ) -> None:
-    """Runs the looks of `LoopLag` on a made-up clock while functions of hotkv hold the loop one
-    after the other.
-
-    is_refused: if True, the system refuses the thread of faulthandler's timer.
-    """
+    """`is_refused`: faulthandler's timer gets no thread."""
     clock, timers, armed_s = [100.0], list[Callable[[], None]](), list[float]()
     stacks, seen_s = mock.Mock(), collections.Counter[str]()
     with (
@@ -204,7 +196,7 @@ def test_looks_name_longest_hold_log_hang_once(
                 clock[0] += pause_s
                 pause_s = loop_lag._look(stacks)
                 assert 0 < pause_s <= lag.MAX_PAUSE_S
-                # Between two looks, faulthandler's timer never expires.
+                # faulthandler's timer never expires in between.
                 assert is_refused or clock[0] + lag.HUNG_S <= armed_s[-1]
                 if clock[0] - due_s > lag.HELD_S:
                     seen_s[f"hotkv_server.{name}:hold"] += clock[0] - due_s - late_s
@@ -242,19 +234,17 @@ async def hold():
 
 asyncio.run(hold())
 """
-"""Blocks the loop in functions of a made-up module of hotkv: first for 0.3 s in one of them, then
-for 1.2 s in two."""
+"""One function holds the loop for 0.3 s, then two for 1.2 s."""
 
 
 def test_what_holds_the_loop_is_named() -> None:
-    """In a process of its own: that of the tests may have so many threads that faulthandler leaves
-    the loop's out."""
+    """In a process of its own: with many threads, faulthandler leaves the loop's out."""
     found = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, cwd=ROOT)
     assert found.stdout.strip() == "hotkv_made.up:held_long", found.stderr
 
 
 async def test_task_without_a_stack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the loop's stack, as faulthandler does in a process with over 100 threads."""
+    """With over 100 threads, faulthandler leaves some out."""
     monkeypatch.setattr(lag.Stacks, "read", lambda _: "Thread 0x1 (most recent call first):\n")
     loop_lag = lag.LoopLag()
     loop_lag.start()
@@ -317,9 +307,8 @@ print("survived")
 
 
 def test_looks_survive_a_loop_that_frees_its_frames() -> None:
-    """Looks at a thread while it enters and leaves functions with frames of many sizes. Garbage
-    collections, which release the GIL, come at every moment. If a look used frames, it would soon
-    read freed ones: CPython 3.11 may collect garbage while it makes a frame object."""
+    """A look that used frames would read freed ones: CPython 3.11 may collect garbage while it
+    makes a frame object."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", LOOKS], capture_output=True, text=True
     )

@@ -1,5 +1,4 @@
-"""Tests of `hotkv top` against a real server: its figures, its output as lines, its screen and its
-keys."""
+"""Tests `hotkv top` against a real server."""
 
 import contextlib
 import dataclasses
@@ -51,8 +50,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def readings(server: Server) -> Iterator[tuple[Reading, Reading]]:
-    """Yields two readings of the server's counters: one before and one after each of two engines
-    has processed a prompt. The prompt of the first engine hits, that of the second does not."""
+    """Readings before and after two prompts, of which one hits."""
     with contextlib.ExitStack() as stack:
         engines = [Traffic(server.target, name, f"{name}-engine") for name in ("alpha", "beta")]
         layer = {"selects": 4, "swap_bytes": SWAPPED_BYTES}
@@ -98,7 +96,7 @@ def test_first_reading_has_no_rates(
 ) -> None:
     before, after = readings
     other = dataclasses.replace(before, info={**before.info, "pid": -1})
-    # In a container a restarted server may have the same pid; its shorter uptime shows the restart.
+    # In a container, a restarted server may have the same pid.
     older = dataclasses.replace(before, info={**before.info, "uptime_s": 1e6})
     for earlier in (None, other, older):
         figures = figures_of(earlier, after)
@@ -108,8 +106,7 @@ def test_first_reading_has_no_rates(
 
 
 def test_reading_has_its_answers_time() -> None:
-    """Reads the server's counters. The reading must have the time of the server's answer, not of
-    the request. Otherwise a late answer would look like a restart of the server."""
+    """With the request's time, a late answer would look like a restart."""
     client, answered_s = MagicMock(), list[float]()
     client.info.side_effect = lambda: answered_s.append(time.monotonic())
     assert read(client).at_s >= answered_s[0]
@@ -153,7 +150,7 @@ def test_into_a_pipe_come_lines_and_json(server: Server) -> None:
 
 
 class Terminal:
-    """A process of `hotkv top` on a pseudo-terminal, and the content of its screen."""
+    """`hotkv top` on a pseudo-terminal, and its screen."""
 
     def __init__(
         self,
@@ -176,8 +173,7 @@ class Terminal:
         os.write(self._fd, sent.encode())
 
     def shows(self, text: str) -> bool:
-        """Reads the output that is available. Returns True if the text is then on the screen. Stops
-        after some frames: on a busy machine the next frame may always be there already."""
+        """Reads a few frames at most: on a busy machine there may always be a next one."""
         for _ in range(10):
             if not select.select([self._fd], [], [], 0.05)[0]:
                 break
@@ -193,8 +189,7 @@ class Terminal:
         wait_for(lambda: all(map(self.shows, texts)), str(texts))
 
     def takes_keys(self) -> bool:
-        """Returns True once the process has turned the terminal's echo off. From then on it reads
-        each key at once."""
+        """Without echo, the process reads each key at once."""
         return not termios.tcgetattr(self._fd)[3] & termios.ECHO
 
     def ended(self) -> bool:
@@ -216,8 +211,7 @@ def test_the_screen_and_its_keys(server: Server) -> None:
     terminal.wait("alpha", "beta", "tokens/s", "by loaded", "model  ")
     terminal.press("s")
     terminal.wait("by stored")
-    # Presses arrow down and Enter, which show the engine of the second model. The first model must
-    # disappear.
+    # Arrow down and Enter show only the second model's engine.
     terminal.press("\x1b[B\r")
     terminal.wait("missed, 10 min", "engine ")
     assert not (terminal.shows("alpha") and terminal.shows("beta"))
@@ -234,8 +228,7 @@ def test_the_screen_and_its_keys(server: Server) -> None:
 
 @pytest.mark.usefixtures("readings")
 def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
-    """Runs `hotkv top` on a terminal of type `dumb`, such as an editor's shell or a build log. It
-    must print its figures and end at Ctrl-C."""
+    """Editors' shells and build logs are such terminals."""
     terminal = Terminal(server, "--count", "0", term="dumb")
     terminal.wait("hotkv-server", "alpha")
     terminal.end("\x03")
@@ -243,9 +236,7 @@ def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
 
 
 def test_screen_survives_its_servers_hang_and_death() -> None:
-    """Suspends, kills and restarts the server under `hotkv top`. The screen must react to keys
-    while the server hangs, even with a timeout of 300 s for answers. It must show when the server
-    has died, and when the next server is ready."""
+    """Even if answers may take 300 s, keys work."""
     with runtime_folder(64 << 20) as folder:
         with Server(folder, "16MiB", *SLABS) as first:
             first.wait_ready()
@@ -285,12 +276,12 @@ def test_every_engine_can_be_scrolled_to(
 ) -> None:
     figures = figures_of(None, readings[1])
     one = dataclasses.replace(figures.engines[0], selects_per_s=selects_per_s)
-    # Square brackets in names must be printed as they are, not interpreted as markup.
+    # Square brackets must not be markup.
     one = dataclasses.replace(one, model="[red]")
     many = [
         dataclasses.replace(one, engine_id=f"id-{i}", name=f"pod[/gpu]-{i:02d}") for i in range(60)
     ]
-    # Removes the warnings of a busy machine, which would take lines too.
+    # Warnings of a busy machine would take lines.
     figures = dataclasses.replace(figures, engines=many, warnings=[])
     view = screen.View(2.0, sort="name", rows="engine", hit_ratios=[-2.0, None, 0.5, 7.0])
     decides = selects_per_s > 0
@@ -314,8 +305,7 @@ def test_every_engine_can_be_scrolled_to(
 
 
 def busy(readings: tuple[Reading, Reading]) -> Figures:
-    """Returns figures of three engines with two models. All numbers are as wide as they can be, to
-    test how the screen fits them."""
+    """Three engines of two models, with the widest numbers."""
     figures = figures_of(None, readings[1])
     most = {
         "prompt_tokens_per_s": 9_999_999.0, "hit_ratio": 1.0, "recent_hit_ratio": 1.0,
@@ -350,7 +340,7 @@ def test_the_widest_figures_fit_80_columns_and_more(
     view = screen.View(2.0, rows=rows, hit_ratios=[0.5] * screen.MAX_HISTORY)
     lines = screen_of(busy(readings), view, 24, width)
     assert len(lines) <= 24 and max(map(len, lines)) <= width
-    # In each line, the bars, the figures and the end of the name must be complete.
+    # Bars, figures and the ends of names must be complete.
     rates = {"9,999,999": "1023.9 GiB", "19,999,998": "2.0 TiB"}
     many = [line for line in lines if line.count("100%") == 2]
     assert len(many) == (2 if rows == "model" else 3)

@@ -1,5 +1,4 @@
-"""Tests of the server's OpenTelemetry traces, with a collector that works, is away, refuses spans
-or is slow. Also tests a server without the setting for traces."""
+"""Tests traces, with collectors that work, are away, refuse, or are slow, and without."""
 
 import asyncio
 import logging
@@ -60,7 +59,7 @@ def collector() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def traced(collector: OtlpReceiver) -> Iterator[Server]:
-    """Yields a server with a disk tier that exports its spans to the collector."""
+    """Its spans go to the collector."""
     with runtime_folder(256 << 20) as folder:
         flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
@@ -70,8 +69,7 @@ def traced(collector: OtlpReceiver) -> Iterator[Server]:
 
 
 class Request:
-    """An engine and a trace id. The engine's calls belong to the trace, so their spans are found by
-    its id."""
+    """An engine whose calls belong to one trace."""
 
     def __init__(self, target: str) -> None:
         name, shape = os.urandom(8).hex(), {"layers": LAYERS, "page_bytes": PAGE_BYTES}
@@ -97,8 +95,7 @@ class Request:
         self.session.release(name)
 
     def spans(self, collector: OtlpReceiver, *names: str) -> dict[str, ReceivedSpan]:
-        """Waits until the collector has a span of each of these names. Returns the trace's spans by
-        name."""
+        """The trace's spans by name, once all of these are there."""
 
         def mine(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
             return {one.name: one for one in spans if one.trace_id == self.trace_id}
@@ -116,9 +113,7 @@ def request_(traced: Server) -> Iterator[Request]:
 def test_request_is_traced_from_lookup_to_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    """Stores, looks up, leases and loads blocks in one trace, and checks the spans down to the
-    write to the disk. The span of a store must have its wait and its copy as children. No span may
-    have a block hash or a client's name."""
+    """No span has a block hash or a client's name."""
     blocks, parent = hashes(8), request_.traceparent
     request_.store(blocks, parent)
     assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
@@ -161,8 +156,7 @@ def test_disk_reads_lie_below_the_waiting_lease(
     wait_for(lambda: traced.counter("tier_demoted_blocks_total") >= before + 16)
     with AdminClient(traced.target) as admin:
         admin.evict(everything=True)
-    # Loads blocks from the disk without a trace. These promotions must not belong to the trace of
-    # an earlier call.
+    # Promotions belong to no earlier call's trace.
     promoted = traced.counter("tier_promoted_blocks_total")
     for _ in range(2):
         request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
@@ -176,7 +170,7 @@ def test_disk_reads_lie_below_the_waiting_lease(
     assert read.parent_id == lease.span_id and lease.encloses(read)
     assert read.attributes["hotkv.tier"] == "disk"
     assert read.attributes["hotkv.found_blocks"] == read.attributes["hotkv.blocks"] > 0
-    # The blocks were stored by an untraced call, so their write to the disk must have no span.
+    # The blocks' store was not traced.
     assert "hotkv.tier.write" not in spans
 
 
@@ -187,8 +181,7 @@ def names_in(collector: OtlpReceiver, request: Request) -> list[str]:
 def test_failing_call_says_why_not_what(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    """Loads under an unknown lease. The span must have the reason of the failure, but not the
-    lease's id. A unary gRPC call must have a span too."""
+    """The lease's id must not be in the span."""
     ids, parent = np.arange(1, dtype=np.int32), request_.traceparent
     with pytest.raises(HotKVError, match="unknown"):
         runs = [LoadRun(0, ids, ids)]
@@ -212,8 +205,7 @@ def test_calls_with_odd_context_go_untraced(
     for context in ("nonsense", "00-" + "0" * 1_000_000, request_.traceparent):
         assert request_.session.lookup([GroupHashes(0, blocks)], context).result(60)[0].all()
     assert traced.counter("trace_contexts_malformed_total") == before + 2
-    # Spans arrive in order. If the untraced lookups had spans, they would
-    # have arrived before this one.
+    # Spans come in order, so those of the lookups would be here.
     request_.spans(collector, "hotkv.lookup")
     assert names_in(collector, request_) == ["hotkv.lookup"]
 
@@ -223,7 +215,7 @@ def test_calls_with_odd_context_go_untraced(
 
 @pytest.fixture
 def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Traces]]:
-    """Yields a function that opens traces, whose spans are sent when the test calls `flush`."""
+    """Opens traces, whose spans are sent at `flush`."""
     monkeypatch.setattr(traces, "PAUSE_MS", 3_600_000)
     monkeypatch.setattr(traces, "CLOSE_S", 60.0)
     made: list[Traces] = []
@@ -329,8 +321,7 @@ class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
 def test_the_environment_may_name_the_collector(
     sink: Callable[[str], Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Configures the collector by the variables OTEL_EXPORTER_OTLP_*. An endpoint whose URL has a
-    path must be used unchanged; otherwise `/v1/traces` must be appended."""
+    """OTEL_EXPORTER_OTLP_* name it. `/v1/traces` is appended if its URL has no path."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
@@ -373,9 +364,7 @@ def test_traced_stores_blocks_are_remembered_bounded(
     }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
-        """Begins and ends the spans of a write of these blocks to the disk, as the disk tier does.
-        There is one span for each store from which the blocks came. Returns, by the name of that
-        store, the number of blocks in its span."""
+        """Numbers of blocks, by name of their store, in the spans that a write makes."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()
@@ -387,8 +376,7 @@ def test_traced_stores_blocks_are_remembered_bounded(
     books.stored(one, [words[:6]])
     books.stored(other, [words[6:12]])
     assert written(words) == {"one": 2, "other": 6}
-    # At most MAX_BLOCKS_OF_STORE blocks of a store are remembered, counted over all its runs (lists
-    # of blocks).
+    # Counted over all runs of a store.
     monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
     books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
     assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}
@@ -444,9 +432,7 @@ print([name for name in sys.modules if name.startswith(("opentelemetry", "hotkv_
 
 
 def test_calls_without_tracing_are_the_modules() -> None:
-    """Makes a server's tracing without the setting `tracing.endpoint`. The server must then use the
-    calls of `wire.calls` themselves, without tracing around them, and must not import
-    OpenTelemetry."""
+    """OpenTelemetry must not be imported either."""
     off = TracingCapability(None)
     assert not any(off.counters().values())
     node: Any = SimpleNamespace(capabilities=[off])
@@ -479,7 +465,7 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
                 stub = cache_pb2_grpc.CacheServiceStub(channel)
                 with pytest.raises(grpc.RpcError):
                     stub.Lookup(cache_pb2.LookupRequest(key_space_id=7))
-        # A server sends its last spans before it stops, so the span is here.
+        # Spans are sent before the server stops.
         (span,) = one.spans
         assert (span.parent_id, span.error) == ("", "UNKNOWN_KEY_SPACE")
         assert one.headers["authorization"] == "Bearer secret" and one.headers["x-tenant"] == "me"
@@ -498,8 +484,7 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_server_serves_and_stops_without_its_collector(hangs: bool) -> None:
-    """Runs a server whose trace collector does not listen, or never answers (`hangs`). The server
-    must still store blocks, and stop."""
+    """`hangs`: the collector never answers."""
     with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1] if hangs else 1
         flags = ("--tracing.endpoint", f"http://127.0.0.1:{port}", "--tracing.sample-ratio", "1")

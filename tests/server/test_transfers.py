@@ -1,5 +1,4 @@
-"""Tests of stores and loads, on a real server and on a node in this process. Loaded bytes must
-equal the stored bytes."""
+"""Tests stores and loads, on a real server and on a node in this process."""
 
 import asyncio
 import itertools
@@ -60,8 +59,7 @@ def test_bytes_move_between_engines_and_are_stored_once(engine: Make) -> None:
 
 
 def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
-    """Stores 100 MiB at once in an arena of 16 MiB. Each block that was answered as stored must be
-    found afterwards, or an eviction notice must have named it."""
+    """A block that is not there must have been evicted."""
     told: list[Evicted] = []
     one = engine(own_server.target, on_evicted=told.append, num_blocks=64)
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
@@ -81,8 +79,7 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     one.session.ping(5)  # Notices come before the answer to a later call.
     gone = {h for notice in told for group in notice.groups for h in group.hashes}
     assert stored - gone == present
-    # Stores blocks again. During the burst, stores were refused because other stores used all
-    # slots; now they must succeed.
+    # The burst is over, so slots are free.
     newest = hashes(64)
     assert store(one, newest) == {BlockResult.STORED} and all(found(one, newest))
 
@@ -151,13 +148,12 @@ def test_blocks_move_by_unary_calls_too(server: Server, engine: Make) -> None:
 async def test_transfer_that_cant_start_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Injects an error into the planning of a store's copies, or into their submission. The failed
-    store must leave no lease, transfer or job behind, and the next store must succeed."""
+    """The fault is in the planning of copies, or at the copy engine."""
     async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         copy_engine = node.transfers._means.copy_engine
-        # The copy is submitted at once only if no page of the memory may have been freed.
+        # Copies are submitted at once only if no page may have been freed.
         monkeypatch.setattr(SessionMemory, "changed", lambda memory: [])
         for part, name in ((transfer_module, "block_copies"), (copy_engine, "submit")):
             with monkeypatch.context() as patch:
@@ -182,7 +178,7 @@ async def test_store_that_may_not_begin_leaves_none(
             elif reason is None:  # Flushes the key space of the session.
                 await node.flush(1)
             else:
-                # A read of the arena is running, so closing the session must wait.
+                # The arena is being read, so the close must wait.
                 session.num_reads = 1
                 closing.append(asyncio.create_task(node.sessions.close(session)))
                 await asyncio.sleep(0)
@@ -206,8 +202,7 @@ async def test_store_that_may_not_begin_leaves_none(
 async def test_event_loop_does_not_wait_for_unmapping(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Closes a session. Its leases must end at once. The engine's memory must then be freed in a
-    thread: on the event loop, this would block other calls for some 0.3 s per GiB."""
+    """Unmapping takes some 0.3 s per GiB. Leases end at once."""
     async with live_node(tmp_path) as node:
         session, blocks, close = await worker(node), hashes(1), SessionMemory.close
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
@@ -257,9 +252,7 @@ async def test_store_that_breaks_a_capability_ends(
 
 
 async def test_evicted_before_answering_is_answered_absent(tmp_path: Path) -> None:
-    """Stores a block that is already present, and evicts it before the store is answered. The
-    client gets the block's eviction notice first. So the later answer must say that the block was
-    aborted; by the answer "present" the client would believe that the block is there again."""
+    """The answer comes after the eviction notice, so "present" would be wrong."""
     async with live_node(tmp_path) as node:
         session, sent = await worker(node, 2), list[session_pb2.ConnectResponse]()
         old, new = hashes(2)
@@ -299,8 +292,7 @@ async def test_lease_waiting_at_session_close_is_none(
 async def test_load_that_cant_be_verified_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
-    """Closes a session during its load. The close must wait for the load. The load must end as
-    failed if the method named by `broken` raises, and as cancelled otherwise."""
+    """If nothing breaks, it is cancelled by the session's close."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
@@ -322,7 +314,7 @@ async def test_load_that_cant_be_verified_fails(
 async def test_a_load_fails_with_what_it_copied(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
-    """While a load copies, its block is condemned, or the server's books break."""
+    """Meanwhile its block is condemned, or the server's books break."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         await store_in(node, session, blocks)
@@ -344,8 +336,7 @@ async def test_a_load_fails_with_what_it_copied(
 
 
 def test_the_time_of_an_answer_ends_with_it() -> None:
-    """Measures the time of two answers: one that is ready, and one that is still a task. The time
-    of the second must be counted only when the task has ended."""
+    """One of two answers is still a task."""
     timings = transfer_module.Timings()
     began_s = time.monotonic() - 3.0
 

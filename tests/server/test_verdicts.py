@@ -1,5 +1,4 @@
-"""Tests of the three sentences at the head of `hotkv status` (is it working, does it pay, what
-limits it). They must follow from the server's figures, and equal those of the API."""
+"""Tests the sentences at the head of `hotkv status`."""
 
 import copy
 import json
@@ -45,8 +44,7 @@ def test_each_reason_of_a_miss_has_a_sentence() -> None:
 
 
 def said(**changes: Any) -> list[str]:
-    """Returns the three sentences for the figures FIGURES with these changes. A change is named by
-    the path of its figure, such as `loop__lag_p99_s`."""
+    """The sentences for FIGURES with changes, by path such as `loop__lag_p99_s`."""
     figures = copy.deepcopy(FIGURES)
     for path, value in changes.items():
         *way, last = path.split("__")
@@ -58,7 +56,7 @@ def said(**changes: Any) -> list[str]:
 
 
 def said_of_hour(**changes: Any) -> list[str]:
-    """Returns the three sentences for FIGURES, with changes to the savings of the last hour."""
+    """As `said`, with changes to the last hour's savings."""
     return said(**{f"savings__hour__{path}": value for path, value in changes.items()})
 
 

@@ -1,5 +1,5 @@
-"""Tests of warm starts. Before it gets traffic, a new node fetches blocks that another node uses,
-from a Valkey that both nodes share. An exported file, or prompts, name these blocks."""
+"""Tests warm starts: a new node fetches from a shared Valkey what another uses, by a file or
+prompts."""
 
 import contextlib
 import json
@@ -43,8 +43,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 @pytest.fixture
 def nodes(valkey: Valkey) -> Iterator[tuple[SharingNode, SharingNode]]:
-    """Yields two nodes that share a Valkey: a node with an engine, and a new node without an
-    engine."""
+    """A node with an engine, and a new one."""
     flags = ("--tiers.valkey.address", f"unix:{valkey.path}", *PATIENT)
     with node() as a, node() as b:
         a.start_sharing(*flags)
@@ -74,9 +73,7 @@ def space_of(one: SharingNode) -> dict[str, Any]:
 def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    """Exports the names of a node's hottest blocks to a file, and imports the file on a new node,
-    which fetches these blocks. The new node's event stream must show the blocks before an engine
-    has connected to it."""
+    """Its events show the blocks before an engine connects."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)
@@ -85,7 +82,7 @@ def test_a_new_node_fetches_what_its_sibling_uses(
         assert a.loads(hot, content)
     assert run(a, "export", str(file))["block_count"] == 2 * CHAIN
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    # The export must list each chain from its head on, and the hot chain before the cold one.
+    # Each chain begins at its head, and the hot one comes first.
     named = [one for line in lines[1:] for one in line["hashes"]]
     assert named == [one.hex() for one in (*hot, *cold)]
     gib = CHAIN * 2 * (16 << 10) / (1 << 30)
@@ -93,7 +90,7 @@ def test_a_new_node_fetches_what_its_sibling_uses(
     with asking(b) as watcher:
         events = watcher.events(0, 60, tiers=True)
         assert next(events) == ([], 0)
-        # The new node has never seen an engine of this key space.
+        # The new node has seen no engine of this key space.
         fetched = run(b, "import", str(file), "--wait", "5")
         assert fetched["fetched_block_count"] == CHAIN and fetched["absent_block_count"] == 0
         told: list[dict[str, Any]] = []
@@ -124,10 +121,9 @@ def test_blocks_of_prompts_come_before_their_requests(
     fetched = run(b, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
     assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
-    # The first prefetch has made the key space known on the new node, so `--like` is not needed
-    # here.
+    # The key space is known now, so `--like` is not needed.
     assert run(b, *words)["present_block_count"] == CHAIN
-    # The prompts of this call share a prefix, whose blocks must be fetched once.
+    # A common prefix is fetched once.
     some = [(b"".join(one), b"") for one in (shared, [*shared, *hashes(1)], shared[:2])]
     with asking(b) as admin:
         answer = admin.prefetch_blocks(space, prompts=some, wait_s=5)
@@ -171,8 +167,7 @@ def test_files_without_end_are_not_read_whole(
 
 
 def test_no_device_or_link_is_replaced(tmp_path: Path) -> None:
-    """Exports to a pipe and to a symbolic link. `hotkv export` must refuse to replace the pipe (or
-    a device, such as /dev/stdout). It must write to the target of the link, and keep the link."""
+    """Such as /dev/stdout. A link stays, and its target is written."""
     client = Mock(export_blocks=lambda *_: iter([{"hash_byte_count": 8}]))
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match="is no file: name a file to write"):
@@ -246,8 +241,7 @@ async def test_blocks_of_several_prompts_keep_their_depths(
         assert index.depths(index.find(1, 0, words_of([0, 1, 2, 10, 11]))).tolist() == [
             0, 1, 2, 1, 2
         ]  # fmt: skip
-        # Neighbours in this list are blocks of different chains (prompts). They must not be linked
-        # as one chain.
+        # Neighbours of different chains must not be linked.
         await WarmStart(other.core, other.tiers).prefetch(1, [unrelated(0, words_of([30, 40]))], 10)
         (last,) = index.find(1, 0, words_of([40]))
         assert last and not len(other.core.space.chains.ancestors(int(last), 1))

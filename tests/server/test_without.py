@@ -1,6 +1,4 @@
-"""Tests that each capability (optional part of the server, such as residency) can be deleted.
-Without its folder and the lines that register it, the server must start, serve, and pass the tests
-that don't need it."""
+"""Tests that each capability can be deleted: its folder, and the lines that register it."""
 
 import os
 import re
@@ -21,17 +19,15 @@ CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CA
 QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
 SHORT = "tests/server/test_transfers.py::test_bytes_move_between_engines_and_are_stored_once"
 SLOW = tuple(f"tests/server/test_{name}.py" for name in ("life", "restart"))
-"""QUICK, SHORT and SLOW list the files of tests of a server that need no capability (optional part
-of the server). They run against servers from which capabilities were deleted."""
+"""QUICK, SHORT and SLOW need no capability."""
 LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w+")
 
 
 def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Copies the server into `folder`, without the capabilities `names`. Returns the environment
-    variables for processes that import the copy."""
+    """Copies the server. Environment of processes that import the copy."""
     server = folder / "hotkv_server"
-    # Also copies the compiled kernels. They stay valid, because `copytree` keeps the files' times.
-    # Leaves out files that other processes write at this moment and then rename.
+    # Compiled kernels stay valid, as `copytree` keeps times. Files that others write at this
+    # moment are left out.
     unfinished = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")
     shutil.copytree(ROOT / "server" / "hotkv_server", server, ignore=unfinished)
     for name in names:
@@ -43,19 +39,18 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
         (gone if found and (found[1] or found[2]) in names else kept).append(line)
     assert len(gone) == 2 * len(names), f"two lines register each of {names}: {gone}"
     file.write_text("".join(kept))
-    # Puts the copy first in PYTHONPATH; all other packages come from this run's paths.
+    # Other packages come from this run's paths.
     path = filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH")))
     return {**os.environ, "PYTHONPATH": ":".join(path)}
 
 
 SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-"""Flag that keeps the working directory out of the import path. Python before 3.11 has no such
-flag; the working directory has no packages of hotkv."""
+"""Keeps the working directory out of the import path. Before Python 3.11, there is no such flag,
+and nothing of hotkv there."""
 
 
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
-    """Runs a Python module that imports the copied server. Returns its output. Raises
-    AssertionError if it fails."""
+    """Runs a module with the copy. Its output; a failure raises AssertionError."""
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""A test harness: servers with a disk tier below host memory, and an engine."""
+"""Servers with a disk tier, and an engine."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,15 +14,10 @@ from tests.support.waiting import wait_for
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 160
 SLOT_BYTES = PAGE_BYTES * LAYERS
 CHAIN = 30
-"""Number of blocks of a prompt: fewer than a quarter of the arena, the most that a lease may pin
-before its load.
-"""
+"""Before its load, a lease may pin at most a quarter of the arena."""
 
 
 class Tiered(Place):
-    """A `Place` (a folder for successive servers, and an engine) whose servers have a disk tier, by
-    default of 64 MiB."""
-
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
     def start_tiered(self, *flags: str, disk: str = "64MiB", arena: str = "16MiB") -> None:
@@ -30,8 +25,7 @@ class Tiered(Place):
         self.start(*folder, "--tiers.disk.bytes", disk, *PATIENT, *flags, arena=arena)
 
     def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, and waits until the blocks and their records are on the disk. Returns the
-        blocks' bytes."""
+        """Waits until blocks and records are on the disk."""
         before = self.counter("tier_demoted_blocks_total")
         content = self.put(blocks, content)
         wait_for(lambda: self.counter("tier_demoted_blocks_total") == before + len(blocks))
@@ -39,13 +33,12 @@ class Tiered(Place):
         return content
 
     def forget(self) -> None:
-        """Evicts all blocks from host memory. They stay on the disk."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
 
     def lose_arena(self) -> None:
-        """Deletes the arena's files, as a reboot does. The server must have ended before."""
+        """As a reboot does."""
         for path in (self.folder / "arena").iterdir():
             path.unlink()
 

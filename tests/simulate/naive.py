@@ -1,6 +1,4 @@
-"""Simple implementations with which tests compare the simulator: LRU caches over dicts, the hits of
-an endless cache, and the most hits that are possible, found by trying everything. Also draws
-requests."""
+"""Naive caches over dicts for comparison with the simulator, and requests."""
 
 from collections.abc import Sequence
 
@@ -10,23 +8,21 @@ from tests.simulate.traces import Chains, Requests
 
 
 class NaiveLRU:
-    """An LRU cache of block ids, as a dict in the order of use; the least recently used block comes
-    first."""
+    """Block ids in a dict, the least recently used first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.blocks: dict[int, None] = {}
 
     def use(self, ids: Sequence[int]) -> None:
-        """Uses blocks from the tail to the head of a prompt, so the head counts as used last."""
+        """From tail to head, so a prompt's head counts as used last."""
         for block in reversed(ids):
             self.blocks.pop(block, None)
             self.blocks[block] = None
 
     def store(self, ids: Sequence[int]) -> list[int]:
-        """Uses the blocks that are present, and inserts as many of the missing blocks as fit. Then
-        uses the first inserted block and the blocks before it again. Returns the evicted blocks,
-        the least recently used first."""
+        """Uses the present blocks, inserts what fits, then uses the first inserted block and
+        those before it again. Evicted blocks."""
         present = [block for block in ids if block in self.blocks]
         most = max(self.capacity, len(present))
         fresh = [block for block in ids if block not in self.blocks][: most - len(present)]
@@ -46,7 +42,6 @@ def distinct(ids: Sequence[int]) -> list[int]:
 
 
 def prefix_length(ids: Sequence[int], held: object) -> int:
-    """Returns the number of blocks before the first block that is not in `held`."""
     for position, block in enumerate(ids):
         if block not in held:  # type: ignore[operator]
             return position
@@ -62,16 +57,13 @@ def lru_hits(requests: Requests, capacity: int) -> int:
 
 
 def two_tier_hits(requests: Requests, capacity: int, second_capacity: int) -> tuple[int, int, int]:
-    """Replays requests over two LRU tiers. Returns the hits over both tiers, the hits of the second
-    tier, and the number of blocks written to the second tier."""
+    """(Hits, hits of the second tier, blocks written to it)."""
     first, second = NaiveLRU(capacity), NaiveLRU(second_capacity)
     hits = lower_hits = writes = 0
     for _, listed in sorted(requests, key=lambda request: request[0]):
         ids = distinct(listed)
         prefix = ids[: prefix_length(ids, first.blocks | second.blocks)]
         loaded = [block for block in prefix if block not in first.blocks]
-        # While blocks are promoted to the first tier, it keeps those blocks
-        # of the prefix that it has.
         here = [block for block in prefix if block in first.blocks]
         loaded = loaded[: capacity - len(here)]
         second.use(loaded)
@@ -97,8 +89,7 @@ def unbounded_hits(requests: Requests) -> int:
 
 
 def most_hits(requests: Requests, capacity: int) -> int:
-    """Returns the most hits that any cache of this capacity can have. Tries every choice of blocks
-    to keep after each request, so it is only for a handful of blocks."""
+    """Tries every choice of blocks to keep, so it is only for a handful."""
     best = {frozenset[int](): 0}
     for _, ids in sorted(requests, key=lambda request: request[0]):
         after: dict[frozenset[int], int] = {}
@@ -121,8 +112,6 @@ def _subsets(blocks: list[int], capacity: int) -> list[frozenset[int]]:
 def chained_requests(
     draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 6, branches: int = 2
 ) -> Requests:
-    """Draws requests with few different contents and short prompts, so that prompts share prefixes
-    and blocks are requested again."""
     chains = Chains()
     contents = st.lists(st.integers(0, branches), min_size=1, max_size=max_blocks)
     times_s = st.sampled_from([0.0, 1.0, 60.0, 1000.0])
@@ -136,8 +125,7 @@ def chained_requests(
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> Requests:
-    """Draws requests that break the rules of the trace format: an id twice in a request or after
-    different prefixes, times in any order, empty requests."""
+    """Against the trace format: repeated ids, times in any order, empty requests."""
     ids = st.lists(
         st.one_of(st.integers(0, 12), st.sampled_from([-1, (1 << 64) - 1, -(1 << 63)])), max_size=9
     )

@@ -1,5 +1,4 @@
-"""Tests the command `hotkv-server simulate`: its JSON and table output, its plot, its options, and
-its messages about mistakes."""
+"""Tests `hotkv-server simulate`."""
 
 import itertools
 import json
@@ -29,8 +28,7 @@ def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def results(*arguments: str | Path) -> list[dict[str, Any]]:
-    """Runs the simulator with `--json` and returns the rows of the result. Checks that the run
-    succeeds and that standard output has nothing but the result."""
+    """Nothing else may be on standard output."""
     done = simulate(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -157,9 +155,7 @@ def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) ->
 
 
 def test_the_largest_default_arena_holds_all_blocks() -> None:
-    """Sizes a cache for blocks of 784 tokens, as hybrid models have. The bytes per token are a
-    fraction, so the bytes of such a block are no whole number in floating point. Nevertheless an
-    arena that is as large as all blocks must hold all of them."""
+    """Blocks of 784 tokens, as of hybrid models, make bytes per token a fraction."""
     bytes_per_token, block_tokens = 32941.33673469388, 784
     requests = [(float(time_s), [time_s % 4]) for time_s in range(8)]
     trace = make_trace("twice", requests, [(784, 0)] * 8)
@@ -169,8 +165,6 @@ def test_the_largest_default_arena_holds_all_blocks() -> None:
 
 
 def test_device_hits_are_hits_in_every_arena() -> None:
-    """Sizes arenas for prompts that hit in the engine's own prefix cache (on the device). An arena
-    without room for a block must show just these hits, also for a prompt without a whole block."""
     tokens = [(90, 32), (90, 32), (40, 8)]
     trace = make_trace("device", [(0.0, [1, 2]), (1.0, [1, 2]), (2.0, [])], tokens)
     done = sizing.size(trace, sizing.Wanted((1, 320), 1.0, 40), POLICIES["lru"])
@@ -180,9 +174,6 @@ def test_device_hits_are_hits_in_every_arena() -> None:
 
 
 def test_blockless_requests_time_counts_for_savings() -> None:
-    """Sizes a cache by a trace of half an hour: two long prompts at its beginning, and at its end a
-    prompt without a whole block, which hits nothing. The saved time per hour must be computed from
-    the whole half hour."""
     requests = [(0.0, [1, 2]), (1.0, [1, 2]), (1800.0, [])]
     trace = make_trace("idle", requests, [(81, 0), (81, 0), (10, 0)])
     done = sizing.size(trace, sizing.Wanted((320,), 1.0, 40, 1000.0), POLICIES["lru"])
@@ -190,9 +181,7 @@ def test_blockless_requests_time_counts_for_savings() -> None:
 
 
 def test_hit_is_at_most_what_lease_pins() -> None:
-    """Repeats a prompt of eight blocks in arenas of 16 and 32 blocks. By default a lease pins at
-    most a quarter of the arena, so a hit can have at most 4 or 8 blocks. Blocks that hit on the
-    device need no lease and must be added."""
+    """A quarter of the arena: 4 or 8 blocks. Device hits need no lease."""
     prompt, tokens = list(range(8)), [(321, 0), (321, 0), (321, 80)]
     trace = make_trace("long", [(float(at), prompt) for at in range(3)], tokens)
     done = sizing.size(trace, sizing.Wanted((16 * 40, 32 * 40), 1.0, 40), POLICIES["lru"])

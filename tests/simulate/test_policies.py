@@ -1,6 +1,5 @@
-"""Tests the eviction policy hotness on made-up traffic of many kinds. Its hit rate must be near
-that of the best other policy, also on loops, on which LRU has hardly any hits. Hotness can hold
-blocks (protect them from eviction for some time after a use); this must raise its hit rate."""
+"""Tests `hotness` on made-up traffic: it is near the best other policy, and holding blocks helps
+it."""
 
 from functools import cache
 
@@ -14,15 +13,15 @@ from tests.simulate.traces import MAKERS
 
 NUM_REQUESTS = 1500
 MOST_BEHIND = 0.04
-"""Largest difference between the hit rates of the best other policy and of hotness."""
+"""Largest distance to the best other hit rate."""
 LEAST_OF_BEST = 0.4
-"""Least hits of hotness on loops larger than the cache, as a share of the most hits possible."""
+"""Least share of the most hits possible, on loops."""
 MOST_LOST = 0.01
-"""Largest loss of hit rate that holding blocks (protecting them from eviction) may cause."""
+"""Largest loss of hit rate by holding blocks."""
 REGULAR = ("regular_turns", "agent_sessions")
-"""Kinds of traffic with sessions whose next turn mostly comes after a regular pause."""
+"""Next turns mostly come after a regular pause."""
 EVERYDAY = (*REGULAR, "sub_agents", "zipf_trees")
-"""Kinds of traffic that the tests of every run replay. The long tests replay all kinds."""
+"""Traffic for every run; the long tests replay all kinds."""
 PERCENTS = pytest.mark.parametrize("percent", [5.0, pytest.param(2.0, marks=pytest.mark.campaign)])
 
 
@@ -42,13 +41,8 @@ def never_holding(capacity: int) -> Hotness:
 def hit_rate(
     maker: str, policy: str, percent: float, num_requests: int = NUM_REQUESTS, *, told: bool = False
 ) -> float:
-    """Returns the hit rate of a replay with a cache of `percent` of all blocks. A replay runs only
-    at the first call; later calls return the same result.
-
-    maker: the kind of traffic.
-    policy: a policy of the server, "clairvoyant" (the most hits possible), or "never holding"
-        (hotness, but without protecting blocks for some time after a use).
-    told: True if the policy gets the hints that a trace contains: when sessions end or pause.
+    """policy: also "clairvoyant", the most hits possible, and "never holding".
+    told: the policy gets hints of ended and pausing sessions.
     """
     trace = made(maker, num_requests)
     capacity = trace.capacity_blocks(percent)
@@ -60,8 +54,7 @@ def hit_rate(
 
 
 def some_long(names: tuple[str, ...]) -> list[object]:
-    """Returns all kinds of traffic as test parameters. The kinds that are not in `names` run only
-    in the long tests."""
+    """All kinds of traffic, others only in the long tests."""
     return [
         name if name in names else pytest.param(name, marks=pytest.mark.long) for name in MAKERS
     ]
@@ -76,9 +69,7 @@ def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
 
 
 def test_hotness_does_not_collapse_on_loops() -> None:
-    """Requests documents in a loop that is larger than the cache. LRU and ARC evict each block just
-    before its next use. The policy hotness must have at least 40 % of the most hits that are
-    possible."""
+    """LRU and ARC evict each block just before its next use."""
     best, found = (
         hit_rate("loops", policy, 10.0, 2 * NUM_REQUESTS) for policy in ("clairvoyant", "hotness")
     )
@@ -95,9 +86,6 @@ def test_holding_blocks_costs_at_most_a_point(maker: str, percent: float) -> Non
 @pytest.mark.parametrize("percent", [2.0, pytest.param(5.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("maker", REGULAR)
 def test_regular_turns_close_a_quarter_of_the_gap(maker: str, percent: float) -> None:
-    """Replays sessions whose requests come at regular intervals. Hotness must close a quarter of
-    the gap between LRU's hits and the most hits possible. It must also beat hotness that does not
-    hold blocks (protect them from eviction for some time after a use)."""
     least, most = (hit_rate(maker, policy, percent) for policy in ("lru", "clairvoyant"))
     reached = hit_rate(maker, "hotness", percent)
     assert reached >= least + (most - least) / 4

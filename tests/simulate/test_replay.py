@@ -1,7 +1,4 @@
-"""Tests the replay of traces through the cache core. With one tier and with two, it must agree with
-simple implementations over dicts. Its bounds (the hits of a clairvoyant and of an endless cache)
-must be exact on small cases. The hints that it derives from a trace must follow their definition.
-"""
+"""Tests the replay of traces against naive caches, its bounds, and its hints."""
 
 import math
 from unittest import mock
@@ -38,9 +35,8 @@ from tests.simulate.traces import Requests
 
 
 def at_one_depth(requests: Requests) -> Requests:
-    """Renames the blocks so that a block has the same depth (position) in all requests, as real
-    blocks do: a block hash covers the blocks before it. The cache needs the depths: it finds the
-    blocks before a stored block by them, and orders demoted blocks."""
+    """Gives each block one depth in all requests, as real hashes have. Predecessors and the
+    order of demoted blocks depend on it."""
     renamed: Requests = []
     for time_s, ids in requests:
         names = {block: 16 * block + depth for depth, block in enumerate(distinct(ids))}
@@ -77,8 +73,6 @@ def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: in
 def test_an_endless_second_tier_loses_nothing(
     policy: str, requests: Requests, capacity: int
 ) -> None:
-    """Replays requests over two tiers: the second has room for all blocks, the first for one
-    request. The hits must equal those of an endless cache."""
     capacity = max(capacity, *(len(ids) for _, ids in requests))
     trace = make_trace("t", requests)
     done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy])
@@ -89,15 +83,10 @@ def test_an_endless_second_tier_loses_nothing(
 
 
 def holds_nothing(policy: Policy) -> bool:
-    """Returns True if the policy does not hold blocks (protect them from eviction for some time),
-    and so refuses no new block.
-    """
     return not (isinstance(policy, Hotness) and policy.duel.winner.hold_s)
 
 
 def test_with_two_tiers_neither_holds() -> None:
-    """Begins with policies that hold blocks (protect them from eviction for some time, so that new
-    blocks may be refused). In a replay with two tiers, both tiers' policies must stop holding."""
     spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []
@@ -121,8 +110,6 @@ def test_with_two_tiers_neither_holds() -> None:
 def test_tiers_stay_consistent(
     policy: str, requests: Requests, capacity: int, budget: int | None
 ) -> None:
-    """Checks after every request that the core's invariants hold, and that as many of the request's
-    blocks as fit are present."""
     trace = make_trace("t", requests)
     one = OneTier(SimulatedTier(capacity, POLICIES[policy]))
     two = TwoTiers(
@@ -133,8 +120,6 @@ def test_tiers_stay_consistent(
     )
     for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
         hashes = trace.hashes[start:end]
-        # Asks before and after the request whether the policy holds blocks, because it may begin or
-        # stop during the request.
         refuses_none = holds_nothing(one.tier.space.policy)
         one.serve(hashes, float(now_s))
         refuses_none &= holds_nothing(one.tier.space.policy)
@@ -143,8 +128,7 @@ def test_tiers_stay_consistent(
             tier.space.check_invariants()
             assert not tier.space.removal.effects and not tier.space.index.pins.any()
         two.lower.check_invariants()
-        # No block may have been refused in a tier with another tier below, or if the policy did not
-        # hold blocks.
+        # Nothing may be refused above another tier, or without holding.
         for tier in (two.first, *((one.tier,) if refuses_none else ())):
             assert np.count_nonzero(tier.find(hashes)) == min(len(hashes), capacity)
 
@@ -158,7 +142,7 @@ def test_clairvoyant_is_the_best_there_is(requests: Requests, capacity: int) -> 
 
 
 @given(requests=any_requests())
-def test_unbounded(requests: Requests) -> None:
+def test_an_endless_cache_hits_every_repetition(requests: Requests) -> None:
     trace = make_trace("t", requests)
     assert trace.hit_blocks(unbounded(trace)) == unbounded_hits(requests)
 
@@ -178,17 +162,13 @@ def test_pauses_end_with_the_next_whole_request(requests: Requests) -> None:
             for at in range(request + 1, len(listed))
             if listed[at][: len(wanted)].tolist() == wanted
         )
-        # The pause until the session's next request; inf if other requests came in between, so that
-        # the session can't be recognized.
+        # inf: others came in between, so the session can't be recognized.
         pauses_s = {trace.times_s[at] - trace.times_s[request] for at in [*later][:1]}
         assert hints.pauses_s[request] in pauses_s | {math.inf}
         assert 0 <= hints.own_from[request] <= len(blocks)
 
 
 def test_what_others_used_is_not_told() -> None:
-    """Derives from a trace the hints of two sessions that share two blocks: which blocks to demote
-    when a session ends or pauses. These may only be blocks that no other session has used so
-    far."""
     first, second = [1, 2, 3, 4], [1, 2, 5, 8]
     begin = [(0.0, first), (1.0, second)]
     turns = [(10.0, [*first, 6]), (1.0 + LONG_PAUSE_S, [*second, 7])]
@@ -199,8 +179,6 @@ def test_what_others_used_is_not_told() -> None:
 
 
 def test_a_replay_gives_up_what_has_ended() -> None:
-    """With hints, a replay evicts the blocks of an ended session before the blocks of an older
-    session, which then hits when it continues. Without hints, the older session misses."""
     going_on, ended, other = ([*range(first, first + 10)] for first in (0, 100, 200))
     trace = make_trace("t", [*enumerate([going_on, ended, other, [*going_on, 10]])])
     assert replay(trace, 20, LRU).prefix.tolist() == [0, 0, 0, 0]

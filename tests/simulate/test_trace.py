@@ -1,5 +1,4 @@
-"""Tests how traces of requests are read from files: which lines are accepted or refused, the error
-messages, and the counting of hits at the beginning of a prompt."""
+"""Tests how traces are read."""
 
 import gzip
 import os
@@ -115,8 +114,6 @@ def test_nothing_to_replay(tmp_path: Path, text: str) -> None:
 
 @given(requests=any_requests())
 def test_prefixes_count_every_access(requests: Requests) -> None:
-    """Compares `prefix` with its definition: a request's hits are its accesses to blocks before the
-    first miss. Each access counts, also a repeated access to the same block."""
     trace = make_trace("t", requests)
     in_order = [ids for _, ids in sorted(requests, key=lambda request: request[0]) if ids]
     assert trace.lengths.tolist() == [len(ids) for ids in in_order]

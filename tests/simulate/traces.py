@@ -1,6 +1,4 @@
-"""Makes traffic of many kinds for replays. Each function returns requests (time in seconds, block
-ids), and the same requests for the same seed. A block id stands for a block and all blocks before
-it."""
+"""Made-up traffic: (time in seconds, block ids). An id stands for a block and all before it."""
 
 import heapq
 import json
@@ -13,9 +11,7 @@ Requests = list[tuple[float, list[int]]]
 
 
 class Chains:
-    """Assigns block ids to prompts. `extend` returns the ids of blocks with these contents, of
-    which the first follows the block `parent`. Equal contents after equal blocks always get the
-    same ids."""
+    """Gives equal contents after equal blocks equal ids."""
 
     ROOT = -1
 
@@ -48,9 +44,7 @@ def _first(requests: Requests, count: int) -> Requests:
 
 
 def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests whose prompts are paths in trees of blocks (as prompts that share
-    beginnings), with a few unique blocks at the end. Some branches are much more popular than
-    others, by Zipf's law."""
+    """Paths in trees, popular by Zipf's law, and a few unique blocks."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -63,8 +57,7 @@ def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.0) -> Requests:
-    """Returns requests of many agents that run at the same time. An agent's context grows with each
-    tool call, its pauses have very different lengths, and at some time the agent ends."""
+    """Many agents at once. Contexts grow with each tool call, and pauses differ much."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     events: list[tuple[float, int]] = []
@@ -89,8 +82,6 @@ def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.
 
 
 def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests for a small set of popular prompts. From time to time batch jobs read long
-    documents in between, each document once."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     for number, popular in enumerate(_zipf(rng, 30, 0.8, num_requests)):
@@ -102,8 +93,7 @@ def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> Requests:
-    """Returns requests for the same documents again and again, in the same order, each with a new
-    question. The documents do not all fit into the cache."""
+    """More documents than fit, in the same order, each time with a new question."""
     chains = Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -113,8 +103,7 @@ def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> 
 
 
 def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns short bursts of requests that share a long system prompt and end differently. System
-    prompts come back after long silences."""
+    """Bursts with a common prompt, which comes back after long silences."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -132,8 +121,7 @@ def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def drift(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests for documents whose popularity follows Zipf's law. Other documents gradually
-    become the popular ones."""
+    """Documents by Zipf's law. Other ones become popular in time."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     ranks = _zipf(rng, 80, 1.0, num_requests)
@@ -152,13 +140,11 @@ def _sessions(
     end_ratio: float,
     num_prompts: int = 4,
 ) -> Requests:
-    """Returns requests of sessions whose context grows from turn to turn.
+    """Sessions whose context grows from turn to turn.
 
-    every_s: mean time between the starts of two sessions.
-    gap_s: returns the time until the session's next turn, given the random generator and the
-        session's pace, a number around 1.
-    end_ratio: probability that a turn is the session's last.
-    num_prompts: number of different system prompts.
+    every_s: mean time between two starts.
+    gap_s: time to the next turn, by generator and the session's pace, around 1.
+    end_ratio: probability that a turn is the last.
     """
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
@@ -178,7 +164,7 @@ def _sessions(
 
 
 def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests of about four agents at a time, whose tools all take about two seconds."""
+    """About four agents, whose tools take two seconds."""
 
     def gap_s(rng: np.random.Generator, pace: float) -> float:
         return 2.0 * float(rng.lognormal(0.0, 0.25))
@@ -187,8 +173,7 @@ def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests of agents whose tools usually take about a second, and sometimes minutes.
-    Each agent has its own pace."""
+    """Tools take a second, and sometimes minutes."""
 
     def gap_s(rng: np.random.Generator, pace: float) -> float:
         return pace * float(rng.gamma(8.0, 1 / 8) if rng.random() < 0.85 else rng.gamma(4.0, 30.0))
@@ -197,16 +182,14 @@ def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def random_ends(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests of people who chat, with pauses of half a minute on average. Each turn is
-    the last of its chat with a probability of a quarter."""
+    """Chats with pauses of 30 s; a quarter of the turns are the last."""
     return _sessions(
         seed, num_requests, 3.0, lambda rng, pace: float(rng.exponential(30.0)), 0.25, 2
     )
 
 
 def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests of agents that sometimes start a few sub-agents. The sub-agents begin with
-    the agent's context and run at the same time. When all have ended, the agent goes on."""
+    """Agents that start parallel sub-agents with their own context."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -232,8 +215,6 @@ def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns a mixture of `agent_sessions`, `zipf_trees`, `scans` and `loops`, all over the same
-    time."""
     makers = (agent_sessions, zipf_trees, scans, loops)
     merged: Requests = []
     for part, maker in enumerate(makers):
@@ -251,7 +232,7 @@ MAKERS: dict[str, Callable[..., Requests]] = {
 
 
 def write_trace(path: Path, requests: Requests) -> Path:
-    """Writes requests to a file in the format of Mooncake's traces. Returns the file's path."""
+    """As Mooncake's traces."""
     with path.open("w") as file:
         for time_s, ids in requests:
             line = {"timestamp": round(time_s * 1000), "input_length": 512 * len(ids)}

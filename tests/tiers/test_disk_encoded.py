@@ -75,7 +75,9 @@ def on_disk(made: Disk, number: int, num_bytes: int = SLOT_BYTES) -> bytes:
         (True, {"num_threads": 8, "staging_rooms": 17}),
     ],
 )
-def test_contract(tmp_path: Path, direct: bool, options: dict[str, Any]) -> None:
+def test_every_policy_keeps_the_contract(
+    tmp_path: Path, direct: bool, options: dict[str, Any]
+) -> None:
     count = iter(range(1000))
 
     @contextlib.contextmanager

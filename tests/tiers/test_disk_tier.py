@@ -41,7 +41,7 @@ STORED, FULL, FAILED = int(Write.STORED), int(Write.FULL), int(Write.FAILED)
 
 @pytest.mark.parametrize("num_threads", [1, 8])
 @pytest.mark.parametrize("direct", [True, False])
-def test_contract(tmp_path: Path, direct: bool, num_threads: int) -> None:
+def test_every_policy_keeps_the_contract(tmp_path: Path, direct: bool, num_threads: int) -> None:
     count = iter(range(1000))
 
     @contextlib.contextmanager

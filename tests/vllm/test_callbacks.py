@@ -269,7 +269,7 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
     ],
 )
 @pytest.mark.parametrize("callback", IN_STEPS)
-def test_a_broken_callback(
+def test_a_broken_callback_harms_no_request(
     bench: Bench, calls: dict[str, list[FunctionType]], callback: str, only_once: bool, some: slice
 ) -> None:
     """some: slice of the functions; everyday runs take every second."""
@@ -357,7 +357,7 @@ def test_rank_without_handshake_leaves_engine_off(bench: Bench) -> None:
     one.shutdown()
 
 
-def test_shutdown_breaks(bench: Bench) -> None:
+def test_broken_shutdown_closes_all_memory(bench: Bench) -> None:
     """Descriptors of the KV memory must be closed."""
     for function in functions_of(bench.new().shutdown)["shutdown"]:
         one = bench.new()

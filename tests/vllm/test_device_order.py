@@ -39,7 +39,7 @@ LONG = pytest.mark.long
         pytest.param(OrderKind.HOST, hybrid_model, 64, False, False, marks=LONG),
     ],
 )
-def test_random_lag(
+def test_random_lag_leaves_kv_right(
     engine: Any,
     server: Any,
     device: ScriptedDevice,

@@ -56,7 +56,9 @@ def test_server_reads_words_and_says_its_order(make: Make) -> None:
         ("flags", hybrid_model, KVCacheLayout.LBHNC),
     ],
 )
-def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:
+def test_random_lag_leaves_kv_right(
+    make: Make, order: str, model: Any, layout: KVCacheLayout
+) -> None:
     """Blocks are reallocated during transfers."""
     chance, device = random.Random(f"{order}{model}{layout.name}"), ScriptedDevice()
     one = make(

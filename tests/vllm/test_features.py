@@ -105,7 +105,9 @@ def test_samples_beams_structured_answers_and_stop_strings(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
-def test_drafters(start: Starter, tmp_path: Path, method: str) -> None:
+def test_a_drafters_last_block_is_computed_again(
+    start: Starter, tmp_path: Path, method: str
+) -> None:
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 1}
     more: dict[str, Any] = {"speculative_config": speculative}
     if method == "mtp":

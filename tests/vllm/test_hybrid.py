@@ -61,7 +61,7 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
     st.integers(0, 300),
     st.integers(0, 50),
 )
-def test_kept_states(
+def test_stored_states_follow_a_plain_rule(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
     """States at multiples of `interval`, at a junction of prompts, and where a repetition or

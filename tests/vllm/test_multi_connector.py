@@ -82,7 +82,7 @@ def test_another_connectors_prompt_is_left_to_it(
         assert one.counters.get("offered_requests", 0) == (not is_due)
 
 
-def test_nested(engine: Make) -> None:
+def test_hotkv_in_a_nested_multiconnector(engine: Make) -> None:
     inner = beside("CheckingConnector", ours_first=True)
     one = engine(within=lambda ours: beside("LoadingConnector", ours_first=False)(inner(ours)))
     assert one.scheduler.recompute_kv_load_failures

@@ -73,7 +73,7 @@ def test_longer_context_costs_more_if_measured() -> None:
     assert abs(speed.seconds(0, 1000) / (1000 * (1e-3 + 1e-6 * 500)) - 1) < 0.02
 
 
-def test_its_error_is_counted() -> None:
+def test_a_prediction_error_is_counted() -> None:
     stats, now_s = HotKVStats(), 0.0
     speed = PrefillSpeed(stats)
     for seconds in (1.0, 1.0, 3.0):

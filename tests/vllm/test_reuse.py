@@ -173,7 +173,7 @@ def test_one_layer_without_prefix_kv_is_enough(specs: tuple[Any, ...], why: str)
 
 @pytest.mark.parametrize("backend", ["FLASHINFER", "TRITON_MLA", "FLASH_ATTN", ""])
 @pytest.mark.parametrize("is_invariant", [False, True])
-def test_batch_invariance(
+def test_batch_invariance_forbids_some_backends(
     monkeypatch: pytest.MonkeyPatch, backend: str, is_invariant: bool
 ) -> None:
     monkeypatch.setattr(reuse, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=is_invariant))

@@ -144,7 +144,7 @@ def test_fences_that_ranks_have_named_are_used(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.long), True])
-def test_random_lag(
+def test_random_lag_leaves_kv_right(
     engine: Any, server: Any, device: ScriptedDevice, kind: OrderKind, pipelined: bool
 ) -> None:
     """The server often ends its copies just after the zeroing."""

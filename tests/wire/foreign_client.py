@@ -1,10 +1,5 @@
-"""An independent client that is written from docs/wire.md alone, with gRPC stubs and the standard
-library.
-
-Opens a session, stores blocks, finds them in the block table, loads them into other memory, and
-compares the bytes. Prints its observations as a JSON object. `python foreign_client.py
-RUNTIME_DIRECTORY`; the stubs that protoc generates from proto/hotkv/v1 must be on the path.
-"""
+"""A client written from docs/wire.md alone. `python foreign_client.py RUNTIME_DIRECTORY` prints
+its observations as JSON; gRPC stubs from proto/hotkv/v1 must be on the path."""
 
 import contextlib
 import hashlib
@@ -37,8 +32,7 @@ PACKET_BYTES = 65536
 WORD_OF_STORE = 7
 
 
-class Refused(Exception):
-    """The server refused a request."""
+class Refused(Exception): ...
 
 
 class Table:
@@ -66,23 +60,17 @@ class Table:
         return 0
 
     def is_ready(self, block_hash: bytes, salt: int) -> bool:
-        """Returns True if the block table shows the block as ready. This is only a hint, because
-        the block may be evicted before a load. `salt`: the number that is mixed into the hashes of
-        the block's group."""
+        """Only a hint: the block may be evicted before a load."""
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:
-        """Returns the 18 words of a block's record. `word`: the block's entry word from a bucket,
-        which contains the record's number."""
+        """The record's 18 words. `word`: from a bucket."""
         at = self._records + RECORD_BYTES * (word & ~RESERVED_FLAG)
         return struct.unpack_from("<18I", self._map, at)
 
     def _bucket(self, number: int) -> tuple[int, Sequence[int], Sequence[int]]:
-        """Reads a bucket of the block table without a lock: reads again if the bucket's sequence
-        number shows that a writer has changed it meanwhile. Returns three things: how many keys had
-        to go to later buckets, the tags (hash bits) of the bucket's keys, and their entry words
-        (numbers of their records). Without tags and entry words if the bucket does not come to
-        rest."""
+        """(Number of keys in later buckets, tags, entry words). The last two are empty if the
+        bucket does not come to rest."""
         at = HEADER_BYTES + BUCKET_BYTES * number
         for _ in range(MAX_ATTEMPTS):
             before = struct.unpack_from("<I", self._map, at)[0]
@@ -93,7 +81,7 @@ class Table:
 
 
 class Stream:
-    """The session's gRPC stream. Each request is sent and answered before the next one is sent."""
+    """Each request is answered before the next is sent."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -103,8 +91,6 @@ class Stream:
         )
 
     def ask(self, **body: Message) -> Any:
-        """Sends a request and returns its answer. Raises Refused if the server refuses the
-        request."""
         request = session_pb2.ConnectRequest(request_id=self._next_id, **body)
         self._next_id += 1
         self._outbox.put(request)
@@ -116,7 +102,6 @@ class Stream:
         raise ConnectionError("the server ended the stream")
 
     def close(self) -> None:
-        """Ends the session. Returns when the server has closed the stream."""
         self._outbox.put(None)
         for _ in self._answers:
             pass
@@ -130,8 +115,7 @@ def talk(path: Path) -> socket.socket:
 
 
 def ticket(path: Path) -> bytes:
-    """Fetches a one-time ticket from the descriptor socket, by which the server identifies this
-    process's user."""
+    """A ticket, which proves this process's user once."""
     with talk(path) as connection:
         connection.send(session_pb2.LinkRequest(wants_ticket=True).SerializeToString())
         answer = session_pb2.LinkResponse.FromString(connection.recv(PACKET_BYTES))
@@ -140,9 +124,7 @@ def ticket(path: Path) -> bytes:
 
 
 def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.socket, Table]:
-    """Sends file descriptors of memory (`handles`: handle id to descriptor) to the descriptor
-    socket at `path`. Returns the connection, and the block table, whose descriptor the server sends
-    back."""
+    """(Connection, block table that the server sends back)."""
     connection = talk(path)
     request = session_pb2.LinkRequest(session_id=session_id, handle_ids=list(handles))
     socket.send_fds(connection, [request.SerializeToString()], list(handles.values()))
@@ -158,8 +140,7 @@ def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.s
 
 
 def opening(proof: bytes) -> session_pb2.OpenSession:
-    """Returns the request that opens a session in a key space (a model in a configuration) with one
-    full-attention group and one shard. `proof`: the ticket, which proves this process's user."""
+    """Opens a key space with one group. `proof`: the ticket."""
     full = layout_pb2.KV_GROUP_KIND_FULL_ATTENTION
     group = layout_pb2.KvGroup(kind=full, block_token_count=16, shard_byte_counts=[BLOCK_BYTES])
     space = layout_pb2.KeySpace(
@@ -184,8 +165,7 @@ def opening(proof: bytes) -> session_pb2.OpenSession:
 
 
 def layout() -> layout_pb2.Layout:
-    """Returns the layout of the client's memory: one file (a handle), in which the blocks follow
-    each other."""
+    """The memory is one file, in which blocks follow each other."""
     mapping, num_bytes = layout_pb2.FileMapping(), NUM_BLOCKS * BLOCK_BYTES
     handle = layout_pb2.MemoryHandle(handle_id="memory", byte_count=num_bytes, file_mapping=mapping)
     tensor = layout_pb2.PageTensor(
@@ -265,8 +245,6 @@ def main(folder: Path) -> dict[str, Any]:
         saw["equal"] = memory[: 8 * BLOCK_BYTES] == memory[20 * BLOCK_BYTES : 28 * BLOCK_BYTES]
         stream.ask(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id="l"))
 
-        # Sets the word of the next store in the fence, which revokes the store. The server must
-        # commit none of its blocks.
         struct.pack_into("<I", fence, 4 * WORD_OF_STORE, 1)
         run.hashes, run.block_ids = hashlib.sha256(b"revoked").digest(), int32s([0])
         names = {"transfer_id": "r", "lease_id": "r"}

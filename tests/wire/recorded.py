@@ -13,8 +13,7 @@ GOOD = f"00-{TRACE}-{SPAN}-01"
 
 
 class Recorded:
-    """A `Traces` object (the tracing of a server or client) and the list of the spans that it has
-    exported. `bounds`: limits of `Traces`."""
+    """`Traces` and what it has exported. `bounds`: its limits."""
 
     def __init__(self, **bounds: Any) -> None:
         self._exporter = InMemorySpanExporter()

@@ -1,5 +1,4 @@
-"""The process that reads the block table in `test_table_reader`, and the class that writes the
-table."""
+"""The process that reads the block table in `test_table_reader`, and its writer."""
 
 import json
 import mmap
@@ -27,15 +26,15 @@ Words64 = NDArray[np.uint64]
 HASH_BYTES = 32
 KEY_SPACE, GROUP, SALT = 3, 1, 0x5EED_5EED_5EED_5EED
 NUM_STABLE = 64
-"""Key numbers 0 to 63 are always ready. The next `NUM_MOVING` are inserted and removed. The last
-`NUM_ABSENT` are never inserted."""
+"""The first keys are always ready, the next NUM_MOVING come and go, the last NUM_ABSENT never
+come."""
 NUM_MOVING = 500
 NUM_ABSENT = 300
 BATCH = 512
 
 
 def spread(values: Words64) -> Words64:
-    """Returns 64-bit words hashed by the finisher of splitmix64."""
+    """The finisher of splitmix64."""
     mixed = (values + np.uint64(1)) * np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -43,21 +42,16 @@ def spread(values: Words64) -> Words64:
 
 
 def packed_hashes(numbers: Words64) -> bytes:
-    """Returns the block hashes for these key numbers, 32 bytes each."""
     return np.stack(
         [spread(numbers + np.uint64(part << 32)) for part in range(4)], axis=1
     ).tobytes()
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Counter[str]:
-    """Looks up batches of random keys while another process writes the table. Returns counts of the
-    answers by kind.
+    """Counts of answers by kind. Wrong is, for example, an entry for a key that never comes.
 
-    how: `kernel`: with the compiled `probe` of clients and the `find` of the server's threads.
-        Otherwise only with the Python version of `probe`.
-
-    The count `wrong` has answers that are wrong at any time, such as an entry for a key that is
-    never inserted.
+    how: `kernel`: the compiled `probe` of clients and `find` of the server; else the Python
+        `probe`.
     """
     rng, counts = np.random.default_rng(seed), Counter[str]()
     capacity = block_table.geometry.capacity
@@ -82,8 +76,7 @@ def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Coun
 
 
 def main(path: str, num_batches: int, seed: int, how: str) -> None:
-    """Maps the block table's file read-only, as a client does, looks up keys, and prints the counts
-    of `read`."""
+    """Maps the file as a client does, and prints the counts."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
@@ -97,8 +90,7 @@ if __name__ == "__main__":
 
 
 NUM_BUCKETS = 90
-"""Number of the table's buckets. Each has room for 7 of the 564 keys, so buckets overflow all the
-time, and keys are placed in later buckets."""
+"""Each has room for 7 of 564 keys, so they overflow all the time."""
 
 
 @pytest.fixture
@@ -116,8 +108,7 @@ def table_path(tmp_path: Path) -> Iterator[tuple[Path, BlockIndex]]:
 
 
 class Writer:
-    """A writer of the block table. It inserts some keys once (NUM_STABLE), and inserts, publishes
-    (makes ready) and removes others (NUM_MOVING) again and again, in batches of random size."""
+    """Inserts and removes NUM_MOVING keys in batches of random size."""
 
     def __init__(self, index: BlockIndex) -> None:
         self.index = index
@@ -143,8 +134,6 @@ class Writer:
         self.index.publish(entries, self.index.mixed(entries), checks)
 
     def step(self) -> None:
-        """Publishes (makes ready) some reserved keys, removes some ready keys, and reserves some
-        absent keys."""
         for name in ("absent", "reserved", "ready"):
             setattr(self, name, self.rng.permutation(getattr(self, name)))
         arriving, self.absent = np.split(self.absent, [self.rng.integers(0, 9)])

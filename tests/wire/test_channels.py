@@ -1,5 +1,4 @@
-"""Tests how a client connects to a server and proves who it is: addresses of servers, TLS settings,
-tokens. gRPC's functions are replaced by fakes."""
+"""Tests how a client connects and proves who it is, with fakes of gRPC's functions."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ UNIX, FAR, NEAR = "unix:/run/hotkv/grpc.sock", "far.example:7000", "127.0.0.1:70
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces gRPC's channel functions. Returns a list that records the arguments of each opened
-    channel."""
     calls: list[Any] = []
     monkeypatch.setattr(grpc, "insecure_channel", lambda *args: calls.append(("plain", *args)))
     monkeypatch.setattr(grpc, "secure_channel", lambda *args: calls.append(("tls", *args)))
@@ -29,9 +26,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Makes files of a CA, a certificate, a key and a token, and returns their paths by these
-    names. The CA's file has a real certificate; each of the other files just contains its own name.
-    """
+    """Only the CA's file has a real certificate."""
     names = {name: str(tmp_path / name) for name in ("certificate", "key", "token")}
     for name, path in names.items():
         Path(path).write_text(name)
@@ -42,7 +37,7 @@ def test_the_admin_socket_lies_beside_the_users() -> None:
     assert admin_target(UNIX) == "unix:/run/hotkv/admin.sock"
     for target in ("unix:/run/hotkv/other.sock", "unix:/run/grpc.sock.old", FAR):
         assert admin_target(target) == target
-    # This target is a host name, although it looks like the path of a socket.
+    # This is a host name, although it looks like a path.
     assert admin_target("host/grpc.sock") == "host/grpc.sock"
     assert is_unix(UNIX) and not is_unix(FAR)
 

@@ -1,5 +1,5 @@
-"""Tests a client's connection: each call gets exactly one answer or error. An unreadable answer,
-from a newer or faulty server, fails only its own call. A process with a client can fork."""
+"""Tests a client's connection: each call gets one answer or error, an unreadable answer fails
+alone, and the process can fork."""
 
 import contextlib
 import os
@@ -80,11 +80,17 @@ class Unsent:
 
 
 @pytest.fixture
+<<<<<<< HEAD
 def made() -> Any:
     connection = Connection(CONFIG, None, Fence())
     connection.stream.close()
     connection.stream = Unsent()  # type: ignore[assignment]
     return connection
+=======
+def made() -> Connection:
+    """A connection with a fence, and without a server."""
+    return Connection(CONFIG, None, Fence())
+>>>>>>> t2
 
 
 def pending(**fields: Any) -> Pending:
@@ -147,8 +153,7 @@ def test_cancelled_store_with_fence_ends_at_once(made: Any) -> None:
 def test_loads_to_a_device_wait_for_its_copies(
     made: Any, monkeypatch: pytest.MonkeyPatch, is_load: bool
 ) -> None:
-    """When the server has died, a load to a device fails only after the time in which the device
-    may still copy."""
+    """A dead server's copies may still run."""
     waited: list[float] = []
     transfer = pending(transfer_id="t", is_load=is_load)
 
@@ -191,9 +196,8 @@ with connected(sys.argv[1], Server(lambda number: [masks_by(number)])) as sessio
 
 
 def test_a_process_with_a_session_can_fork(target: str) -> None:
-    """Forks a process with a session. A call in the child must fail at once, because no answer
-    could reach it. gRPC's fork handlers must be off: they would print a warning, or stop gRPC's
-    threads and perhaps wait for ever."""
+    """No answer reaches the child, so its calls fail. gRPC's fork handlers would warn, or stop
+    its threads and perhaps hang."""
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
     command = [sys.executable, "-c", FORKED, target]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -217,8 +221,7 @@ def request(body: str) -> Any:
 
 
 def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) -> Any:
-    """Returns an answer to the call `request_id`. `body`: kind of the answer; its fields get random
-    values. If `body` is "", the answer has no body."""
+    """An answer with random fields; without a body if `body` is ""."""
     message = session_pb2.ConnectResponse(request_id=request_id)
     if body:
         getattr(message, body).SetInParent()
@@ -228,8 +231,7 @@ def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) ->
 
 
 def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
-    """Returns the message with some bytes changed; unchanged if protobuf can't parse the result.
-    `cuts`: pairs of a byte's position and its new value."""
+    """The message with other bytes at (position, value), if protobuf can parse that."""
     packed = bytearray(message.SerializeToString())
     for place, value in cuts:
         if packed:
@@ -242,9 +244,14 @@ def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
     return read
 
 
+<<<<<<< HEAD
 def call(made: Any, body: str, name: str = "", **fields: Any) -> "Future[Any]":
     """Submits a call of the kind `body`, without a server. Returns the future of its answer.
     `name`, `fields`: transfer id and other fields of the pending call."""
+=======
+def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
+    """Submits a call without a server. `name`: transfer id."""
+>>>>>>> t2
     future: Future[Any] = Future()
     waiting = Pending(future, transfer_id=name, is_load=body == "load", **fields)
     assert made.submit(request(body), waiting, None) is None
@@ -266,8 +273,7 @@ def call(made: Any, body: str, name: str = "", **fields: Any) -> "Future[Any]":
     )
 )
 def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]]]) -> None:
-    """Answers calls with messages of any kind, some of them damaged. Each future must end. If the
-    answer is of another kind than the call, the future must end with an error."""
+    """An answer of another kind than the call is an error."""
     made = Connection(CONFIG, None, Fence())
     futures, answers = [], []
     for number, (body, kind, seed, cuts) in enumerate(calls, 1):
@@ -292,10 +298,17 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
     assert isinstance(late.exception(0), HotKVError)
 
 
+<<<<<<< HEAD
 def test_broken_reader_fails_its_call_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the client's code that reads an answer raise. Only the call with this answer may fail.
     A caller must not be able to cancel the future of its call: resolving a cancelled future would
     raise, and end the stream."""
+=======
+def test_broken_reader_fails_its_call_alone(
+    made: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resolving a cancelled future would raise, and end the stream."""
+>>>>>>> t2
     broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
     assert not given_up.cancel()
 
@@ -325,7 +338,7 @@ def test_newer_servers_unknown_status_is_failure(made: Any, body: str) -> None:
 def test_system_without_threads_ends_calls(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         def wait_closed(self) -> None:
-            """Returns at once, as if the server had released the memory."""
+            """As if the server had released the memory."""
 
     class NoThread(threading.Thread):
         def start(self) -> None:
@@ -434,8 +447,7 @@ def test_a_client_waits_while_the_queue_is_full(
 
 
 class Server:
-    """The behaviour of an `OddServer` (a fake server). It opens sessions, and answers the call with
-    the id n with the messages `say(n)`."""
+    """An `OddServer`'s behaviour: it opens sessions, and answers call n with `say(n)`."""
 
     def __init__(self, say: Callable[[int], list[bytes]]) -> None:
         self.say = say
@@ -453,8 +465,7 @@ def session_to(target: str, space: KeySpace = SPACE, **more: Any) -> Session:
 
 @contextlib.contextmanager
 def connected(target: str, says: Callable[[bytes], list[bytes]], **more: Any) -> Iterator[Session]:
-    """Yields a session that is connected to an `OddServer`: a fake server that answers each message
-    with the messages `says(message)`."""
+    """A session with an `OddServer`."""
     with OddServer(target, says), contextlib.closing(session_to(target, **more)) as session:
         session.start()
         assert session.wait_connected(60)
@@ -499,8 +510,6 @@ def masks_by(number: int) -> bytes:
 def test_a_session_outlives_what_it_can_not_read(
     target: str, says: Callable[[int], list[bytes]]
 ) -> None:
-    """Answers lookups with unreadable or wrong messages. Every future must end, and the session
-    must reconnect and work once the server's answers are right."""
     server = Server(says)
     with connected(target, server) as session:
         futures = [session.lookup([GroupHashes(0, [bytes(32)])]) for _ in range(5)]
@@ -511,7 +520,7 @@ def test_a_session_outlives_what_it_can_not_read(
 
 
 def answered_again(session: Session) -> Any:
-    """Repeats a lookup until one is answered, also over new connections. Returns the answer."""
+    """Repeats a lookup until it is answered, also over new connections."""
     for _ in range(1000):
         assert session.wait_connected(60)
         future = session.lookup([GroupHashes(0, [bytes(32)])])
@@ -526,12 +535,8 @@ def answered_again(session: Session) -> Any:
 def test_split_lookup_resolves_with_any_answers(
     target: str, hash_bytes: int, answers: bool | None
 ) -> None:
-    """Looks up more hashes than one call may have, so the client splits the lookup into several
-    calls. Whatever the server answers, the lookup's future must end.
-
-    answers: True: the server answers each call; False: with empty answers; None: it refuses all
-        calls.
-    """
+    """The lookup is too large for one call. `answers` None: all calls are refused; False:
+    answers are empty."""
     counts: list[int] = []
 
     def says(packed: bytes) -> list[bytes]:
@@ -560,8 +565,7 @@ def test_split_lookup_resolves_with_any_answers(
 def test_unread_reports_end_their_stream_once(
     made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sends messages that have no answer to a server that reads nothing. The client may keep only a
-    bounded number of unsent messages. When there are more, it must end the stream, once."""
+    """A bounded number of messages without an answer may wait."""
     monkeypatch.setattr(connection, "MAX_UNSENT", 3)
     assert made.submit(_wire.ping(), pending(), None) is None
     for _ in range(3):
@@ -592,7 +596,7 @@ def test_notices_before_registration_are_delivered(target: str) -> None:
         session.start()
         assert is_draining.wait(60)
         session.close()
-        # Waits for the session's thread to end, since `close` waits for it for at most 5 s.
+        # `close` waits for the thread for at most 5 s.
         wait_for(lambda: "hotkv-session-worker" not in threads())
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
@@ -618,8 +622,6 @@ def test_session_can_close_in_its_own_callbacks(target: str) -> None:
 def test_session_can_close_while_looking_for_server(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closes sessions while they connect to a server that does not answer. The session's thread
-    must end, and no thread of gRPC may raise."""
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     with socket.socket(socket.AF_UNIX) as hangs:
@@ -644,8 +646,6 @@ def test_session_can_close_while_looking_for_server(
     ],
 )
 def test_silent_server_is_named_with_the_reason(tmp_path: Path, place: str, said: str) -> None:
-    """Connects to servers that do not exist. The error must name the address and the reason: for a
-    Unix socket the system's error, and for TCP a hint that TLS certificates may be wrong."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "left.sock"))
     place, said = (text.format(folder=tmp_path) for text in (place, said))
@@ -661,8 +661,7 @@ def test_silent_server_is_named_with_the_reason(tmp_path: Path, place: str, said
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_server_has_time_to_map_large_memory(target: str, closes: bool) -> None:
-    """Opens a session whose memory the server maps for longer than `connect_timeout_s`. The session
-    must wait for it, unless it is closed meanwhile; then its thread must end."""
+    """The server takes longer than `connect_timeout_s`."""
     asked, goes_on = threading.Semaphore(0), threading.Event()
 
     def slow(packed: bytes) -> list[bytes]:
@@ -692,9 +691,7 @@ def test_a_server_has_time_to_map_large_memory(target: str, closes: bool) -> Non
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_start_waits_for_session_opening_server(target: str, opens: bool) -> None:
-    """Calls `wait_opened` while a slow server opens the session. The call must return as soon as
-    the session is open. It must return at once if there is no server, or if the server's answer
-    does not open a session."""
+    """It returns at once if there is no server, or if that opens no session."""
     asked, goes_on = threading.Event(), threading.Event()
 
     def slow(packed: bytes) -> list[bytes]:
@@ -707,13 +704,11 @@ def test_start_waits_for_session_opening_server(target: str, opens: bool) -> Non
     with OddServer(target, slow), ThreadPoolExecutor(1) as pool:
         session.start()
         assert asked.wait(60) and not session.wait_connected(0) and not session.wait_opened(0)
-        # The timeout of 90 s is longer than the test waits (60 s), so the call must return
-        # because of the server's answer.
+        # The test waits for less than 90 s, so the answer must end it.
         waits = pool.submit(session.wait_opened, 90)
         goes_on.set()
         assert waits.result(60) == opens
         session.close()
-        # A closed session does not connect again.
         assert not pool.submit(session.wait_connected, 90).result(60)
 
 

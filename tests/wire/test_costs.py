@@ -1,5 +1,4 @@
-"""Tests `fitted`, which fits the cost of a transfer (a fixed time plus a time per byte) to a few
-measurements."""
+"""Tests `fitted`: the fixed time and the time per byte of transfers, from measurements."""
 
 import pytest
 from hypothesis import given
@@ -23,8 +22,7 @@ def test_it_finds_what_they_follow(sizes: list[int], fixed_s: float, each_s: flo
 def test_what_does_not_grow_is_of_any_size() -> None:
     assert fitted([100, 200], [0.25, 0.25]) == (0.25, 0.0)
     assert fitted([1, 10], [0.0, 5.0]) == (0.0, pytest.approx(5 / 11))
-    # Two times that differ little say nothing about the fixed time, since the difference may be
-    # noise. The fit then has no fixed time, only a time per byte.
+    # A small difference may be noise, so there is no fixed time.
     assert fitted([100, 110], [0.3, 0.29])[0] == 0
     assert fitted([100], [0.3]) == (0.0, pytest.approx(0.003))
     assert fitted([], []) == fitted([0], [1.0]) == (0.0, 0.0)

@@ -1,5 +1,4 @@
-"""Tests that a refusal can be read by any gRPC client: it is a google.rpc.Status with a
-google.rpc.ErrorInfo."""
+"""Tests that any gRPC client can read a refusal, a google.rpc.Status."""
 
 from typing import Any
 
@@ -83,8 +82,7 @@ def test_the_field_is_what_the_sentence_begins_with(message: str, field: str) ->
 
 
 class Refusing:
-    """A gRPC stub whose calls fail. A call with a stream of answers fails after its first
-    answers."""
+    """A stub whose streams fail after their first answers."""
 
     def GetHintOutcomes(self, request: Any, **how: Any) -> Any:
         raise FailedCall()

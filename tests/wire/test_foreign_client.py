@@ -1,5 +1,4 @@
-"""Tests that docs/wire.md is complete: a client written from it alone opens a session, stores
-blocks, finds them in the table, loads them and compares the bytes."""
+"""Tests that docs/wire.md suffices to write a client."""
 
 import json
 import os
@@ -17,8 +16,7 @@ STUBS = Path(__file__).resolve().parents[2] / "proto" / "hotkv_proto" / "v1"
 
 
 def test_it_stores_finds_loads_revokes_and_is_refused(tmp_path: Path) -> None:
-    """Runs `foreign_client` against a real server. It can import nothing of `hotkv_proto` except
-    the gRPC stubs."""
+    """The client can import only the stubs of `hotkv_proto`."""
     (tmp_path / "hotkv_proto").mkdir()
     (tmp_path / "hotkv_proto" / "__init__.py").touch()
     (tmp_path / "hotkv_proto" / "v1").symlink_to(STUBS)

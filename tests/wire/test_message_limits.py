@@ -1,6 +1,4 @@
-"""Tests how the server counts the objects (messages and list entries) of a message before it parses
-the message. Compares the count with the number of objects that protobuf makes when it parses the
-message."""
+"""Tests the count of a message's objects before it is parsed."""
 
 from typing import Any
 
@@ -19,7 +17,7 @@ KIND = session_pb2.ConnectRequest.DESCRIPTOR
 
 
 def objects(message: Message) -> int:
-    """Returns the number of messages and list entries in a parsed message, counted one by one."""
+    """Counts messages and list entries one by one."""
     count = 0
     for _, value in message.ListFields():
         many: list[Any] = (

@@ -1,5 +1,4 @@
-"""Tests that the server unpacks what the client has packed into a message (such as hashes, all in
-one field of bytes), and that both refuse wrong lengths."""
+"""Tests that the server unpacks what the client packs, and that wrong lengths are refused."""
 
 from collections.abc import Callable
 
@@ -108,9 +107,7 @@ KEYS: list[tuple[int, BlockExtraKeys, int, bool]] = [
 def test_store_is_never_too_large_for_tokens(
     num_blocks: int, keys: BlockExtraKeys, block_tokens: int, has_events: bool
 ) -> None:
-    """Makes the request to store a long prompt in two runs, with token ids and extra keys for KV
-    events. The server must accept the request. If it would be too large, these fields must be left
-    out (not `has_events`)."""
+    """Token ids and extra keys are left out if the request is too large."""
     runs = [
         BlockRun(
             group,
@@ -163,9 +160,7 @@ def test_reports_come_in_messages_that_the_server_takes(hash_bytes: int) -> None
 def test_what_a_report_says_for_the_ledger_arrives(
     miss: Miss, seconds: tuple[float, float], number: int, failed: bool
 ) -> None:
-    """Sends a report of a request with any values for the ledger (the server's counts of hits and
-    saved time), and reads it. A time of more than a day must become a day, and a miss reason that
-    an engine can't know must become UNKNOWN."""
+    """A time above a day becomes a day; a reason that engines can't know becomes UNKNOWN."""
     saved_s, wait_s = seconds
     tokens = (10, 0, 0, 0.0)
     known = {"miss": miss, "saved_s": saved_s, "wait_s": wait_s, "report_id": number}

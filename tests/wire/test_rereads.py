@@ -1,7 +1,5 @@
-"""Tests readers of the block table. A reader reads a bucket's sequence number, the bucket, and the
-number again; here a writer changes the bucket in between. The compiled kernels run as Python
-source, with hooks in `load32` and `reload32` at which the writer acts. So the tests do not depend
-on timing."""
+"""Tests readers of the block table whose bucket changes between two reads of its sequence
+number. Kernels run as Python with hooks in `load32` and `reload32`, so timing does not matter."""
 
 import types
 from collections.abc import Callable
@@ -29,13 +27,10 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A block table with `BLOCK` in bucket 0, and a writer that replaces `BLOCK` by `OTHER` while a
-    reader reads the bucket. The writer works in two halves, so that a reader may see the bucket
-    between them.
+    """A writer replaces `BLOCK` by `OTHER` in two halves.
 
-    half: writes the new entry word (number of the block's record), but leaves the old tag (bits of
-        the hash).
-    rest: writes the new tag.
+    half: the new entry word, with the old tag.
+    rest: the new tag.
     """
 
     def __init__(self) -> None:
@@ -48,7 +43,7 @@ class Scene:
         self.buckets: Words = index.table.buckets
         self.records: Words = index.table.records
         self.way = int(np.flatnonzero(self.buckets[0, table.ENTRIES :] == self.entry)[0])
-        # Prepares the record of the block that the writer will put into the same bucket.
+        # The record of the block that comes into the bucket.
         self.other_entry = self.entry + 1
         self.records[self.other_entry] = self.records[self.entry]
         self.records[self.other_entry, table.W_OFFSET] = 99
@@ -71,8 +66,6 @@ class Scene:
 
 
 class Watched(np.ndarray[Any, Any]):
-    """An array that calls `after` after each read."""
-
     after: Callable[[], None] = staticmethod(lambda: None)
 
     def __getitem__(self, at: Any) -> Any:
@@ -89,9 +82,8 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """Returns a compiled kernel as a Python function, into which the writer of `scene` intrudes.
-    The writer makes the first half of its change after the kernel's first read of a sequence
-    number, and the second half just before the kernel reads that number again."""
+    """A kernel as Python. The writer acts after its first read of a sequence number, and before
+    the second."""
     kernels: Any = native.load("hotkv_proto.table_reading")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
@@ -117,8 +109,7 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
 def probed(how: str, scene: Scene) -> int:
     prefixes = hash_prefixes(BLOCK, 16)
     if how == "reference":
-        # The Python version reads the sequence number, the bucket, and the number again. The writer
-        # makes half of its change after the first read, and the other half after the second.
+        # The halves of the change come after the first and the second read.
         return int(probe_reference(watched(scene.buckets, scene.step), prefixes, SALT)[0])
     out = np.empty(1, np.uint32)
     with np.errstate(over="ignore"):
@@ -127,8 +118,7 @@ def probed(how: str, scene: Scene) -> int:
 
 
 def found(how: str, scene: Scene) -> int:
-    """Looks up `BLOCK` by its whole hash with the kernel `find`. Returns the number of the block's
-    record; 0: not found. `how` is ignored, as there is only this implementation."""
+    """The record's number; 0: not found. `how` is ignored."""
     words, out = hash_words(BLOCK, 16), np.empty(1, np.uint32)
     find, where = as_python("find", scene), (np.uint64(SALT), np.uint32(2), np.uint32(0))
     with np.errstate(over="ignore"):
@@ -148,9 +138,6 @@ SEARCHES = [
 def test_reader_looks_again_after_bucket_change(
     search: Callable[[str, Scene], int], how: str
 ) -> None:
-    """Changes the bucket while a reader looks up `BLOCK` with the function `search`. The reader
-    must notice the changed sequence number and read the bucket again. Then it must not find
-    `BLOCK`, which the writer has replaced."""
     scene = Scene()
     assert search(how, scene) == 0 and scene.reads >= 2
 
@@ -174,10 +161,7 @@ def test_a_bucket_that_stays_is_believed(search: Callable[[str, Scene], int], ho
     ],
 )
 def test_row_is_reread_after_its_number_moved(first: int, second: int) -> None:
-    """`_stable_rows` reads buckets together with their sequence numbers. Lets the writer change the
-    bucket meanwhile: the first half of the change comes after the read number `first` (from 0), the
-    second half after the read number `second`. The function must notice the change, read again, and
-    return the bucket's final state."""
+    """The halves of the change come after these reads, counted from 0."""
     scene = Scene()
 
     def step() -> None:

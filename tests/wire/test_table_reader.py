@@ -1,6 +1,5 @@
-"""Looks up millions of blocks in the shared block table from another process, while this process
-writes the table. No answer may be wrong. The lookup of `foreign_client`, which is written from
-docs/wire.md, must give the same answers as the library's."""
+"""Tests lookups by another process while this one writes the block table, and by
+`foreign_client`."""
 
 import json
 import os
@@ -70,16 +69,13 @@ def test_reader_in_another_process_gets_right_answers(
         "the reader has not seen all there is to see"
     )
     assert writer.changes > 1000, "the writer stood still"
-    # A lookup may miss a block that is present, but only while the writer is interrupted in the
-    # middle of a change to its bucket. So this must be rare. If the writer is stopped there while
-    # the reader reads everything, the keys of one bucket are missed: 8 % at most.
+    # A block is missed only if the writer is interrupted within its bucket. If it stays stopped,
+    # that is one bucket: 8 % at most.
     assert counts["stable_misses"] <= counts["stable_finds"] // 8
 
 
 def test_the_foreign_clients_lookup_agrees(table_path: tuple[Path, BlockIndex]) -> None:
-    """Compares the lookups of `foreign_client` and of the library for all keys, in a table with so
-    many keys that many are not in their own bucket but in a later one. If a bucket is locked by a
-    writer, the foreign client's lookup must miss."""
+    """A bucket that a writer has locked is a miss."""
     path, index = table_path
     writer = Writer(index)
     numbers = np.arange(NUM_STABLE + NUM_MOVING + NUM_ABSENT, dtype=np.uint64)

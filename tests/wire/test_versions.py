@@ -1,5 +1,4 @@
-"""Tests versions and features of the protocol: client and server agree on them, and use only
-features that both have."""
+"""Tests that only versions and features that both sides have are used."""
 
 from collections.abc import Iterator
 from pathlib import Path

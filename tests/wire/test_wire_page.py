@@ -1,6 +1,4 @@
-"""Tests that docs/wire.md lists the error reasons, limits, features and table format of the code.
-Also tests that the code's enums have the numbers of the protocol's enums, and that clients show
-each value as a word."""
+"""Tests docs/wire.md and the wire's enums against the code."""
 
 import re
 from pathlib import Path
@@ -83,7 +81,7 @@ def section(title: str) -> str:
 
 
 def rows(title: str) -> list[list[str]]:
-    """Returns the cells of the table under a heading, without the table's head."""
+    """The cells of the table, without its head."""
     lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -138,8 +136,6 @@ FILES += (sparse_pb2,)
 
 
 def enums() -> list[Any]:
-    """Returns the descriptors of all protobuf enums, except those of error reasons and session
-    roles."""
     return [
         enum
         for file in FILES
