@@ -58,14 +58,9 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
-<<<<<<< HEAD
 def engine(server: Server, stream: str) -> Iterator[Callable[..., PagedEngine]]:
-    """Yields a function that creates connected test engines. The fixture closes them after the
-    test."""
-=======
-def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
     """Makes connected engines."""
->>>>>>> t2
+
     with contextlib.ExitStack() as stack:
 
         def make(target: str = server.target, **settings: object) -> PagedEngine:

@@ -457,13 +457,9 @@ def deaf_session(
     edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
 
     async def call() -> None:
-<<<<<<< HEAD
         await SessionService(SessionOpener(edge)).Connect(requests(), unread(told))
-        # gRPC ends the call only when the client has read the answers.
-=======
-        await SessionService(edge).Connect(requests(), unread(told))
         # gRPC ends the call only once the answers are read.
->>>>>>> t2
+
         await asyncio.Event().wait()
 
     return asyncio.create_task(call())

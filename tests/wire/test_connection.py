@@ -80,17 +80,11 @@ class Unsent:
 
 
 @pytest.fixture
-<<<<<<< HEAD
 def made() -> Any:
     connection = Connection(CONFIG, None, Fence())
     connection.stream.close()
     connection.stream = Unsent()  # type: ignore[assignment]
     return connection
-=======
-def made() -> Connection:
-    """A connection with a fence, and without a server."""
-    return Connection(CONFIG, None, Fence())
->>>>>>> t2
 
 
 def pending(**fields: Any) -> Pending:
@@ -244,14 +238,9 @@ def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
     return read
 
 
-<<<<<<< HEAD
 def call(made: Any, body: str, name: str = "", **fields: Any) -> "Future[Any]":
-    """Submits a call of the kind `body`, without a server. Returns the future of its answer.
-    `name`, `fields`: transfer id and other fields of the pending call."""
-=======
-def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
     """Submits a call without a server. `name`: transfer id."""
->>>>>>> t2
+
     future: Future[Any] = Future()
     waiting = Pending(future, transfer_id=name, is_load=body == "load", **fields)
     assert made.submit(request(body), waiting, None) is None
@@ -298,17 +287,9 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
     assert isinstance(late.exception(0), HotKVError)
 
 
-<<<<<<< HEAD
 def test_broken_reader_fails_its_call_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the client's code that reads an answer raise. Only the call with this answer may fail.
-    A caller must not be able to cancel the future of its call: resolving a cancelled future would
-    raise, and end the stream."""
-=======
-def test_broken_reader_fails_its_call_alone(
-    made: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
     """Resolving a cancelled future would raise, and end the stream."""
->>>>>>> t2
+
     broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
     assert not given_up.cancel()
 

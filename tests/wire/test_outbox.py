@@ -1,8 +1,4 @@
-<<<<<<< HEAD:tests/wire/test_outbox.py
 """Tests the queue of messages to a session's client, and their order."""
-=======
-"""Tests that batching changes neither requests nor answers, nor their order."""
->>>>>>> t2:tests/wire/test_batches.py
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -27,80 +23,8 @@ from tests.server.nodes import SPACE, live_node
 SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=12)
 
 
-<<<<<<< HEAD:tests/wire/test_outbox.py
 @given(SIZES, st.integers(1, 4))
 def test_servers_messages_are_written_once_in_order(sizes: list[int], num_at_once: int) -> None:
-=======
-def request(number: int, size: int) -> session_pb2.ConnectRequest:
-    """A request of about `size` bytes. Multiples of 3 have no answer, so the client may delay
-    them."""
-    text = "x" * size
-    if number % 3:
-        asked = cache_pb2.CancelTransferRequest(transfer_id=text)
-        return session_pb2.ConnectRequest(request_id=number, cancel_transfer=asked)
-    return session_pb2.ConnectRequest(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=text))
-
-
-@given(SIZES, st.integers(0, 12), st.booleans())
-def test_outbox_sends_requests_once_in_order(
-    sizes: list[int], batches_from: int, ends_within: bool
-) -> None:
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    requests = [request(number, size) for number, size in enumerate(sizes)]
-    for one in requests:
-        outbox.put(one)
-    outbox.put(None)
-    if ends_within:
-        outbox.put(request(1, 1))
-    sent: list[session_pb2.ConnectRequest] = []
-
-    def takes_batches() -> bool:
-        return len(sent) >= batches_from
-
-    for message in _wire.batched(outbox, takes_batches):
-        together = list(message.batch.requests) or [message]
-        assert len(together) == 1 or message.ByteSize() <= MAX_BATCH_BYTES
-        assert len(together) == 1 or len(sent) >= batches_from
-        sent += together
-    assert sent == requests
-
-
-def test_batch_of_tiny_requests_is_accepted() -> None:
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    for number in range(128, 16_384):
-        outbox.put(session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping()))
-    outbox.put(None)
-    for message in _wire.batched(outbox, lambda: True):
-        assert message.ByteSize() <= MAX_BATCH_BYTES
-        assert interceptor.is_light(message.DESCRIPTOR, message.SerializeToString())
-
-
-@pytest.mark.parametrize("spare_bytes", range(20))
-def test_batch_of_two_large_requests_is_within_limit(spare_bytes: int) -> None:
-    """The message has the requests' lengths too."""
-    first = request(1, MAX_BATCH_BYTES // 2)
-    rest = MAX_BATCH_BYTES - spare_bytes - first.ByteSize() - request(1, 20_000).ByteSize()
-    second = request(2, rest + 20_000)
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    for one in (first, second, None):
-        outbox.put(one)
-    messages = list(_wire.batched(outbox, lambda: True))
-    assert all(message.ByteSize() <= MAX_BATCH_BYTES for message in messages)
-    assert len(messages) == 2 or list(messages[0].batch.requests) == [first, second]
-
-
-def test_unanswered_call_goes_alone_at_the_end() -> None:
-    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    messages = _wire.batched(outbox, lambda: True)
-    outbox.put(request(0, 1))
-    assert next(messages) == request(0, 1)
-
-
-@given(SIZES, st.integers(1, 4), st.booleans())
-def test_servers_messages_are_written_once_in_order(
-    sizes: list[int], num_at_once: int, takes_batches: bool
-) -> None:
->>>>>>> t2:tests/wire/test_batches.py
     messages = [
         session_pb2.ConnectResponse(
             request_id=number,
