@@ -162,6 +162,8 @@ class ResidentSequence:
         if empty.
     pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`.
     arenas: the arenas in which the addresses are.
+    unmapped: what the scheduler has said about blocks in an arena that this process did not map
+        then; each step tries again.
     is_lost: True if the request must be computed anew.
     has_read: True if blocks were read from an arena in this step.
     """
@@ -178,6 +180,7 @@ class ResidentSequence:
     content: dict[int, I32] = field(default_factory=dict)
     pin: ResidencyOpened | None = None
     arenas: list[Arena] = field(default_factory=list)
+    unmapped: list[KeptBlocks] = field(default_factory=list)
     is_lost: bool = False
     has_read: bool = False
 
@@ -201,7 +204,7 @@ class ResidentSequence:
     def forget_kept(self) -> None:
         """Forgets the arena addresses of all blocks."""
         self.addresses[:] = self.representations[:] = NOT_KEPT
-        self.arenas = []
+        self.arenas, self.unmapped = [], []
 
     def hot_content(self, layer_idx: int) -> I32:
         """Returns, for each hot slot (device block for a copy of a selected block), the position of
@@ -238,6 +241,9 @@ class ResidentSequences:
         self._kept = kept
         self._sequences: dict[str, ResidentSequence] = {}
         self._arenas: dict[FileId, Arena] = {}
+        # The last arena that this process could map, as long as requests run: a server that dies
+        # may just have pinned their first blocks.
+        self._newest: Arena | None = None
         self._lost: set[int] = set()
         self._unnamed: dict[int, int] = {}
         self.of_step: dict[int, ResidentSequence] = {}
@@ -255,6 +261,9 @@ class ResidentSequences:
         rows: the message's entries, one for each request of the step.
         """
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
+        rows = tuple(rows)
+        if rows and (arena := self.arena_of()) is not None:
+            self._newest = arena
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
@@ -269,6 +278,8 @@ class ResidentSequences:
         """Unmaps arenas of earlier servers in which no request has addresses."""
         used = {one.file_id for other in self._sequences.values() for one in other.arenas}
         self._arenas = {file_id: one for file_id, one in self._arenas.items() if file_id in used}
+        if not self._sequences:
+            self._newest = None
 
     def _follow(self, row: ResidentRow) -> ResidentSequence:
         sequence = self._sequences.get(row.request_id)
@@ -286,24 +297,22 @@ class ResidentSequences:
             sequence.content.clear()
         if row.pin is not None:
             sequence.pin = row.pin
-        if row.kept and not row.kept[0].first and sequence.arenas:
+        if row.kept and not row.kept[0].first and (sequence.arenas or sequence.unmapped):
             # The message lists the request's pinned blocks from the first block on, although some
             # were known: the server had lost them, and has pinned them again at other places.
             sequence.forget_kept()
             self._unmap_unused()
-        for kept in row.kept:
-            self._take_in(sequence, kept)
+        told = (*sequence.unmapped, *row.kept)
+        sequence.unmapped = [kept for kept in told if not self._take_in(sequence, kept)]
         return sequence
 
-    def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> None:
+    def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> bool:
         """Computes the addresses in this process of blocks that the server has pinned, and records
-        them. Records nothing if this process does not map the blocks' arena."""
-        arena = self._arenas.get(kept.file_id)
-        if arena is None:
-            arena = self.arena_of()
-            if arena is None or arena.file_id != kept.file_id:
-                return
-            self._arenas[kept.file_id] = arena
+        them. Returns False if this process does not map the blocks' arena."""
+        arena = self._arenas.get(kept.file_id, self._newest)
+        if arena is None or arena.file_id != kept.file_id:
+            return False
+        self._arenas[kept.file_id] = arena
         if arena not in sequence.arenas:
             sequence.arenas.append(arena)
         base = arena.memory.ctypes.data
@@ -312,6 +321,7 @@ class ResidentSequences:
             for offsets in (kept.offsets, kept.representations)
         )
         sequence.kept(kept.first, slots, representations)
+        return True
 
     # ----------------------------------------------------------------------------------------- loss
 
