@@ -460,15 +460,6 @@ def test_what_began_on_the_device_moves_once_the_server_is_back() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_on_cuda_no_request_begins_without_the_server() -> None:
-    engine = ResidentEngine("host")
-    engine.device._may_begin_whole = False
-    engine.die(empty=True)
-    engine.excused.add(engine.arrive(300, 60))
-    engine.run(int(2 * TIMEOUT_S / STEP_S))
-    assert engine.count("failed_residencies") == 1 and not engine.requests
-
-
 def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
     """vLLM may limit active requests (`max_num_active_seqs`) to fewer than `max_num_seqs`. A
     running request must not move to host memory for a waiting request that this limit holds
@@ -831,13 +822,13 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
-    """A request that may not begin on the device must end with an error if the server has stored
+    """A request that does not fit on the device must end with an error if the server has stored
     none of its blocks for `TIMEOUT_S` seconds. A slow step counts as at most one second.
 
     passed_s: the duration of each step.
     """
     engine = ResidentEngine("host")
-    engine.device._may_begin_whole = False
+    engine.device._num_blocks = 0
     name = engine.arrive(400, 300)
     engine.excused.add(name)
     engine.run(1, stores=False)
@@ -854,7 +845,7 @@ def test_a_request_whose_room_others_got_after_a_restart_begins_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = ResidentEngine("host", most_blocks=48, pool=60)
-    engine.device._may_begin_whole = False
+    engine.device._num_blocks = 0
     monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     first, second = engine.arrive(1, 300), engine.arrive(684, 60)
     engine.server.die(empty=False)

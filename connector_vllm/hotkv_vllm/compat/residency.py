@@ -584,10 +584,6 @@ class DevicePool:
         self.spec = resident_spec(kv_cache_config)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
-        # On CUDA no test has run a long context without hot slots.
-        self._may_begin_whole = (
-            self.spec is not None and vllm_config.device_config.device_type != "cuda"
-        )
         self._manager: ResidentManager | None = None
         self._scheduler: Any = None
         self._watermark_blocks = 0
@@ -722,7 +718,7 @@ class DevicePool:
         manager = self._manager
         if manager is None or self.has_blocks(request_id):
             return
-        if is_meant and self._may_begin_whole:
+        if is_meant:
             manager.whole.add(request_id)
             manager.moved.discard(request_id)
         else:
@@ -735,7 +731,7 @@ class DevicePool:
     def could_be_whole(self, request: Any) -> bool:
         """Returns True if all present blocks of the request fit in vLLM's block pool."""
         spec = self.spec
-        if spec is None or not self._may_begin_whole:
+        if spec is None:
             return False
         return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
 
