@@ -460,6 +460,41 @@ def test_what_began_on_the_device_moves_once_the_server_is_back() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
+def test_nothing_moves_to_a_server_that_may_have_lost_it() -> None:
+    """After a reconnect it is not known for a while which blocks the server still has."""
+    engine = ResidentEngine("auto")
+    name = engine.arrive(600, 200)
+    engine.run(20)
+    assert engine.books.kept_tokens(name)
+    engine.die(empty=True)
+    engine.run(2)
+    engine.server.come_back()
+    engine.server.hold = {"extend_residency"}
+    engine.arrive(600, 10, "b")
+    engine.run(10, stores=False)
+    assert engine.books.has_room(name) and not engine.manager.moved
+    engine.server.resume()
+    engine.run(60)
+    assert engine.manager.moved and not engine.preempted and not engine.count("lost_residencies")
+
+
+def test_nothing_leaves_the_device_that_the_server_may_have_lost() -> None:
+    engine = ResidentEngine("host")
+    name = engine.arrive(600, 100)
+    engine.run(4)
+    engine.run(1, stores=False)
+    engine.die(empty=False)
+    num_freed = engine.device.num_freed(name)
+    engine.server.come_back()
+    engine.server.hold = {"extend_residency"}
+    for _ in range(4):
+        engine.run(1, stores=False)
+        assert engine.device.num_freed(name) == num_freed
+    engine.server.resume()
+    engine.run(10)
+    assert engine.device.num_freed(name) > num_freed
+
+
 def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
     """vLLM may limit active requests (`max_num_active_seqs`) to fewer than `max_num_seqs`. A
     running request must not move to host memory for a waiting request that this limit holds

@@ -173,6 +173,7 @@ class ResidentManager(FullAttentionManager):
     lost: ids of requests that have lost blocks in the server; they get no further block.
     moved: ids of the requests that were moved off the device.
     whole: ids of the requests that begin wholly on the device because the server is away.
+    unsure: ids of requests of which the server may have lost blocks; they free none in this step.
     awaited: the requests that waited for admission when the step began: by request id, the fewest
         blocks with which the request can begin; empty unless `residency = "auto"`.
     """
@@ -192,6 +193,7 @@ class ResidentManager(FullAttentionManager):
         self.lost: set[str] = set()
         self.moved: set[str] = set()
         self.whole: set[str] = set()
+        self.unsure: Set[str] = frozenset()
         self.awaited: dict[str, int] = {}
         self._begins_moved: set[str] = set()
         self._counted_gap = range(0)
@@ -456,7 +458,7 @@ class ResidentManager(FullAttentionManager):
         nothing for a request without hot slots (device blocks for selected blocks), whose blocks
         all stay on the device. vLLM calls this method before it allocates blocks for the request.
         """
-        if request_id in self.hot:
+        if request_id in self.hot and request_id not in self.unsure:
             self._free(request_id, processed_computed_tokens)
 
     def _free(self, request_id: str, processed_tokens: int) -> None:
@@ -830,6 +832,11 @@ class DevicePool:
             return None
         request = self._scheduler.requests[request_id]
         return manager.relief(request_id, _processed(request), stored_tokens)
+
+    def keep(self, unsure: Set[str]) -> None:
+        """Makes requests free no blocks in the coming step (`ResidentManager.unsure`)."""
+        if self._manager is not None:
+            self._manager.unsure = unsure
 
     def move(self, request_id: str) -> None:
         """Moves a running request off the device. Only its sinks (first blocks), its recent window

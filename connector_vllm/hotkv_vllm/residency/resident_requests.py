@@ -19,6 +19,7 @@ Always true:
   - After a reconnect, other requests have got the room of a running request. The running request is
     parked once it has waited long for room.
   In the first two cases vLLM's priorities decide which request is parked (`_last`).
+- No block leaves the device while the server may have lost it, for example after a reconnect.
 - A block counts as kept (`kept_tokens`), so that vLLM may free it on the device, only after the
   server has answered at which offset of the arena it has pinned the block. Workers receive the
   offset at the latest with the message of the first step in which the block may have been freed.
@@ -309,11 +310,19 @@ class ResidentRequests:
         """Returns True if the request may be moved off the device, so that its old blocks are only
         in the server: the server has reserved room for all its blocks on the present connection,
         and has lost none of them."""
-        return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
+        return self._fits(one) and self._is_sure(one) and not one.is_lost
+
+    def _is_sure(self, one: Resident) -> bool:
+        """Returns True if the server has confirmed, on the present connection, that it pins the
+        request's kept blocks."""
+        return self._reservations.is_served(one) and one.pin is one.opened
 
     def make_room(self) -> None:
         """Moves requests off the device if the device's pool has too few free blocks for the coming
-        step (`moves.to_move`). Called before each step (`ResidentManager.step_starts`)."""
+        step (`moves.to_move`), and keeps blocks there that the server may have lost. Called before
+        each step (`ResidentManager.step_starts`)."""
+        residents = self._residents.items()
+        self._pool.keep({name for name, one in residents if not self._is_sure(one)})
         demand = self._pool.demand(self.has_room)
         if demand is None or not demand.is_short:
             return
