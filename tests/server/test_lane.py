@@ -161,7 +161,7 @@ def test_a_flood_of_frames_lets_others_in(server: Server, raw: socket.socket) ->
             thread.join(WAIT_S)
 
 
-def test_what_the_socket_does_not_take_is_sent_later(server: Server) -> None:
+def test_bytes_the_socket_refuses_are_sent_later(server: Server) -> None:
     stream = LaneStream(path_of(server))
     assert stream.has_answered(WAIT_S)
     stream.begin(opening(server))

@@ -33,7 +33,7 @@ from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_sparse.cuda.mapped_arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.selector import Queries
 from hotkv_sparse.selection import exact_log_mass
-from hotkv_vllm.compat.residency import ResidentSpec
+from hotkv_vllm.compat.residency import DevicePool, ResidentSpec
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.residency import cuda_setup
@@ -141,7 +141,8 @@ class Request:
     """kv: [layers, 2 (keys, values), tokens, KV heads, head size].
     slots: in the arena.
     table: device pages; 0 if only in the arena.
-    hot: device pages for blocks of the arena.
+    hot: device pages for blocks of the arena; `sent_hot` is what the worker knows.
+    is_whole: all blocks are on the device, and `hot` is empty, until `Engine.move`.
     context: tokens computed.
     told: blocks whose place the worker knows.
     freed: blocks from the sinks up to this index have left the device.
@@ -153,6 +154,8 @@ class Request:
     slots: np.ndarray
     table: list[int] = field(default_factory=list)
     hot: tuple[int, ...] = ()
+    sent_hot: tuple[int, ...] = ()
+    is_whole: bool = False
     context: int = 0
     prompt: int = 0
     kept: int = 0
@@ -171,6 +174,10 @@ class Request:
         return self.prompt
 
     @property
+    def num_tokens(self) -> int:
+        return max(self.prompt, self.context + 1)
+
+    @property
     def num_computed_tokens(self) -> int:
         return self.context
 
@@ -179,6 +186,8 @@ class Engine:
     """is_v2: metadata comes before the connector's message.
     replays_decode: steps of one token per row may come from CUDA graphs, and must not stage blocks.
     sketch_tokens: tokens that sketches have memory for.
+    is_served: False: nothing is stored, and requests that may begin wholly on the device do so.
+    is_mapped: False: the worker maps no arena yet.
     """
 
     def __init__(
@@ -192,6 +201,7 @@ class Engine:
         pages: int = 160,
         max_model_len: int = 1024,
         sketch_tokens: int = 4096,
+        is_served: bool = True,
         seed: int = 1,
     ) -> None:
         patch.setitem(sys.modules, "cupy", Cuda(PAGEABLE_ACCESS).module)
@@ -208,7 +218,7 @@ class Engine:
             kv_transfer_config=transfer_config(**extra),
         ).create_engine_config()
         patch.setattr(type(vllm_config), "use_v2_model_runner", property(lambda _: is_v2))
-        self.is_v2 = is_v2
+        self.is_v2, self.is_served, self.is_mapped = is_v2, is_served, is_served
         plain = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
         )
@@ -236,8 +246,10 @@ class Engine:
         self.worker = cuda_setup.install(
             config, sketch_tokens, vllm_config, kv_config, self.caches, None, self.device
         )
-        self.worker.arena_of = lambda: self.arena
-        assert self.worker.map_arena()
+        self.worker.arena_of = lambda: self.arena if self.is_mapped else None
+        assert self.worker.map_arena() == is_served
+        patch.setattr(vllm_config.device_config, "device_type", "cuda")
+        self.pool = DevicePool(vllm_config, kv_config)
         self.builder = HotFlashBuilder(self.spec, list(NAMES), vllm_config, torch.device("cpu"))
         self.free = list(range(pages - 1, 0, -1))
         self.free_slots = list(self.rng.permutation(256))
@@ -266,9 +278,24 @@ class Engine:
         kv = self.rng.standard_normal((len(NAMES), 2, count * BLOCK_TOKENS, HEADS, SIZE))
         slots = np.array([self.free_slots.pop() for _ in range(count)], np.int64)
         one = self.requests[name] = Request(name, kv.astype(np.float32), slots, prompt=prompt)
-        one.hot = tuple(self.take() for _ in range(self.spec.hot_blocks))
+        self.begin(one)
         self.names.arrived(one)
         return one
+
+    def begin(self, one: Request) -> None:
+        """Gives a request its hot slots, unless it begins wholly on the device."""
+        one.is_whole = not self.is_served and self.pool.could_be_whole(one)
+        one.hot = () if one.is_whole else self.hot_slots()
+
+    def hot_slots(self) -> tuple[int, ...]:
+        return tuple(self.take() for _ in range(self.spec.hot_blocks))
+
+    def move(self, name: str) -> None:
+        """Moves a request off the device, as the scheduler does before a step."""
+        one = self.requests[name]
+        one.is_whole = False
+        self.free_old(one, one.kept)
+        one.hot = self.hot_slots()
 
     def take(self) -> int:
         self.taken.append(self.free.pop())
@@ -386,7 +413,8 @@ class Engine:
         self.give_back(self.pages_of(one))
         self.preempted.append(name)
         one.table, one.context, one.kept, one.told, one.freed = [], 0, 0, 0, 0
-        one.hot = tuple(self.take() for _ in range(self.spec.hot_blocks))
+        self.begin(one)
+        one.sent_hot = ()
         one.is_new, one.is_admitted, one.approximate = True, False, EVERYTHING
 
     def is_away(self, one: Request) -> bool:
@@ -404,14 +432,17 @@ class Engine:
             offsets = one.slots[one.told : one.kept] * 2 * self.page_bytes
             kept = (KeptBlocks(one.told, offsets, np.full_like(offsets, -1), FILE),)
             one.told = one.kept
-        is_new, one.is_new = one.is_new, False
+        is_new = one.is_new and (self.is_served or one.kept > 0)
+        one.is_new = one.is_new and not is_new
+        hot = one.hot if one.hot != one.sent_hot else ()
+        one.sent_hot = one.hot
         return ResidentRow(
             one.name,
             one.table[(context - 1) // BLOCK_TOKENS],
             one.table[0],
             True,
             one.freed,
-            one.hot if is_new else (),
+            hot,
             kept,
             PIN if is_new else None,
             context,
@@ -545,14 +576,17 @@ class Engine:
         return found
 
     def after(self, one: Request) -> None:
-        complete = one.context // BLOCK_TOKENS
+        complete = one.context // BLOCK_TOKENS if self.is_served else 0
         for block in range(one.kept, complete):
             self.store(one, block)
-        one.kept = complete
+        one.kept = max(one.kept, complete)
         longest = max(one.context, one.prompt)
-        if longest < self.config.min_context_tokens:
-            return
-        last = min(one.context - self.config.recent_tokens, one.told * BLOCK_TOKENS) // BLOCK_TOKENS
+        if longest >= self.config.min_context_tokens and not one.is_whole:
+            self.free_old(one, one.told)
+
+    def free_old(self, one: Request, kept: int) -> None:
+        """Frees device blocks that are older than the recent window, of the first `kept`."""
+        last = min((one.context - self.config.recent_tokens) // BLOCK_TOKENS, kept)
         first = max(one.freed, self.spec.sink_blocks)
         if last > first:
             self.give_back(one.table[first:last])

@@ -151,10 +151,7 @@ class ResidentEngine:
         )
         group = SimpleNamespace(kv_cache_spec=self.spec)
         self.device = DevicePool(
-            SimpleNamespace(
-                model_config=SimpleNamespace(max_model_len=LONGEST),
-                device_config=SimpleNamespace(device_type="cpu"),
-            ),
+            SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST)),
             SimpleNamespace(kv_cache_groups=[group], num_blocks=pool),
         )
         self.running: list[Any] = []

@@ -157,7 +157,7 @@ def test_prefix_hit_is_scored_by_arena_keys(make: Any, left: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "replays_decode"), [(5, True), (0, False)], ids=["graphs", "eager"]
+    ("seed", "replays_decode"), [(10, True), (0, False)], ids=["graphs", "eager"]
 )
 def test_sparse_rows_are_those_the_scheduler_counts(
     make: Any, seed: int, replays_decode: bool
@@ -167,7 +167,9 @@ def test_sparse_rows_are_those_the_scheduler_counts(
     engine = make(is_v2=replays_decode, replays_decode=replays_decode, seed=seed + 1)
     known: dict[str, int] = {}
     seen: set[tuple[bool, bool]] = set()
+    moved, away = set[str](), set[str]()
     for number in range(60):
+        engine.is_served = number % 12 >= 6
         if len(engine.requests) < 3 and dice.random() < 0.5:
             prompt = dice.choice([1, 257, dice.randrange(2, 600)])
             one = engine.add(f"r{number}", prompt, 40)
@@ -178,6 +180,9 @@ def test_sparse_rows_are_those_the_scheduler_counts(
             known[name] = max(one.prompt, one.context, known.get(name, 0))
             if one.context and dice.random() < 0.05:
                 engine.preempt(name)
+            if one.is_whole and one.kept >= 6:
+                engine.move(name)
+                moved.add(name)
             count = dice.choice([1, 1, 32, dice.randrange(1, 129)])
             plan[name] = min(max(known[name] - one.context, 1), count, 128 - sum(plan.values()))
         plan = {name: count for name, count in plan.items() if count}
@@ -185,10 +190,12 @@ def test_sparse_rows_are_those_the_scheduler_counts(
         seen |= {(one.context < one.prompt, engine.is_away(one)) for one in lone.values()}
         if plan:
             engine.step(plan, padding=4 - len(plan) if dice.random() < 0.5 else 0)
+        away |= {name for name, one in engine.requests.items() if engine.is_away(one)}
         assert not engine.lost
         for name in [n for n, one in engine.requests.items() if one.context == one.prompt + 40]:
             engine.end(name)
     assert seen >= {(True, True), (False, True)}, "tokens of prompts and answers, blocks away"
+    assert moved & away
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -374,6 +381,59 @@ def test_request_stored_anew_reads_new_arena_only(
     engine.end("b")
     prefilled(engine, "c", 64, 20)
     assert list(engine.worker._arenas) == [(1, 3)]
+
+
+@pytest.mark.parametrize(("is_v2", "before"), [(False, 472), (True, 256)], ids=["answer", "prompt"])
+def test_device_request_moves_once_the_server_is_there(make: Any, is_v2: bool, before: int) -> None:
+    """An earlier request leaves its hot slots in the state that the request gets. The worker maps
+    the arena two steps after the scheduler has said what is in it.
+
+    before: tokens that are computed before the server is there; the prompt has 470.
+    """
+    engine = make(is_v2=is_v2)
+    prefilled(engine, "old", 300, 8)
+    engine.step({"old": 1})
+    engine.end("old")
+    engine.is_served = engine.is_mapped = False
+    engine.worker._arenas.clear()
+    one, other = engine.add("a", 470, 80), engine.add("b", 330, 80)
+    assert one.is_whole and other.is_whole
+    engine.worker.take_counters()
+
+    def step() -> None:
+        engine.step({r.name: max(1, min(64, r.prompt - r.context)) for r in (one, other)})
+        assert not engine.lost
+
+    while one.context < before:
+        step()
+    copies = {"resident_pulled_pages", "resident_staged_pages"}
+    assert not copies & engine.worker.take_counters().keys()
+    engine.is_served = True
+    step()
+    step()
+    engine.is_mapped = True
+    step()
+    engine.move("a")
+    assert engine.is_away(one) and not engine.is_away(other)
+    while one.context < one.prompt + 10:
+        step()
+    assert engine.treated == {"a", "b"} and other.is_whole
+    assert engine.worker.take_counters()["resident_pulled_pages"] > 0
+    check_sketches(engine, one)
+    check_sketches(engine, other)
+
+
+def test_places_are_known_though_the_server_died(make: Any) -> None:
+    engine = make(is_served=False)
+    one = engine.add("a", 300, 20)
+    engine.step({"a": 128})
+    engine.is_served = engine.is_mapped = True
+    engine.step({"a": 128})
+    engine.is_mapped = False
+    engine.step({"a": 44})
+    engine.move("a")
+    engine.step({"a": 1})
+    assert engine.is_away(one) and engine.treated == {"a"} and not engine.lost
 
 
 def test_too_few_rows_for_sketches_lose_the_request(make: Any) -> None:

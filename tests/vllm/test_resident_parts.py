@@ -278,6 +278,41 @@ def test_request_stored_anew_reads_new_arena_only(tmp_path: Path) -> None:
     assert earlier() is None
 
 
+def test_places_are_known_though_the_server_died(tmp_path: Path) -> None:
+    """The worker's connection may end before the scheduler's."""
+    residents, arena = resident_worker().residents, arena_of(tmp_path / "arena", 1)
+    residents.arena_of = lambda arena=arena: arena  # type: ignore[misc]
+    residents.begin_step((ResidentRow("a", 7, 3, True, 0),))
+    residents.arena_of = lambda: None
+    kept = KeptBlocks(0, np.arange(4, dtype=np.int64), np.full(4, -1, np.int64), arena.file_id)
+    residents.begin_step((ResidentRow("a", 7, 3, True, 4, kept=(kept,)),))
+    assert residents.of_step[7].addresses[0] == arena.memory.ctypes.data
+    residents.end("a")
+    residents.begin_step(())
+    earlier = weakref.ref(arena)
+    del arena
+    assert earlier() is None
+
+
+def test_places_in_a_later_mapped_arena_count(tmp_path: Path) -> None:
+    """The scheduler's connection may be there before the worker's."""
+    residents, arena = resident_worker().residents, arena_of(tmp_path / "arena", 1)
+    nowhere = np.full(2, -1, np.int64)
+    first, next_ = (
+        KeptBlocks(at, np.array([at, at + 1], np.int64) << 12, nowhere, arena.file_id)
+        for at in (0, 2)
+    )
+    lost = replace(first, file_id=(0, 0))
+    for kept in (lost,), (first,), (next_,):
+        residents.begin_step((ResidentRow("a", 7, 3, True, 0, kept=kept),))
+    assert not (residents.of_step[7].addresses >= 0).any()
+    residents.arena_of = lambda: arena
+    residents.begin_step((ResidentRow("a", 7, 3, True, 4),))
+    found = residents.of_step[7].addresses[:4] - arena.memory.ctypes.data
+    assert found.tolist() == [block << 12 for block in range(4)]
+    assert not residents.of_step[7].unmapped
+
+
 @pytest.mark.parametrize("freed", [10, 20])
 def test_row_with_broken_selection_spoils_no_other(freed: int) -> None:
     """Both hot sets are discarded.

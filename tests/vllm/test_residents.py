@@ -444,13 +444,39 @@ def test_device_requests_move_once_server_is_back() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-def test_on_cuda_no_request_begins_without_the_server() -> None:
-    engine = ResidentEngine("host")
-    engine.device._may_begin_whole = False
+def test_nothing_moves_to_a_doubtful_server() -> None:
+    """After a reconnect it is not known for a while which blocks the server still has."""
+    engine = ResidentEngine("auto")
+    name = engine.arrive(600, 200)
+    engine.run(20)
+    assert engine.books.kept_tokens(name)
     engine.die(empty=True)
-    engine.excused.add(engine.arrive(300, 60))
-    engine.run(int(2 * TIMEOUT_S / STEP_S))
-    assert engine.count("failed_residencies") == 1 and not engine.requests
+    engine.run(2)
+    engine.server.come_back()
+    engine.server.hold = {"extend_residency"}
+    engine.arrive(600, 10, "b")
+    engine.run(10, stores=False)
+    assert engine.books.has_room(name) and not engine.manager.moved
+    engine.server.resume()
+    engine.run(60)
+    assert engine.manager.moved and not engine.preempted and not engine.count("lost_residencies")
+
+
+def test_blocks_possibly_lost_stay_on_the_device() -> None:
+    engine = ResidentEngine("host")
+    name = engine.arrive(600, 100)
+    engine.run(4)
+    engine.run(1, stores=False)
+    engine.die(empty=False)
+    num_freed = engine.device.num_freed(name)
+    engine.server.come_back()
+    engine.server.hold = {"extend_residency"}
+    for _ in range(4):
+        engine.run(1, stores=False)
+        assert engine.device.num_freed(name) == num_freed
+    engine.server.resume()
+    engine.run(10)
+    assert engine.device.num_freed(name) > num_freed
 
 
 def test_nothing_moves_for_requests_vllm_may_not_run() -> None:
@@ -777,7 +803,7 @@ def test_long_waiting_request_precedes_later_ones() -> None:
 def test_blocks_the_server_refuses_end_the_request(passed_s: float) -> None:
     """A step counts as a second at most."""
     engine = ResidentEngine("host")
-    engine.device._may_begin_whole = False
+    engine.device._num_blocks = 0
     name = engine.arrive(400, 300)
     engine.excused.add(name)
     engine.run(1, stores=False)
@@ -794,7 +820,7 @@ def test_request_that_lost_room_at_restart_restarts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = ResidentEngine("host", most_blocks=48, pool=60)
-    engine.device._may_begin_whole = False
+    engine.device._num_blocks = 0
     monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     first, second = engine.arrive(1, 300), engine.arrive(684, 60)
     engine.server.die(empty=False)

@@ -131,6 +131,7 @@ class ResidentManager(FullAttentionManager):
     lost: requests that have lost blocks in the server.
     moved: requests that were moved off the device.
     whole: requests that begin wholly on the device because the server is away.
+    unsure: requests of which the server may have lost blocks: they free none in this step.
     awaited: with `residency = "auto"`, requests that waited when the step began, and the fewest
         blocks with which each can begin.
     """
@@ -150,6 +151,7 @@ class ResidentManager(FullAttentionManager):
         self.lost: set[str] = set()
         self.moved: set[str] = set()
         self.whole: set[str] = set()
+        self.unsure: Set[str] = frozenset()
         self.awaited: dict[str, int] = {}
         self._begins_moved: set[str] = set()
         self._counted_gap = range(0)
@@ -372,7 +374,7 @@ class ResidentManager(FullAttentionManager):
     ) -> None:
         """Frees what the server has pinned before the recent window; nothing of a request
         without hot slots. vLLM calls this before it allocates blocks."""
-        if request_id in self.hot:
+        if request_id in self.hot and request_id not in self.unsure:
             self._free(request_id, processed_computed_tokens)
 
     def _free(self, request_id: str, processed_tokens: int) -> None:
@@ -481,10 +483,6 @@ class DevicePool:
         self.spec = resident_spec(kv_cache_config)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
-        # On CUDA no test has run a long context without hot slots.
-        self._may_begin_whole = (
-            self.spec is not None and vllm_config.device_config.device_type != "cuda"
-        )
         self._manager: ResidentManager | None = None
         self._scheduler: Any = None
         self._watermark_blocks = 0
@@ -589,7 +587,7 @@ class DevicePool:
         manager = self._manager
         if manager is None or self.has_blocks(request_id):
             return
-        if is_meant and self._may_begin_whole:
+        if is_meant:
             manager.whole.add(request_id)
             manager.moved.discard(request_id)
         else:
@@ -601,7 +599,7 @@ class DevicePool:
 
     def could_be_whole(self, request: Any) -> bool:
         spec = self.spec
-        if spec is None or not self._may_begin_whole:
+        if spec is None:
             return False
         return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
 
@@ -685,6 +683,11 @@ class DevicePool:
             return None
         request = self._scheduler.requests[request_id]
         return manager.relief(request_id, _processed(request), stored_tokens)
+
+    def keep(self, unsure: Set[str]) -> None:
+        """Makes requests free no blocks in the coming step (`ResidentManager.unsure`)."""
+        if self._manager is not None:
+            self._manager.unsure = unsure
 
     def move(self, request_id: str) -> None:
         assert self._manager is not None

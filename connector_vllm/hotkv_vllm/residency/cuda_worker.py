@@ -79,6 +79,7 @@ class CudaSequence:
     addresses: of slots as the device reads them, by position, int64; 0 if unknown.
     pin: of the blocks at `addresses`; None before the scheduler has sent it.
     arenas: the arenas in which the addresses are.
+    unmapped: as `ResidentSequence.unmapped`.
     is_lost: True if the request must be computed anew.
     """
 
@@ -95,6 +96,7 @@ class CudaSequence:
     addresses: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     pin: ResidencyOpened | None = None
     arenas: list[Arena] = field(default_factory=list)
+    unmapped: list[KeptBlocks] = field(default_factory=list)
     is_lost: bool = False
 
     def still_holds(self) -> bool:
@@ -190,12 +192,12 @@ class CudaSequences:
             self._take_hot_slots(sequence, row.hot_blocks)
         if row.pin is not None:
             sequence.pin = row.pin
-        if row.kept and not row.kept[0].first and sequence.arenas:
+        if row.kept and not row.kept[0].first and (sequence.arenas or sequence.unmapped):
             # The message lists the request's pinned blocks from the first block on, although some
             # were known: the server had lost them, and has pinned them again at other places.
             self._forget_kept(sequence)
-        for kept in row.kept:
-            self._take_in(sequence, kept)
+        told = (*sequence.unmapped, *row.kept)
+        sequence.unmapped = [kept for kept in told if not self._take_in(sequence, kept)]
         self._give_rows(sequence)
         self._give_back(sequence, row.num_freed)
         return sequence
@@ -248,12 +250,12 @@ class CudaSequences:
         self._residents.begin_anew(sequence.state)
         self._residents.give_back(sequence.state, sequence.num_freed)
 
-    def _take_in(self, sequence: CudaSequence, kept: KeptBlocks) -> None:
+    def _take_in(self, sequence: CudaSequence, kept: KeptBlocks) -> bool:
         """Records the addresses at which the device reads blocks that the server has pinned, and
-        writes them to device memory."""
+        writes them to device memory. Returns False if this process does not map their arena."""
         found = self._arena_of(kept.file_id)
         if found is None:
-            return
+            return False
         if found.arena not in sequence.arenas:
             sequence.arenas.append(found.arena)
         addresses = found.mapped.addresses(kept.offsets, self._slot_bytes)
@@ -266,10 +268,11 @@ class CudaSequences:
         sequence.addresses[kept.first : stop] = addresses
         if len(addresses):
             self._work.device.write(self._work.arena, (sequence.state, kept.first), addresses[None])
+        return True
 
     def _forget_kept(self, sequence: CudaSequence) -> None:
         """Forgets the arena addresses of all blocks of a request."""
-        sequence.addresses, sequence.arenas = np.empty(0, np.int64), []
+        sequence.addresses, sequence.arenas, sequence.unmapped = np.empty(0, np.int64), [], []
         nothing = np.zeros((1, self._work.shape.max_blocks), np.int64)
         self._work.device.write(self._work.arena, (sequence.state, 0), nothing)
 
@@ -385,6 +388,7 @@ class CudaWorker:
         self._device_arena, self.staging = device_arena, staging
         self.staged_table: Array = workspace.device.zeros((workspace.shape.max_blocks,), np.int32)
         self._arenas: dict[FileId, DeviceArena] = {}
+        self._newest: Arena | None = None
         self.sequences = CudaSequences(workspace, num_rows, slot_bytes, self._arena_of)
         self.arena_of: Callable[[], Arena | None] = lambda: None
         self._batch: HostBatch | None = None
@@ -410,7 +414,8 @@ class CudaWorker:
     def _arena_of(self, file_id: FileId) -> DeviceArena | None:
         if (found := self._arenas.get(file_id)) is not None:
             return found
-        if (arena := self.arena_of()) is None or arena.file_id != file_id:
+        arena = self.arena_of() or self._newest
+        if arena is None or arena.file_id != file_id:
             return None
         found = self._arenas[file_id] = DeviceArena(arena, self._device_arena(arena))
         found.mapped.start()
@@ -435,6 +440,9 @@ class CudaWorker:
         if over:
             self._close_arenas()
         self.sequences.begin_step()
+        if step.rows:
+            # As `ResidentSequences._newest`.
+            self._newest = self.arena_of() or self._newest
         sparse = frozenset(rows.request_ids)
         self._step, names = [], {}
         for row in step.rows:

@@ -10,6 +10,7 @@ Always true:
 - A *parked* request is preempted, releases its room and queues for it again. The last by vLLM's
   order is parked if a running request is held while a waiting one has room, or if all have been
   held for `PARK_S`; also one whose room others got after a reconnect.
+- No block leaves the device while the server may have lost it, for example after a reconnect.
 - A block counts as kept (`kept_tokens`) only once its pinned offset is known. Workers get it before
   a step in which the block may have been freed.
 - Blocks without exact KV, or of requests without shared names (`CachedGroups`), have private names.
@@ -249,10 +250,17 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- moves
 
     def _may_move(self, one: Resident) -> bool:
-        return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
+        return self._fits(one) and self._is_sure(one) and not one.is_lost
+
+    def _is_sure(self, one: Resident) -> bool:
+        """The server has confirmed, on the present connection, that it pins the kept blocks."""
+        return self._reservations.is_served(one) and one.pin is one.opened
 
     def make_room(self) -> None:
-        """Moves requests off the device if its pool is short. Called as `held`."""
+        """Moves requests off the device if its pool is short, and keeps blocks there that the
+        server may have lost. Called as `held`."""
+        residents = self._residents.items()
+        self._pool.keep({name for name, one in residents if not self._is_sure(one)})
         demand = self._pool.demand(self.has_room)
         if demand is None or not demand.is_short:
             return

@@ -125,6 +125,7 @@ class ResidentSequence:
     num_kept: leading blocks whose sketches are in `rows`, by layer index.
     content: position in each hot slot, by layer index, int32; -1 if empty.
     pin: of the blocks at `addresses`, in `arenas`.
+    unmapped: news of blocks in an arena that was not mapped; each step tries again.
     is_lost: must be computed anew.
     has_read: from an arena in this step.
     """
@@ -141,6 +142,7 @@ class ResidentSequence:
     content: dict[int, I32] = field(default_factory=dict)
     pin: ResidencyOpened | None = None
     arenas: list[Arena] = field(default_factory=list)
+    unmapped: list[KeptBlocks] = field(default_factory=list)
     is_lost: bool = False
     has_read: bool = False
 
@@ -157,7 +159,7 @@ class ResidentSequence:
 
     def forget_kept(self) -> None:
         self.addresses[:] = self.sketches[:] = NOT_KEPT
-        self.arenas = []
+        self.arenas, self.unmapped = [], []
 
     def hot_content(self, layer_idx: int) -> I32:
         """Position in each hot slot, int32; -1 if empty. Who copies a page must write its
@@ -189,6 +191,9 @@ class ResidentSequences:
         self._kept = kept
         self._sequences: dict[str, ResidentSequence] = {}
         self._arenas: dict[FileId, Arena] = {}
+        # The last arena that this process could map, as long as requests run: a server that dies
+        # may just have pinned their first blocks.
+        self._newest: Arena | None = None
         self._lost: set[int] = set()
         # Lost requests whose rows steps in flight may still name, by first block: a request id may
         # be used again. Value: steps left.
@@ -204,6 +209,9 @@ class ResidentSequences:
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
+        rows = tuple(rows)
+        if rows and (arena := self.arena_of()) is not None:
+            self._newest = arena
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
@@ -216,6 +224,8 @@ class ResidentSequences:
         """Unmaps arenas of earlier servers."""
         used = {one.file_id for other in self._sequences.values() for one in other.arenas}
         self._arenas = {file_id: one for file_id, one in self._arenas.items() if file_id in used}
+        if not self._sequences:
+            self._newest = None
 
     def _follow(self, row: ResidentRow) -> ResidentSequence:
         sequence = self._sequences.get(row.request_id)
@@ -233,22 +243,20 @@ class ResidentSequences:
             sequence.content.clear()
         if row.pin is not None:
             sequence.pin = row.pin
-        if row.kept and not row.kept[0].first and sequence.arenas:
+        if row.kept and not row.kept[0].first and (sequence.arenas or sequence.unmapped):
             # The server had lost these blocks, and has pinned them again at other places.
             sequence.forget_kept()
             self._unmap_unused()
-        for kept in row.kept:
-            self._take_in(sequence, kept)
+        told = (*sequence.unmapped, *row.kept)
+        sequence.unmapped = [kept for kept in told if not self._take_in(sequence, kept)]
         return sequence
 
-    def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> None:
-        """Ignores blocks of an arena that this process does not map."""
-        arena = self._arenas.get(kept.file_id)
-        if arena is None:
-            arena = self.arena_of()
-            if arena is None or arena.file_id != kept.file_id:
-                return
-            self._arenas[kept.file_id] = arena
+    def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> bool:
+        """False if this process does not map the blocks' arena."""
+        arena = self._arenas.get(kept.file_id, self._newest)
+        if arena is None or arena.file_id != kept.file_id:
+            return False
+        self._arenas[kept.file_id] = arena
         if arena not in sequence.arenas:
             sequence.arenas.append(arena)
         base = arena.memory.ctypes.data
@@ -257,6 +265,7 @@ class ResidentSequences:
             for offsets in (kept.offsets, kept.sketches)
         )
         sequence.kept(kept.first, slots, sketches)
+        return True
 
     # ----------------------------------------------------------------------------------------- loss
 
