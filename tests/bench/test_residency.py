@@ -45,7 +45,7 @@ def made_up(context_tokens: int, resident_step_s: float) -> Round:
 
 
 def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
-    """The other fields do not matter."""
+    """Fields that don't matter are empty."""
     return Batch(tokens, logprobs, [0], ["length"], [(0.0, 0.0)], [], 0, 0, {}, 0.0, 0.0)
 
 

@@ -59,7 +59,7 @@ def test_page_shows_what_was_measured_on_a_gpu() -> None:
 
 
 def test_every_benchmark_with_a_target_is_run() -> None:
-    """`tiers` runs `compression`."""
+    """The benchmark `tiers` runs `compression`."""
     names = {
         path.stem
         for path in (ROOT / "bench").glob("*.py")

@@ -43,7 +43,7 @@ class Bench:
         to_engine: bool,
     ) -> None:
         """method: None copies in the host; otherwise the memories are written to the fake device
-            before, and read back afterwards."""
+        before, and read back afterwards."""
         regions = {
             name: Region(memory.ctypes.data, memory.nbytes, name)
             if method is None

@@ -58,7 +58,7 @@ def run(*command: str | Path, quiet: bool = True) -> str:
 
 
 def make_root(folder: Path, packages: Sequence[str]) -> Path:
-    """Of this machine's release; a complete folder is reused."""
+    """Of this machine's Debian release. A complete folder is reused."""
     if (folder / WHOLE).exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)

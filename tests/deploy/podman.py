@@ -66,7 +66,7 @@ def leave_network() -> None:
 
 
 def hard_limits() -> dict[str, int]:
-    """By Docker's names; -1: unlimited."""
+    """This machine's, under Docker's names; -1: unlimited."""
     names = ("memlock", "nofile", "nproc")
     numbers = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in names}
     return {name: resource.getrlimit(number)[1] for name, number in numbers.items()}
@@ -146,7 +146,7 @@ crun = ["{runtime}"]
 
     @contextlib.contextmanager
     def health_checks(self, container: str) -> Iterator[None]:
-        """At the image's interval."""
+        """Asks at the image's interval, in a thread."""
         ended, words = threading.Event(), [*self.command, "healthcheck", "run", container]
 
         def ask() -> None:

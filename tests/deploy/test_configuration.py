@@ -38,7 +38,7 @@ def uncommented() -> str:
 
 
 def shown() -> dict[str, tuple[str, str]]:
-    """Dotted name to (value, comment), commented-out settings included."""
+    """Dotted name to (value, comment), also of commented-out settings."""
     found: dict[str, tuple[str, str]] = {}
     section, comment = "", list[str]()
     for line in with_tables().splitlines():

@@ -24,7 +24,7 @@ PATH = re.compile(r"`((?:proto|sparse|client|server|connector_vllm|tests|tools)/
 
 
 def anchors(page: Path) -> set[str]:
-    """GitHub's, from headings, and explicit ones."""
+    """GitHub's anchors of headings, and explicit ones."""
     text = page.read_text()
     heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     named = set(re.findall(r'<a name="([\w-]+)">', text))
@@ -70,7 +70,6 @@ SHORT = 12
 
 
 def words_of_the_code() -> str:
-    """All string constants."""
     texts = []
     for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

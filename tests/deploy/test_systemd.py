@@ -16,7 +16,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "hotkv-server.service"
 DROP_IN = DEPLOY / "hotkv-server-gpu.conf"
 MAX_EXPOSURE = 1.5
-"""Of 10, by `systemd-analyze security`."""
+"""On the scale of `systemd-analyze security`, 0 to 10."""
 ANALYZE = shutil.which("systemd-analyze")
 
 needs_systemd = pytest.mark.skipif(

@@ -51,8 +51,7 @@ def _built(batch: int) -> bytes:
         return library.read_bytes()
 
 
-class CompileException(Exception):
-    ...
+class CompileException(Exception): ...
 
 
 class CUDARuntimeError(RuntimeError):

@@ -270,7 +270,7 @@ def test_what_is_missing_is_named(
 
 
 def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
-    """The compiler checks them."""
+    """The compiler checks them, where NVIDIA's headers are."""
     headers = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
     if not headers:
         pytest.skip("no cuda.h here")

@@ -116,7 +116,7 @@ def test_actual_hits_are_reachable_though_unseen() -> None:
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """4,000 blocks, a sample of 512 keys."""
+    """Of 4,000 blocks at most 512 keys are remembered."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for ceiling in (0.0, 0.5):
         for first in range(0, 4000, 50):

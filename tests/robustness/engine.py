@@ -40,7 +40,7 @@ SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """num_hashes: number of different blocks."""
+    """num_hashes: of different blocks."""
 
     model: str
     layers: int

@@ -145,7 +145,6 @@ class Node(Place):
         self.begin()
 
     def num_from_tiers(self) -> float:
-        """Since the server started."""
         names = ("shared_fetched_blocks_total", "tier_promoted_blocks_total")
         return sum(map(self.counter, names))
 

@@ -194,7 +194,7 @@ class Odd:
 
 
 class Fuzzer:
-    """Another client, the bystander, must keep its blocks."""
+    """The bystander, a well-behaved client, must keep its blocks."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server, self.seed, self.tally = server, seed, Tally()

@@ -51,7 +51,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_file(num_bytes: int, *, filled: bool = True) -> int:
-    """A memfd; not `filled`: a hole."""
+    """A memfd; a hole unless `filled`."""
     fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
     if filled and num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -61,7 +61,7 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
 
 
 def run_of(blocks: list[bytes]) -> BlockRun:
-    """In group 0, with block ids 0, 1, …."""
+    """Of group 0, with block ids 0, 1, …."""
     return BlockRun(0, blocks, np.arange(len(blocks), dtype=INT32))
 
 

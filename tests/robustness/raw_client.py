@@ -19,7 +19,7 @@ from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 DEADLINE_S = 30.0
 MAX_PACKET_BYTES = 65536
 BAD_CODES = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
-"""Always a defect of the server."""
+"""A defect of the server, whatever the message."""
 
 
 def name_of(error: errors_pb2.ErrorDetail) -> str:

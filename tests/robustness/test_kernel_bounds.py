@@ -24,7 +24,7 @@ TESTS = {
 
 
 def checked(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Compiles into `folder`."""
+    """Runs Python with bounds checks; kernels are compiled into `folder`."""
     checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(folder)}
     return subprocess.run(
         [sys.executable, *arguments],

@@ -33,7 +33,7 @@ class CpuDevice:
         self.seed = seed
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
-        """At a multiple of 32 bytes."""
+        """The address is a multiple of 32."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 32
@@ -89,8 +89,7 @@ class CpuTensors(CpuDevice):
 PAGE = mmap.PAGESIZE
 
 
-class CUDARuntimeError(RuntimeError):
-    ...
+class CUDARuntimeError(RuntimeError): ...
 
 
 class Cuda:

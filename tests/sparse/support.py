@@ -12,7 +12,7 @@ F32 = npt.NDArray[np.float32]
 TOKEN_FORMATS = ("rot2u", "rot3u")
 SUMMARIES = ("quest", "mean")
 UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
-"""mix2 needs axes: `test_axes.py`."""
+"""All formats but mix2, whose axes need calibration (`test_axes.py`)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def make_case(
 
 
 def rows_of(data: st.DataObject, case: Case) -> npt.NDArray[np.int32]:
-    """In any order, with repetitions."""
+    """Indices of blocks, in any order, with repetitions."""
     numbers = st.lists(st.integers(0, len(case.keys) - 1), max_size=150)
     return np.array(data.draw(numbers) if len(case.keys) else [], np.int32)
 

@@ -57,7 +57,7 @@ def calibrated(
 
 
 def axes_of(case: Case, seed: int = 0) -> Axes:
-    """Of the case's shape, from other random keys."""
+    """They fit the case's shape, but come from other random keys."""
     return calibrated(case.keys.shape[3], case.kv_heads, 1, 100, seed).axes
 
 
@@ -223,7 +223,7 @@ def test_refusals(call: Callable[..., object], words: str) -> None:
 
 
 def _turned(x: F32, positions: npt.NDArray[np.int64], frequencies: F64) -> F32:
-    """RoPE by complex numbers."""
+    """Turns keys by RoPE, with complex numbers."""
     count = len(frequencies)
     z = x[..., :count] + 1j * x[..., count : 2 * count]
     z = z * np.exp(1j * positions[:, None, None] * frequencies)

@@ -125,7 +125,6 @@ def test_formats_that_are_not_known_are_ignored(changed: Callable[..., Path]) ->
 def test_damaged_files_are_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Or the original centres are read."""
     path = tmp_path_factory.mktemp("centres") / "a.npz"
     write_centres(path, example())
     whole = path.read_bytes()

@@ -27,7 +27,7 @@ from tests.sparse.cuda_support import PAGE, Cuda
 
 
 def mapped(num_bytes: int) -> np.ndarray:
-    """Read-only, as `hotkv_client.arena` maps."""
+    """Mapped read-only, as by `hotkv_client.arena`."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
 
 

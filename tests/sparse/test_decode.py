@@ -17,7 +17,7 @@ from tests.sparse.support import UNCALIBRATED
 
 TOKENS, HEADS, QUERIES = 16, 2, 6
 KINDS = ("bfloat16", "float16", "float32")
-"""By the kernel's numbers."""
+"""In the order of the kernel's numbers."""
 NOTHING = np.empty(0, np.int32)
 
 

@@ -41,7 +41,7 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
 
 def test_published_examples() -> None:
     """Llama: 128 KiB of KV per token, 512 MiB of staging per layer. Qwen with 1M tokens: 197 GB
-        of KV, 13.1 GB of sketches."""
+    of KV, 13.1 GB of sketches."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB

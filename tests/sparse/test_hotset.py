@@ -152,7 +152,7 @@ TestHotSet = Machine.TestCase
 
 
 def test_many_victims_are_the_coldest_in_their_order() -> None:
-    """Several hundred: the hot set uses its radix sort."""
+    """There are enough for the hot set's radix sort."""
     hot = HotSet(500, 0)
     hot.extend(CandidateSpan(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))

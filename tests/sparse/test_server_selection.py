@@ -73,7 +73,6 @@ class Slots:
 def centres(
     layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int
 ) -> dict[int, PackedCentre]:
-    """Random, with the same `bias` for all."""
     random, shape = np.random.default_rng(seed), (num_heads, head_size)
     mus = {layer: random.standard_normal(shape).astype("<f4").tobytes() for layer in layers}
     return {layer: PackedCentre(mu, bias) for layer, mu in mus.items()}

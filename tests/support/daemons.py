@@ -73,7 +73,7 @@ class ForkedServer:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Unless the server has ended."""
+        """Does nothing once the server has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -202,7 +202,7 @@ def quick_servers() -> Iterator[None]:
 
 
 def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
-    """`python -m hotkv_server run`, with the tests' streams and process group."""
+    """Runs `python -m hotkv_server run` with the tests' streams and process group."""
     command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
     if not can_fork(command, {}):
         return subprocess.Popen(command)
@@ -212,7 +212,7 @@ def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
 def run(
     *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m hotkv_server`, to its end. Raises subprocess.TimeoutExpired."""
+    """Runs `python -m hotkv_server` to its end. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
         streams = 0, printed.fileno(), said.fileno()
         command = ["hotkv_server", *arguments]

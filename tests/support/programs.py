@@ -12,7 +12,7 @@ PACKAGES = {
     "promtool": "prometheus",
     "systemd-nspawn": "systemd-container",
 }
-"""Debian's packages."""
+"""Debian's package of each program."""
 
 
 def program(name: str) -> Path:

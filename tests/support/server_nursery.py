@@ -36,7 +36,7 @@ def _preload() -> None:
 
 
 def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -> int:
-    """In the forked child; returns the exit status."""
+    """Runs in the forked child. Returns the exit status."""
     end_with_the_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     link.close()

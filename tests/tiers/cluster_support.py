@@ -98,12 +98,12 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """As in the settings."""
+        """As the settings expect it."""
         return ",".join(f"127.0.0.1:{one.port}" for one in self.nodes)
 
     @contextlib.contextmanager
     def replica_of(self, primary: Node, folder: Path) -> Iterator[Node]:
-        """In sync."""
+        """The replica is in sync."""
         port, bus_port = free_ports(2)
         replica = Node(folder, port, bus_port)
         self.suspect_after(QUICK_MS)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[s3_support.Server]":
-    """SeaweedFS; skipped without it or obstore."""
+    """SeaweedFS. Skips the test without it or obstore."""
     pytest.importorskip("obstore", reason="obstore speaks S3")
     from tests.tiers.s3_support import running
 
@@ -43,7 +43,7 @@ def valkey_of_file(
 
 @pytest.fixture
 def server(valkey_of_file: "valkey_support.Server") -> "valkey_support.Server":
-    """Empty; skipped without Valkey."""
+    """Empty. Skips the test without Valkey."""
     valkey_of_file.client.flushall()
     return valkey_of_file
 

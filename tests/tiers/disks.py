@@ -27,7 +27,7 @@ SHM = Path("/dev/shm")
 
 
 def memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros, from a page boundary."""
+    """Zeros, beginning at a page boundary."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
@@ -127,7 +127,7 @@ class Disk:
 
 @contextlib.contextmanager
 def disk(folder: Path, **options: Any) -> Iterator[Disk]:
-    """At the end, hanging disk calls go on."""
+    """At the end, hanging calls of the disk go on."""
     made = Disk(folder, **options)
     try:
         yield made

@@ -73,13 +73,12 @@ class Node:
         return 0
 
     def put(self, numbers: list[int]) -> None:
-        """Content follows from the block's number."""
+        """A block's content follows from its number."""
         self.num_calls += 1
         name = f"store {self.num_calls}"
         store_blocks(self.core, self.arena, self.number, name, numbers)
 
     def flip(self, number: int) -> None:
-        """A bit, in host memory."""
         index = self.core.space.index
         entries = index.find(1, 0, words_of([number]))
         self.memory[int(index.offsets(entries)[0]) + 7] ^= 1
@@ -119,13 +118,13 @@ class Setup(Node):
         await eventually(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
 
     async def lie_below(self, numbers: list[int]) -> None:
-        """Stored, demoted, and evicted from host memory."""
+        """Stores blocks, and waits until only the disk has them."""
         self.put(numbers)
         await self.until_down(len(numbers))
         evict(self.core, 1, 0, words_of(numbers))
 
     def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
-        """Per block: only a tier has it."""
+        """Per block: has only a tier it?"""
         lists = [HashList(0, words_of(numbers))]
         ready = self.core.lookup(1, lists)
         (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
@@ -200,7 +199,7 @@ class SharedNode(Node):
 
     async def start(self, *, tells: bool = True) -> None:
         """tells: waits until each store has told its generation. The product waits only MEET_S,
-            and deletes blocks stored before the answer (`FlushDriver.confirm`)."""
+        and deletes blocks stored before the answer (`FlushDriver.confirm`)."""
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
         await (self.until_told() if tells else self.generations.confirm_new(1))
 

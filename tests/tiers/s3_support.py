@@ -31,7 +31,7 @@ from tests.tiers.support import broken
 START_S = 30.0
 BUCKET = "of-tests"
 KEYS = {name: f"{name}-secret" for name in ("admin", "hotkv", "reader")}
-"""Access key to secret."""
+"""Secrets by access key."""
 ACTIONS = {
     "admin": ["Admin", "Read", "Write", "List"],
     "hotkv": ["Read", "Write", "List"],
@@ -150,7 +150,7 @@ def new_prefix() -> str:
 
 
 def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
-    """Lists new packs every 20 ms."""
+    """The tier lists new packs every 20 ms."""
     given = {
         "bucket": BUCKET,
         "prefix": prefix,
@@ -227,7 +227,7 @@ MakeKey = Callable[[int], bytes]
 
 
 def write(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """From the arena's first slots; returns `Write` codes."""
+    """Writes from the arena's first slots; returns `Write` codes."""
     bench.fill(numbers, range(len(numbers)))
     codes, _ = bench.answer(blocks_of([key(number) for number in numbers], 0, {}))
     return codes.tolist()

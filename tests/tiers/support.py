@@ -45,7 +45,7 @@ def broken(proxy: FaultProxy) -> Iterator[None]:
 def tls_proxy(
     target: Any, authority: Authority, *, asks_for_certificate: bool = False
 ) -> Iterator[FaultProxy]:
-    """In front of a server without TLS."""
+    """TLS, in front of a server without it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("store"))
     if asks_for_certificate:
@@ -109,7 +109,7 @@ class Asked:
         self.codes: dict[object, list[int]] = {}
 
     def write(self, name: object, numbers: Sequence[int]) -> None:
-        """Block n from slot n."""
+        """Writes block n from slot n."""
         self._bench.tier.write(self._bench.blocks(numbers, numbers), self._end(name))
 
     def read(
@@ -134,7 +134,7 @@ _kept: list["np.ndarray[Any, np.dtype[np.uint8]]"] = []
 
 
 def arena_of(num_bytes: int) -> Region:
-    """Never freed."""
+    """Its memory is never freed."""
     memory = np.zeros(num_bytes, np.uint8)
     _kept.append(memory)
     return Region(memory.ctypes.data, num_bytes, "arena")

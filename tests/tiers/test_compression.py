@@ -40,7 +40,7 @@ def decode(room: Any, num_bytes: int) -> tuple[int, Any]:
 
 
 def all_escapes(num_bytes: int) -> int:
-    """Largest size of a form."""
+    """Largest size that a block's form can have."""
     return form.escapes_at(num_bytes // 2) + num_bytes // 2 * form.ESCAPE_BYTES
 
 

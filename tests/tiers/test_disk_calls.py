@@ -33,7 +33,7 @@ def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool 
 
 
 def call_queue(num_threads: int, **options: Any) -> CallQueue:
-    """Without threads: `take` raises AssertionError instead of waiting."""
+    """`take` raises AssertionError instead of waiting."""
 
     def wait(timeout: float | None = None) -> bool:
         raise AssertionError("nothing to take")

@@ -130,7 +130,7 @@ def test_the_last_place_ends_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_sealed_form_that_is_none_is_corrupt(tmp_path: Path) -> None:
-    """Noise with a valid seal."""
+    """Writes noise with a valid seal."""
     with encoding(tmp_path, content=noise) as (_, bench):
         place, size = np.array([SLOT_BYTES]), np.array([ROOM_BYTES], np.int64)
         bench.fill([1], [1])

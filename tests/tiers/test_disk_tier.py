@@ -196,7 +196,7 @@ def test_page_cache_does_not_hide_dead_disk(tmp_path: Path) -> None:
 
 
 def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth thread is left for reads."""
+    """Writes hang in three of four threads."""
     monkeypatch.setattr(calls, "MAX_PIECE_BYTES", SLOT_BYTES)
     with disk(tmp_path, num_threads=4) as made:
         bench = made.stored([1, 2])

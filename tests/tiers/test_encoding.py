@@ -58,7 +58,7 @@ def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: str) -> None:
-    """Calls `before` with name and arguments first."""
+    """Each call first calls `before`, with its name and arguments."""
     for name in names:
         method = getattr(RespClient, name)
 
@@ -70,7 +70,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: 
 
 
 def put(server: Server, name: bytes, content: bytes) -> None:
-    """As the tier does: a valid head, then `content`."""
+    """Stores a valid head, then `content`."""
     server.client.set(name, head(name, memoryview(content)) + content)
 
 

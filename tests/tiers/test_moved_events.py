@@ -52,8 +52,7 @@ class Listener:
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         self.names = list(names)
 
-    def forget_key_space(self, number: int) -> None:
-        ...
+    def forget_key_space(self, number: int) -> None: ...
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         self.events += events
@@ -65,7 +64,7 @@ class Listener:
         return self.is_alone
 
     def settle(self) -> None:
-        """It loses no events."""
+        """This publisher loses no events."""
 
 
 class Heard:
@@ -121,7 +120,7 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
 
 
 async def test_moved_blocks_event_has_tokens_and_parent() -> None:
-    """Routers that match by tokens ignore events without."""
+    """Routers that match prompts by tokens ignore events without tokens."""
     one = Setup(10.0)
     async with heard(one) as ear:
         tokens = np.arange(16 * len(BLOCKS), dtype=np.int32)
@@ -195,7 +194,7 @@ async def test_flush_clears_disk_then_nothing_is_published() -> None:
 
 
 async def test_evictions_for_coming_blocks_are_published_before() -> None:
-    """They must not wait for the disk, which hangs."""
+    """The events must not wait for the disk, which hangs."""
     one = Setup(0.05)
     async with heard(one) as ear:
         await one.lie_below(BLOCKS)

@@ -30,7 +30,7 @@ from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, Gate, Store, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
-"""Stored, in one key space."""
+"""Blocks that are stored, in one key space."""
 HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 
@@ -49,7 +49,7 @@ def hasty(store: Store) -> Iterator[Bench]:
 
 
 def stored(bench: Bench) -> Bench:
-    """Also reads once, so that the tier is connected."""
+    """Reads the blocks once, so that the tier is connected."""
     bench.fill(NUMBERS, [0, 1, 2])
     wait_for(lambda: Write.FAILED not in bench.write(NUMBERS, [0, 1, 2]), "nothing is stored")
     found = [Read.FOUND] * 3

@@ -56,19 +56,18 @@ Sent = tuple[bytes, object]
 
 
 def sent_as(form: bytes, text: bytes, value: object) -> Sent:
-    """`form`: takes length and text."""
+    """`form`: format of the text's length and the text."""
     return form % (len(text), text), value
 
 
 def list_as(kind: bytes, items: list[Sent]) -> Sent:
-    """An array or a set."""
     return b"%b%d\r\n%b" % (kind, len(items), b"".join(wire for wire, _ in items)), [
         value for _, value in items
     ]
 
 
 def map_of(items: list[Sent]) -> Sent:
-    """With keys k0, k1, ..."""
+    """The keys are k0, k1, ..."""
     wire = b"".join(b"+k%d\r\n%b" % (at, item) for at, (item, _) in enumerate(items))
     value = {b"k%d" % at: item for at, (_, item) in enumerate(items)}
     return b"%%%d\r\n%b" % (len(items), wire), value
@@ -104,7 +103,7 @@ PUSH = b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n"
 @example([(False, (b"*1\r\n" * 8 + b":1\r\n", [[[[[[[[1]]]]]]]]))], [7])
 @example([(False, (b"+%b\r\n" % (b"x" * 4095), b"x" * 4095))], [4096])
 def test_replies_are_what_was_sent(sent: list[tuple[bool, Sent]], sizes: list[int]) -> None:
-    """Pushed messages between replies are skipped."""
+    """Messages that the server pushes between replies are skipped."""
     content = b"".join((PUSH if has_push else b"") + wire for has_push, (wire, _) in sent)
     reader = Replies(Cut(content, sizes))
     for _, (_, value) in sent:

@@ -182,7 +182,7 @@ async def test_promoted_blocks_evict_none_of_their_prompt(is_ahead: bool) -> Non
 
 @pytest.mark.parametrize("move_blocks", [1, 4, tier_drive.MOVE_BLOCKS])
 async def test_many_ask_each_block_is_read_once(monkeypatch: Any, move_blocks: int) -> None:
-    """Other tasks run between two moves of `move_blocks`."""
+    """Other tasks run between two moves, each of `move_blocks` at most."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -358,7 +358,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 async def test_caller_giving_up_while_waiting_pins_nothing() -> None:
-    """gRPC cancels so."""
+    """gRPC cancels a unary call so."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
@@ -651,7 +651,7 @@ async def test_move_is_given_up_during_its_checksums() -> None:
 
 
 def test_broken_tier_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Each change once."""
+    """Each change is logged once."""
     caplog.set_level("INFO", breaker.__name__)
     memory = np.zeros(SLOT_ALIGN, np.uint8)
     arena = Region(memory.ctypes.data, memory.nbytes, "arena")

@@ -31,7 +31,7 @@ from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of
 from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
-"""Only requests that the test causes."""
+"""The tier sends only the requests that the test causes."""
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def test_waiters_learn_what_ails_the_store(
 def test_store_failing_all_reads_isnt_empty(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    """503 to all reads of packs."""
+    """All reads of packs get 503."""
     names = [bucket.add(number, 10**15 + number) for number in range(4 * LISTS_AT_ONCE)]
     bucket.lost = set(names)
     for looks in (1, 2):
@@ -323,7 +323,7 @@ def test_unreadable_new_packs_harm_no_known_ones(
 def test_forbidden_packs_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few per listing; at most MAX_UNREAD are remembered."""
+    """Each listing tries a few again; at most MAX_UNREAD are remembered."""
     count = 3 * LISTS_AT_ONCE
     monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
     names = [bucket.add(number, 10**15 + number) for number in range(count)]

@@ -49,7 +49,7 @@ def test_odd_keys(s3_server: Server) -> None:
 
 
 class Requests:
-    """Counts by method and folder."""
+    """Counts requests by method and folder."""
 
     def __init__(self, proxy: FaultProxy) -> None:
         self.counts: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class Requests:
         yield piece
 
     def taken(self) -> dict[str, int]:
-        """Since the last call."""
+        """Counts since the last call."""
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
@@ -123,7 +123,7 @@ def test_damaged_block_is_corrupt_once_per_node(s3_server: Server) -> None:
 
 
 def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
-    """While node B lists the bucket."""
+    """It is removed while node B lists the bucket."""
     prefix = new_prefix()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1, 2]) == [Write.STORED] * 2

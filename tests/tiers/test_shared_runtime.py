@@ -98,7 +98,7 @@ async def test_lookup_that_may_not_wait_helps_next() -> None:
 
 
 async def test_a_flush_counts_though_the_store_is_away() -> None:
-    """And reaches the store later."""
+    """It reaches the store and the other node later."""
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS[:1]) == [True]
@@ -258,7 +258,7 @@ async def test_store_serves_while_another_is_away(
 async def test_store_ignoring_generation_questions_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Though it reports no problem."""
+    """The store reports no problem otherwise."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
@@ -343,7 +343,7 @@ async def test_nodes_never_serve_what_was_flushed(
 
 
 def probes_of(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[bytes]]:
-    """The keys of each probe to come."""
+    """Gets the keys of each later probe."""
     asked, probe = list[Sequence[bytes]](), node.tier.probe
 
     def probed(keys: Sequence[bytes], *arguments: Any) -> None:
@@ -387,7 +387,7 @@ async def test_blocks_found_long_ago_are_asked_again(monkeypatch: pytest.MonkeyP
 async def test_copies_under_way_at_flush_stay_unfound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their checksums are being compared."""
+    """The flush comes while their checksums are compared."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
     async def late(*arguments: Any) -> Any:

@@ -134,7 +134,7 @@ def move(old: Node, new: Node, name: bytes) -> None:
 
 
 def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
-    """ASK during the move, MOVED afterwards."""
+    """Servers answer ASK during the move, MOVED afterwards."""
     with running(tmp_path) as cluster, over(cluster, connections=1) as bench:
         numbers = list(range(12))
         bench.fill(numbers, numbers)
@@ -160,7 +160,7 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
 
 
 def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
-    """Per server: maps sent, and MOVEDs answered."""
+    """Per server, how often it has sent its map, and answered MOVED."""
     said = [one.client.info("all") | one.client.info("errorstats") for one in cluster.nodes]
     return [(one.get("cmdstat_cluster|slots"), one.get("errorstat_MOVED")) for one in said]
 
