@@ -121,7 +121,7 @@ class SessionRule:
     admit = touch
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Only a request's own use counts."""
+        """Only a request's own use changes the times of blocks."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
@@ -132,7 +132,7 @@ class SessionRule:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None: ...
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """The time comes by `turn`."""
+        """These rules read the time from `turn`."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._used_s[entries] = -np.inf
@@ -234,7 +234,7 @@ def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
 def compare(
     traces: list[Trace], percents: list[float], benefit_s: float
 ) -> dict[str, dict[str, float]]:
-    """{"TRACE PERCENT %": {rule: hit rate}}."""
+    """Hit rates: {"TRACE PERCENT %": {rule: rate}}."""
     found: dict[str, dict[str, float]] = {}
     for trace in traces:
         warm_up(trace, POLICIES["lru"])

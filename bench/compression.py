@@ -155,7 +155,7 @@ def float16_ratio(floats: NDArray[np.float32]) -> float:
 
 
 def speeds(content: Codes, size: int) -> dict[str, float]:
-    """In 10^9 bytes per second, by figure."""
+    """10^9 bytes per second, by figure."""
     content = np.tile(content, -(-SPEED_BYTES // len(content)))
     run = Run(content, size, room_bytes(size))
     count, step = len(run.sizes), max(1, CALL_BYTES // size)

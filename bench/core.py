@@ -37,7 +37,7 @@ PROMPT_BLOCKS = 1024
 FILL_BLOCKS = 1 << 17
 SLAB_BYTES = 4 << 20
 STEP_S = 0.2
-"""Between two prompts, on the policy's clock."""
+"""Time between two prompts on the policy's clock."""
 PARTS = ("lookup", "reserve", "commit", "touch")
 BOUNDS = {
     "prompt_1024_ms": at_most(1.0),
@@ -48,7 +48,6 @@ BOUNDS = {
 
 
 def resident_bytes() -> int:
-    """Of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 

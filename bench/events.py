@@ -22,13 +22,13 @@ from hotkv_client import BlockRun
 from hotkv_client.testing import PagedEngine
 
 SIZES = {1: 50, 16: 25, 256: 4}
-"""Stores a turn, by blocks of a store."""
+"""Stores in a turn, by the number of a store's blocks."""
 TURNS = 6
-"""Of each server, per round."""
+"""Each server's turns in a round."""
 ROUNDS = 9
 HALF = 0.5
 READ_S = 0.05
-"""Between an engine's reads, as in `hotkv_vllm.scheduler.events`."""
+"""Pause between an engine's reads, as in `hotkv_vllm.scheduler.events`."""
 BOUND: Bound = at_most(0.03)
 
 

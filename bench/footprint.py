@@ -71,7 +71,7 @@ def start_large() -> tuple[float, float]:
 
 
 def import_once() -> float:
-    """In a fresh interpreter."""
+    """Seconds, in a fresh interpreter."""
     return float(
         subprocess.run(
             [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True

@@ -88,7 +88,6 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def address(self, node: int) -> str:
-        """Of node 0 or 1."""
         return f"10.97.{node + 1}.2"
 
     def limit(self, gbit: float) -> None:
@@ -254,7 +253,7 @@ def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = No
 
 @contextlib.contextmanager
 def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iterator[Nodes]:
-    """`flags`: of each node's server."""
+    """`flags`: those of each node's server."""
     with contextlib.ExitStack() as stack:
         servers = []
         for name, node_flags in zip(network.nodes, flags, strict=True):

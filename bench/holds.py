@@ -62,7 +62,7 @@ class Holds:
         self._num_stores = 0
 
     def once(self, name: str, call: Callable[[], object]) -> None:
-        """An operation in one part."""
+        """Measures an operation that has one part."""
 
         def one() -> Iterator[None]:
             call()
@@ -110,7 +110,7 @@ class Holds:
         self.once(f"{name}: events", lambda: removed_events(self.core.take_effects(), 0))
 
     def fill(self, session: int, num_blocks: int) -> Words:
-        """Unmeasured. The blocks' hashes."""
+        """Stores blocks unmeasured; returns their hashes."""
         kept, hashes = len(self.rows), self.new_hashes(num_blocks)
         for start in range(0, num_blocks, MAX_STORED_BLOCKS):
             self.store("", session, np.ascontiguousarray(hashes[start : start + MAX_STORED_BLOCKS]))
@@ -118,7 +118,7 @@ class Holds:
         return hashes
 
     def fill_up(self) -> None:
-        """Until no slab is free."""
+        """Stores until no slab is free."""
         while self.core.space.pool.num_free_slabs:
             self.fill(self.session, MAX_STORED_BLOCKS)
 

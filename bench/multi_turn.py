@@ -88,7 +88,7 @@ class Case:
     def arguments(
         self, model: Path, variant: str, server: Server, lmcache: LMCacheServer | None
     ) -> dict[str, Any]:
-        """Of `vllm.LLM`."""
+        """Arguments of `vllm.LLM`."""
         own: dict[str, dict[str, Any]] = {
             "none": {"enable_prefix_caching": False},
             "offload": {"kv_offloading_size": float(ARENA_GIB)},
@@ -251,7 +251,7 @@ def ratio(one: Results, other: Results) -> float:
 
 
 def row(case: str, variant: str, one: Results, figures: dict[str, Any]) -> tuple[str, ...]:
-    """Also adds the figures."""
+    """Also adds the row's values to `figures`."""
     values = {
         "turns_per_s": statistics.median(one.turns_per_s),
         "ttft_p50_s": percentile(one.first_s, 0.5),

@@ -117,7 +117,7 @@ class Round:
 
 
 class Engines:
-    """Of one model, with one server."""
+    """They share a model and a server."""
 
     def __init__(
         self, place: Place, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
@@ -173,13 +173,13 @@ class Engines:
 
 
 LENGTHS = {"4k": (4000, ""), "32k": (32_000, "_32k")}
-"""Tokens, and the suffix of the figures."""
+"""A prompt's tokens, and the suffix of its figures."""
 
 
 def compare(
     engines: Engines, server: Server, lengths: Sequence[int], num_rounds: int
 ) -> dict[int, list[Round]]:
-    """Rounds by length in tokens."""
+    """Returns rounds by length in tokens."""
     primary_bytes = engines.bytes_of(2 * (max(lengths) + 1024)) + (8 << 20)
     rounds: dict[int, list[Round]] = {}
     with contextlib.ExitStack() as stack:
@@ -242,7 +242,7 @@ def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
 
 
 def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
-    """Of prompts of one length."""
+    """The rounds have prompts of one length."""
     own_s, door_s, computed_s = (
         median([getattr(one, name).ttft_s for one in rounds])
         for name in ("own", "door", "computed")

@@ -12,14 +12,14 @@ from hotkv_client.command.tables import human_bytes, table
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """With the options that all share."""
+    """Has the options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", action="store_true", help="print one JSON object last")
     return options
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """share: 0 to 1."""
+    """`share` is from 0 to 1."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -29,7 +29,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def say(what: str) -> None:
-    """To standard error."""
+    """Prints to standard error."""
     print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
 
 
@@ -111,5 +111,5 @@ def print_figures(
 
 
 def bounds_json(bounds: Mapping[str, Bound]) -> dict[str, object]:
-    """As `bench.targets` reads them."""
+    """`bench.targets` reads this form."""
     return {"bounds": {name: str(bound) for name, bound in bounds.items()}}

@@ -262,7 +262,7 @@ def middle(rounds: Sequence[Round], name: str) -> float:
 
 
 def figures(found: Found) -> dict[str, float]:
-    """By the names in the module's docstring."""
+    """Named as in the module's docstring."""
     named: dict[str, float] = {}
     if found.exact:
         named["tokens_equal"] = min(one.tokens_equal for one in found.exact)
@@ -330,7 +330,7 @@ def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
 
 
 def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
-    """Of one model and context length."""
+    """Figures of one model and context length."""
     model, first = shape.model, rounds[0]
     whole = first.hit_tokens * model.kv_token_bytes
     heads = (3, 64) if model.name == "smollm2" else (2, 32)

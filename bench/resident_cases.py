@@ -45,7 +45,7 @@ class Model:
 
     @property
     def block_bytes(self) -> int:
-        """In all layers."""
+        """A block in all layers."""
         return BLOCK_TOKENS * self.kv_token_bytes
 
     def prompt(self, seed: str, num_tokens: int) -> list[int]:
@@ -54,7 +54,7 @@ class Model:
 
 
 def llama(folder: Path, max_tokens: int) -> Model:
-    """Random, of 4 layers."""
+    """A random Llama of 4 layers."""
     made = random_llama.write_model(folder / f"llama-{max_tokens}", max_tokens)
     words = range(3, random_llama.VOCAB)
     return Model("llama", made, "float32", random_llama.LAYERS, random_llama.KV_TOKEN_BYTES, words)
@@ -90,7 +90,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def sparse(self, residency: str) -> dict[str, Any]:
-        """The setting `hotkv.sparse`."""
+        """Value of the setting `hotkv.sparse`."""
         return SPARSE | {"sparse_topk": self.topk_tokens, "residency": residency}
 
     def settings(
@@ -140,7 +140,7 @@ class Shape:
         )
 
     def everything(self) -> EngineSettings:
-        """Sparse, all on the device, no server."""
+        """Sparse decode with all blocks on the device, without a server."""
         room = self.max_seqs * (self.max_tokens + BLOCK_TOKENS)
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
@@ -434,7 +434,7 @@ def times(
 
 
 def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
-    """Of wall and of processor times."""
+    """The smallest wall time and the smallest processor time."""
     return min(pair[WALL] for pair in pairs), min(pair[PROCESSOR] for pair in pairs)
 
 
@@ -455,14 +455,14 @@ def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
 
 
 def sketch_bytes(model: Model, kv_heads: int, head_size: int) -> int:
-    """Of a block in all layers."""
+    """A block's sketches in all layers."""
     from hotkv_sparse.formats import head_bytes
 
     return model.layers * kv_heads * head_bytes(SKETCH, BLOCK_TOKENS, head_size)
 
 
 def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
-    """small: ran the batch."""
+    """`small` has run the batch."""
     model = shape.model
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     beside = small.memory()
@@ -598,7 +598,7 @@ class Mixed:
     most_decoding: int
 
     def seconds(self, clock: int) -> float:
-        """Cold and warm. clock: WALL or PROCESSOR."""
+        """Cold and warm together. clock: WALL or PROCESSOR."""
         return self.cold_s[clock] + self.warm_s[clock]
 
 

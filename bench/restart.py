@@ -38,7 +38,7 @@ def connected(server: Server) -> PagedEngine:
 
 
 def fill(server: Server) -> list[bytes]:
-    """Returns the hashes."""
+    """Returns the blocks' hashes."""
     engine = connected(server)
     engine.kv[:] = np.random.default_rng(0).integers(0, 256, engine.kv.shape, np.uint8)
     stored: list[bytes] = []

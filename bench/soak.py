@@ -49,7 +49,7 @@ HOSTILE_RATIO = 1.2
 
 @dataclass(slots=True)
 class Done:
-    """Of all sessions."""
+    """Results of all sessions together."""
 
     done: int = 0
     errors: Counter[str] = field(default_factory=Counter)

@@ -54,12 +54,12 @@ def mean_kl(dense_NW: torch.Tensor, other_NW: torch.Tensor) -> float:
 
 
 def mean_loss(log_probs_NW: torch.Tensor, tokens: Sequence[int]) -> float:
-    """NLL."""
+    """Mean NLL."""
     return -float(log_probs_NW.gather(1, torch.tensor(tokens)[:, None]).mean())
 
 
 def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
-    """Dense, and each of the setups."""
+    """Runs dense decode and each of the setups."""
     begin, last = time.monotonic(), text.tokens[-COMPARED_TOKENS:]
     engine.calibrate(text.tokens[: -COMPARED_TOKENS - 1])
     engine.use(None)
@@ -99,7 +99,7 @@ def rows_of(
 
 
 def missed(row: Row, setup: Setup) -> str:
-    """Targets; empty if none."""
+    """The targets that a row misses, as text."""
     found = []
     if row.ratio is not None and row.ratio > RATIO_BOUND:
         found.append(f"ratio > {RATIO_BOUND:g}")

@@ -50,7 +50,7 @@ class Row:
 def measure(
     engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], tokenizer: AutoTokenizer
 ) -> list[Row]:
-    """Dense first."""
+    """Each prompt is answered densely first."""
     rows = [Row(setup, dict.fromkeys(TASKS, 0)) for setup in (None, *setups)]
     for number, prompt in enumerate(asked, 1):
         begin = time.monotonic()

@@ -364,12 +364,12 @@ class Layer:
         return value * self.num_blocks / self.dense_blocks if what == "dense" else value
 
     def speedup(self, name: str) -> float:
-        """Of a sparse step with this scorer."""
+        """A sparse step with this scorer, over dense attention."""
         return self.ms("dense") / (self.ms(name) + self.ms("other") + self.ms("attend"))
 
 
 def bandwidth_gb_s() -> float:
-    """Of one thread that reads memory."""
+    """Rate at which one thread reads memory."""
     data = np.ones(1 << 26, np.float32)
     times_s = []
     for _ in range(5):

@@ -77,7 +77,7 @@ class Record:
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
-    """Those with a target."""
+    """The figures that have a target."""
     values = {**report, **report.get("targets", {})}
     found = {}
     for name, bound in report["bounds"].items():
@@ -87,7 +87,7 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def rows_of(name: str, record: Record, last: Record | None) -> list[tuple[str, ...]]:
-    """last: the last recorded run."""
+    """`last` is the record to compare with."""
     before = last.figures if last is not None else {}
     return [
         (
@@ -107,7 +107,6 @@ def shown(value: float | None) -> str:
 
 
 def machine() -> str:
-    """Cores, memory, processor."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -213,7 +213,7 @@ async def ratios(folder: Path, rounds: int) -> dict[str, float]:
 
 
 async def loop_lag(folder: Path) -> dict[str, float]:
-    """Without and with the tier reading."""
+    """Lag without and with the tier reading."""
     disk = Disk(folder / "lag")
     try:
         size = SIZES["64k"]

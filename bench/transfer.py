@@ -33,7 +33,7 @@ COPY_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class Engine(PagedEngine):
-    """Memory for two operations."""
+    """Has memory for two operations."""
 
     def __init__(self, target: str, block_tokens: int) -> None:
         self.page_bytes = block_tokens * TOKEN_BYTES
@@ -58,7 +58,7 @@ class Engine(PagedEngine):
         self.positions = np.arange(self.num_blocks, dtype=np.int32)
 
     def store(self, hashes: list[bytes], name: str) -> float:
-        """Seconds."""
+        """Returns seconds."""
         start_s = time.perf_counter()
         result = self.session.store(name, name, [BlockRun(0, hashes, self.sources)], 30).result(30)
         taken_s = time.perf_counter() - start_s
@@ -80,7 +80,7 @@ class Engine(PagedEngine):
         self.session.lookup([]).result(10)
 
     def load(self, hashes: list[bytes], name: str) -> float:
-        """Seconds, without the lease. Compares every byte."""
+        """Returns seconds without the lease; compares every byte."""
         # Blocks never used are evicted first.
         assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
             "stored blocks are missing"

@@ -33,7 +33,7 @@ def _process(line: str) -> str:
 
 
 def _text(line: str) -> str:
-    """Without process and logger."""
+    """The line without process and logger."""
     return HEADER.sub("", PROCESS.sub("", line))
 
 

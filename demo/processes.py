@@ -45,7 +45,7 @@ VLLM_SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Engines' environment."""
+"""Environment variables of engines."""
 
 
 class ChildError(RuntimeError):
@@ -245,16 +245,16 @@ class Engine:
         self._child.stop(hurry=error_type is not None)
 
     def close(self) -> None:
-        """May be called again."""
+        """May be called more than once."""
         self._child.stop()
 
     @property
     def log(self) -> Path:
-        """Of vLLM and the connector."""
+        """Output of vLLM and the connector."""
         return self._child.log
 
     def wait_ready(self) -> None:
-        """Tens of seconds. Raises ChildError."""
+        """Takes tens of seconds. Raises ChildError."""
         ready = self._read()
         self.vllm_version, self.dtype = ready["vllm"], ready["dtype"]
 
@@ -285,7 +285,7 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """vLLM's own, not hotkv's."""
+        """Empties vLLM's own cache, not hotkv's."""
         return bool(self.ask({"op": "reset_prefix_cache"})["done"])
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -380,7 +380,7 @@ class Server:
             time.sleep(0.2)
 
     def cli(self, *arguments: str) -> str:
-        """Output of `hotkv`. Raises ChildError."""
+        """Output of a `hotkv` command. Raises ChildError."""
         command = [
             sys.executable,
             "-m",

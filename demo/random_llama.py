@@ -24,7 +24,7 @@ class Shape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """In all layers."""
+        """A token's bytes in all layers."""
         value_bytes = {"float32": 4, "bfloat16": 2}[self.dtype]
         return self.layers * 2 * self.kv_heads * self.head_size * value_bytes
 

@@ -14,7 +14,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 
 SETTLING_STEPS = 4
-"""Untimed: the hot sets fill."""
+"""Steps that are not timed: the hot sets still fill."""
 POLL_S = 0.2
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -66,7 +66,7 @@ class Batch:
 
 
 class Watched(Engine):
-    """`server`: that it uses, if any."""
+    """`server`: the one that it uses, if any."""
 
     MODULE = "demo.watched_process"
 
@@ -89,11 +89,11 @@ class Watched(Engine):
         return found
 
     def dense(self, is_dense: bool) -> None:
-        """Or back to sparse attention."""
+        """Switches to dense attention, or back to sparse."""
         self.ask({"op": "mode", "dense": is_dense})
 
     def forget(self) -> None:
-        """vLLM's own prefix cache."""
+        """Empties vLLM's own prefix cache."""
         self.ask({"op": "reset"})
 
     def device_blocks(self, num_tokens: int) -> int:

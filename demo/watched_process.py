@@ -115,7 +115,7 @@ class Engine:
         }
 
     def _held(self) -> int:
-        """Device blocks in use."""
+        """Device blocks that requests use now."""
         if self._core is None:
             return 0
         pool = self._core.scheduler.kv_cache_manager.block_pool
@@ -136,7 +136,7 @@ class Engine:
 
 
 def _worker() -> Any:
-    """The connector's sparse decode."""
+    """The connector's part for sparse decode."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()

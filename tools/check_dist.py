@@ -30,7 +30,7 @@ from tools import helm
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
-"""Of the Python packages."""
+"""They have a Python package each."""
 DEFINITIONS = "hotkv/"
 """Protobuf definitions in `proto`; only the sdist has them."""
 MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
@@ -86,13 +86,13 @@ def install(folder: Path, wanted: str) -> Path:
 
 
 def installed(programs: Path) -> set[str]:
-    """Without pip and other installers."""
+    """Packages without pip and other installers."""
     listed = run(programs / "python", "-m", "pip", "list", "--format", "freeze")
     return {plain(line.partition("==")[0]) for line in listed.splitlines()} - {"pip", "setuptools"}
 
 
 def plain(name: str) -> str:
-    """As package indexes compare names."""
+    """The name as package indexes compare it."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
@@ -245,7 +245,7 @@ def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) 
 
 
 def check_release(release: Path, folder: Path) -> None:
-    """But the image, which `tests.deploy.image` runs."""
+    """Checks all but the image, which `tests.deploy.image` runs."""
     check_sums(release)
     wheel, chart = one(release, "hotkv-*.whl"), one(release, "hotkv-*.tgz")
     version = wheel.name.split("-")[1]

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
 ARCHITECTURES = (70, 80, 90, 100)
-"""Volta, Ampere, Hopper, Blackwell."""
+"""Compute capabilities of Volta, Ampere, Hopper and Blackwell."""
 OPTIONS = ("-std=c++17",)
 
 _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
@@ -42,11 +42,11 @@ class Usage:
 
 
 class CompileError(Exception):
-    """With the compiler's output."""
+    """The message has the compiler's output."""
 
 
 class Nvrtc:
-    """By its C interface."""
+    """The library, called by its C interface."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -173,7 +173,7 @@ def usages(cubin: bytes) -> list[Usage]:
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:
-    """Start and size by name."""
+    """Start and size of each section, by name."""
     start, size, count, names_at = (
         _number(elf, 40, 8),
         _number(elf, 58, 2),

@@ -92,7 +92,7 @@ includes its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and full name."""
+    """Line and full name of each import from vLLM."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -164,7 +164,7 @@ def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
 
 
 def uses_of(names: Sources, door: str) -> Iterator[Uses]:
-    """Per module of a door."""
+    """Uses in each module of a door."""
     for path in modules(door):
         uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
         uses.check()

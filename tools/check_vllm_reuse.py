@@ -225,14 +225,14 @@ def _stores(node: ast.AST) -> Iterator[str]:
 
 
 def _stored(target: ast.expr) -> str:
-    """An attribute, a key, or a variable."""
+    """The name assigned to: an attribute, a key, or a variable."""
     if isinstance(target, ast.Subscript):
         return _text(target.slice)
     return getattr(target, "attr", getattr(target, "id", ""))
 
 
 def _text(node: ast.expr | None) -> str:
-    """Of a string literal; else empty."""
+    """Value of a string literal; empty for others."""
     return str(node.value) if isinstance(node, ast.Constant) else ""
 
 

@@ -67,13 +67,13 @@ TOPICS = {
     "Traces and timing": "tracing tracing_sample_ratio callback_timing_file device_order",
 }
 UNUSED = {"copy_method"}
-"""That engines ignore."""
+"""Fields that engines ignore."""
 ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
 """Names of fields, and the text in indented lines."""
 
 
 def texts(owner: type) -> dict[str, str]:
-    """From the class's docstring."""
+    """Texts of fields, from the class's docstring."""
     found = {}
     for names, text in ENTRY.findall(inspect.getdoc(owner) or ""):
         for name in names.split(", "):
@@ -116,7 +116,7 @@ def page() -> str:
 
 
 def listed(settings: Mapping[str, Any]) -> str:
-    """As part of a sentence."""
+    """Settings and values as part of a sentence."""
     *first, last = (f"`{name}` {json.dumps(value)}" for name, value in settings.items())
     return f"{', '.join(first)} and {last}"
 

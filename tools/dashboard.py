@@ -18,7 +18,7 @@ from typing import Any
 # Rows and panels of a dashboard, and their form in the JSON that Grafana reads.
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-"""The selected Prometheus."""
+"""The Prometheus that the user has selected."""
 WIDTH, HEIGHT, SMALL_HEIGHT = 24, 8, 4
 GREEN, RED = "green", "red"
 
@@ -142,12 +142,12 @@ def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 FILE = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "hotkv.json"
 ON = '{instance=~"$instance"}'
-"""The selected servers."""
+"""Label matchers of the servers that the user has selected."""
 INSTANCES = "label_values(hotkv_build_info, instance)"
 
 
 def stat(title: str, text: str, expr: str, unit: str = "short", **more: Any) -> Panel:
-    """A single number."""
+    """A panel with a single number."""
     return Panel(title, text, {"": expr}, unit, kind="stat", **{"width": 4, **more})
 
 
@@ -194,7 +194,7 @@ def quantile(share: float, name: str, by: str = "") -> str:
 
 
 def times(title: str, text: str, name: str) -> Panel:
-    """Median and 99th percentile of a histogram."""
+    """A panel with median and 99th percentile of a histogram."""
     queries = {"median": quantile(0.5, name), "99 %": quantile(0.99, name)}
     return Panel(title, text, queries, "s")
 

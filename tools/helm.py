@@ -35,7 +35,7 @@ def find() -> Path:
 
 
 def fetch(target: Path) -> None:
-    """Atomically. Raises HelmError."""
+    """Writes helm atomically. Raises HelmError."""
     npm = shutil.which("npm")
     if npm is None:
         raise HelmError("no helm here, and no npm that could fetch it")

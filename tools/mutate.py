@@ -47,22 +47,22 @@ LEFT_OUT = (
 
 @dataclass(slots=True)
 class Tally:
-    """Workers share it under `lock`."""
+    """Workers share it, under `lock`."""
 
     killed: list[Mutant] = field(default_factory=list)
     survivors: list[Mutant] = field(default_factory=list)
     equivalent: list[Mutant] = field(default_factory=list)
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """By test."""
+    """Killed mutants by test."""
     only_kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Killed by this test only."""
+    """Mutants that only this test killed."""
     only_file: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Killed by tests of this file only."""
+    """Mutants that only tests of this file killed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def score(self) -> float:
-        """Without known equivalents; 1 if none ran."""
+        """Known equivalents do not count; 1 if none ran."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 
@@ -112,7 +112,7 @@ def _imports() -> dict[str, set[str]]:
 
 
 def sources(only: Sequence[str]) -> list[str]:
-    """`only`: prefixes of paths."""
+    """`only`: prefixes of wanted paths."""
     found = {
         str(path.relative_to(ROOT))
         for prefix in TESTS

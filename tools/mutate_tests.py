@@ -58,9 +58,9 @@ REQUESTS = (
     "tests/vllm/test_resident_hits.py "
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
-"""The scheduler side, without an engine first."""
+"""Tests of the connector's scheduler side, those without an engine first."""
 RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
-"""The worker side, without an engine first."""
+"""Tests of its worker side, those without an engine first."""
 RESIDENTS = (
     "tests/vllm/test_residents.py tests/vllm/test_resident_manager.py "
     "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "
@@ -72,7 +72,7 @@ TIERS = (
     "tests/tiers/test_reads.py "
     "tests/server/test_tiers.py tests/server/test_shared_tiers.py"
 )
-"""In the server, with tiers in memory."""
+"""Tests of tiers in the server, with tiers in memory."""
 DISK = (
     "tests/tiers/test_slab_file.py tests/tiers/test_disk_tier.py tests/tiers/test_disk_encoded.py "
     "tests/tiers/test_disk_calls.py tests/tiers/test_disk_kernels.py"
@@ -94,7 +94,7 @@ CALLS = (
     f"{WIRE} tests/server/test_hostile.py tests/server/test_client_memory.py "
     "tests/server/test_security.py tests/server/test_life.py"
 )
-"""gRPC calls."""
+"""Tests of gRPC calls."""
 NODE = (
     f"{LIFE} tests/server/test_ranks.py tests/server/test_restart.py tests/server/test_flush.py "
     "tests/server/test_health.py tests/server/test_audit.py"

@@ -106,7 +106,7 @@ class Worker:
         return bool(select.select([self._forker.stdout], [], [], limit_s)[0])
 
     def stop(self) -> None:
-        """From any thread."""
+        """Any thread may call this."""
         # Interrupted tests remove their files.
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):

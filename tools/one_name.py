@@ -23,7 +23,7 @@ def modules() -> list[Path]:
 
 
 def definitions(kinds: tuple[type[ast.stmt], ...]) -> dict[str, list[Path]]:
-    """Modules, by public name."""
+    """Modules by the public name that they define."""
     places = defaultdict[str, list[Path]](list)
     for file in modules():
         for node in ast.parse(file.read_text()).body:

@@ -71,7 +71,7 @@ def _rows(answers: dict[Pair, Answer], kind: Kind, told: Callable[[Answer], str]
 
 
 def section(answers: dict[Pair, Answer]) -> str:
-    """Without its markers."""
+    """The section without its markers."""
     kinds = [one.kind for one in answers.values()]
     counts = (
         f"{len(kinds)} pairs {kinds.count(Kind.HARNESS)} run in the harness, "
@@ -103,7 +103,7 @@ def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
 
 
 def _plain(test: str) -> str:
-    """Without parameters."""
+    """The test's name without parameters."""
     return test.partition("[")[0]
 
 

@@ -57,7 +57,7 @@ SMALL = {
 """One long conversation fits; the others hit in the server."""
 COLUMNS, LINES = 100, 24
 CELL = (8.4, 18.0)
-"""Of a character, in pixels."""
+"""A character's width and height in pixels."""
 TERMINAL = {
     "default": "#d6dde4",
     "black": "#3b4650",

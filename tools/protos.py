@@ -21,7 +21,7 @@ PACKAGE = Path("hotkv/v1")
 as `hotkv`."""
 MODULES = Path("hotkv_proto/v1")
 IMPORTS = re.compile(r"\bhotkv\.v1(?=\.\w+_pb2\b| import )")
-"""Of generated modules, among each other."""
+"""Generated modules import each other so."""
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 

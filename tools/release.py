@@ -40,11 +40,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "hotkv"
 DEPLOYED = ("deploy", "compose.yaml", "compose.gpu.yaml", "compose.offloading.yaml", "LICENSE")
 IMAGE_EXTRAS = "server,events,s3,otel"
-"""Of the Dockerfile's variant `cpu`."""
+"""The Dockerfile's extras for its variant `cpu`."""
 SUMS, NOTES = "SHA256SUMS", "NOTES.md"
 UNDATED = "not released yet"
 PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
-"""In images, by the kernel's names."""
+"""Images' names by the kernel's."""
 
 
 class ReleaseError(Exception):
@@ -75,7 +75,7 @@ class Release:
 
     @property
     def chart(self) -> Path:
-        """As Helm names it."""
+        """Named as Helm names it."""
         return self.out / f"hotkv-{self.version}.tgz"
 
     @property
@@ -100,12 +100,12 @@ class Release:
 
 
 def processor() -> str:
-    """As images name it."""
+    """The name that images use."""
     return PROCESSORS.get(platform.machine(), platform.machine())
 
 
 def git(*arguments: str) -> str:
-    """In this repository."""
+    """Output of git in this repository."""
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.strip()
@@ -171,7 +171,7 @@ def chart(release: Release) -> None:
 
 
 def deploy(release: Release) -> None:
-    """What the Python package does not have."""
+    """Packs what the Python package does not have."""
     names = git("ls-files", "--", *DEPLOYED).splitlines()
     head = f"hotkv-{release.version}-deploy"
 
@@ -213,7 +213,7 @@ def notes(release: Release) -> None:
 
 
 def image(release: Release) -> None:
-    """Without buildah, a message."""
+    """Without buildah, prints a message."""
     if shutil.which(release.buildah[0]) is None:
         say("image", "none: buildah is not installed (Debian's package buildah)")
         return
@@ -226,7 +226,7 @@ def image(release: Release) -> None:
 
 
 def checksums(release: Release) -> None:
-    """As `sha256sum --check` reads them."""
+    """In the format of `sha256sum --check`."""
     lines = []
     for path in sorted(release.out.iterdir()):
         if path.name != SUMS:

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs"
 FRONT_PAGE = "docs/README.md"
 SOURCE = "source"
-"""Of files outside docs/."""
+"""Folder of the site with files outside docs/."""
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[\w-]+)?)\)")
 FILE_NAME = re.compile(r"\[([\w/]+\.md)$")
-"""A link's text, before its target."""
+"""A file's name as a link's text, before the target."""
 TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 IMAGES = {".png", ".svg"}
 IMAGE = re.compile(r"(!\[[^\]]*\])\(([^)#\s]+)\)")
@@ -36,7 +36,7 @@ PICTURE = re.compile(
 )
 """As GitHub shows it. Groups: for dark pages, description, for light pages."""
 THEMES = {"light": "neutral", "dark": "dark"}
-"""Mermaid's."""
+"""Mermaid's theme of light and dark pages."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMED_PARAGRAPH = re.compile(r'^(.*)<a name="([\w-]+)"></a>', re.MULTILINE)
 LANGUAGES = {
@@ -54,7 +54,7 @@ STYLE = """\
 """
 
 Draw = Callable[[str, str], str]
-"""(diagram, Mermaid's theme) to SVG."""
+"""Maps a diagram and Mermaid's theme to SVG."""
 
 
 class SiteError(Exception):
@@ -154,7 +154,7 @@ def shown_files(root: Path, sections: list[Section]) -> list[str]:
 
 
 def with_links(root: Path, path: str, text: str) -> str:
-    """To pages of the site."""
+    """Links lead to pages of the site."""
     folder = posixpath.dirname(page_of(path)) or "."
     parts, end = [], 0
     for match, target in links(root, path, text):
@@ -168,7 +168,7 @@ def with_links(root: Path, path: str, text: str) -> str:
 
 
 def title_of(root: Path, path: str) -> str:
-    """Or the path, without a title."""
+    """The path if the page has no title."""
     found = TITLE.search((root / path).read_text())
     return found[1] if found else path
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 """Elements whose address a browser loads with the page, and its attribute."""
 TITLED = {"title", "a"}
-"""Elements with a page's title."""
+"""Elements whose text is a page's title."""
 NOT_LOADED = {"canonical", "prev", "next", "alternate"}
 """Values of `rel` that a browser does not load."""
 STYLE_URL = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])((?:https?:)?//[^'")]+)""")
@@ -28,7 +28,7 @@ class Page(HTMLParser):
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     titles: list[str] = field(default_factory=list)
-    """Of the page and its links."""
+    """Texts of the title and of links."""
     loaded: list[str] = field(default_factory=list)
     paragraphs: list[str] = field(default_factory=list)
     _in_paragraph: bool = False

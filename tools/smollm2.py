@@ -35,13 +35,13 @@ def gguf_file() -> Path:
 
 
 def complete(folder: Path) -> bool:
-    """By this version of the conversion."""
+    """Was the folder completed by this version of the conversion?"""
     marker = folder / MARKER
     return marker.is_file() and marker.read_text() == RECIPE
 
 
 def convert(source: Path, target: Path) -> None:
-    """About 20 s."""
+    """Takes about 20 s."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

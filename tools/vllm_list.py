@@ -86,7 +86,7 @@ def made(sources: Sequence[Source]) -> str:
 
 
 def written(value: dict[str, Any]) -> str:
-    """One use per line, for diffs."""
+    """One use per line, so that a diff shows changed uses."""
     text = json.dumps({**value, "doors": {}}, indent=1).removesuffix("{}\n}")
     doors = []
     for door, listed in value["doors"].items():

@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 class Folder(Files):
-    """With a subfolder `vllm`."""
+    """Has a subfolder `vllm`."""
 
     def __init__(self, name: str, root: Path) -> None:
         super().__init__(root)
@@ -74,7 +74,7 @@ def release(line: Line, cache: Path) -> Folder:
 
 
 def exact(version: str, cache: Path) -> Folder:
-    """Such as 0.33.0. Raises Unreachable."""
+    """Sources of a release such as 0.33.0. Raises Unreachable."""
     folder = cache / f"vllm-{version}"
     if folder.exists():
         return _folder(folder)
@@ -96,7 +96,7 @@ def lines() -> list[Line]:
 
 
 def _kept(version: str, url: str, cache: Path) -> Folder:
-    """Fetched if not in `cache`. Raises OSError."""
+    """Fetches what is not in `cache`. Raises OSError."""
     folder = cache / f"vllm-{version}"
     if not folder.exists():
         _fetch(url, folder)
@@ -108,7 +108,7 @@ def _folder(path: Path) -> Folder:
 
 
 def _fetch(url: str, folder: Path) -> None:
-    """The folder appears when complete. Raises OSError."""
+    """The folder appears when it is complete. Raises OSError."""
     print(f"fetching {url}", flush=True)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -127,7 +127,7 @@ def _fetch(url: str, folder: Path) -> None:
 
 
 def _releases() -> list[tuple[tuple[int, int, int], str, str]]:
-    """Number, version, address. Raises OSError."""
+    """Number, version and address of each. Raises OSError."""
     request = urllib.request.Request(f"{INDEX.rstrip('/')}/vllm/", headers={"Accept": "text/html"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as page:
         found = ARCHIVE.findall(page.read().decode())

@@ -192,7 +192,7 @@ class Uses:
                 self._bind(element, item, None, types)
 
     def _type(self, node: ast.expr, types: dict[str, Type]) -> Type:
-        """Records what vLLM does not have."""
+        """Records attributes and calls that vLLM does not have."""
         if isinstance(node, ast.Name):
             return types[node.id] if node.id in types else self._imported(node.id)
         if isinstance(node, ast.Attribute):

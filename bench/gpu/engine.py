@@ -95,14 +95,14 @@ class Cuda:
     """The first GPU."""
 
     is_made_up = False
-    """Do times mean nothing?"""
+    """If so, times mean nothing."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
         self.name = str(torch.cuda.get_device_name(self.device))
 
     def server_command(self) -> list[str]:
-        """Without flags."""
+        """The server's command without flags."""
         return [sys.executable, "-m", "hotkv_server.cli", "run", "--copy.cuda", "on"]
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
@@ -115,7 +115,6 @@ class Cuda:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def marks(self, wanted: str) -> Marks:
@@ -123,7 +122,7 @@ class Cuda:
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
-        """A context manager of a new stream."""
+        """A context manager that makes a new stream current."""
         return torch.cuda.stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
@@ -133,7 +132,7 @@ class Cuda:
         torch.cuda.current_stream(self.device).synchronize()
 
     def free_bytes(self) -> int:
-        """Over all processes."""
+        """Counts all processes."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
 
@@ -226,7 +225,7 @@ Side = Cuda | MadeUp
 
 
 def about(side: Side) -> dict[str, object]:
-    """A report's fields about the device."""
+    """What a report says about the device."""
     return {"device": side.name, "made_up": side.is_made_up}
 
 
@@ -374,7 +373,7 @@ class Engine:
         return all(torch.equal(view[a], view[b]) for view in self._views)
 
     def content(self, ids: Int32s) -> bytes:
-        """One tensor after the other."""
+        """All bytes, one tensor after the other."""
         at = self._at(ids)
         return b"".join(view[at].cpu().numpy().tobytes() for view in self._views)
 
@@ -464,7 +463,7 @@ class PlainCopies:
         return time.perf_counter() - start_s
 
     def give(self, *, load: bool, store: bool) -> None:
-        """Does not wait."""
+        """Submits the copies without waiting."""
         if load:
             with self._streams[0]:
                 self._device[0].copy_(self._host[0], non_blocking=True)
@@ -473,7 +472,7 @@ class PlainCopies:
                 self._host[1].copy_(self._device[1], non_blocking=True)
 
     def copy_in(self, stream: Any) -> None:
-        """To the device, and waits."""
+        """Copies to the device, and waits."""
         with stream:
             self._device[0].copy_(self._host[0], non_blocking=True)
             self._side.wait_stream()

@@ -32,7 +32,7 @@ class Figure:
 
 
 def gpu_parser(description: str) -> argparse.ArgumentParser:
-    """With the options that all share."""
+    """Has the options that all benchmarks of a GPU share."""
     options = parser(description)
     options.add_argument(
         "--quick", action="store_true", help="less of everything: to see that it runs"

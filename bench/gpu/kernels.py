@@ -22,7 +22,7 @@ class CudaArrays:
 
     is_made_up = False
     xp: Any
-    """CuPy, numpy or torch."""
+    """The module of arrays: CuPy, numpy or torch."""
 
     def __init__(self) -> None:
         import cupy
@@ -38,7 +38,7 @@ class CudaArrays:
         return address_of(array)
 
     def milliseconds(self, run: Callable[[], None]) -> float:
-        """Of the work that `run` queues."""
+        """Time of the work that `run` queues."""
         start, end = (self.xp.cuda.Event() for _ in range(2))
         start.record(self.stream)
         run()
@@ -57,11 +57,11 @@ class CudaArrays:
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
 
     def copy_in(self, target: Any, source: U8) -> None:
-        """By CUDA's plain call."""
+        """Copies by CUDA's plain call."""
         target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self.stream)
 
     def copy(self, target: Any, source: Any) -> None:
-        """Within the device."""
+        """Copies within the device."""
         target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
 
 

@@ -56,7 +56,7 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """By device events if there are any."""
+        """Measured by device events if there are any."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
@@ -219,7 +219,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """windows: of matrix products."""
+    """windows: time windows of matrix products."""
 
     op_bytes: int
     rounds: int

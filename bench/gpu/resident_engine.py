@@ -123,7 +123,7 @@ def closed_s(engine: Engine) -> float:
 
 
 def step_s(answer: Answer) -> float:
-    """From the second token on."""
+    """Time per token, from the second on."""
     return (answer.total_s - answer.ttft_s) / (len(answer.token_ids) - 1)
 
 

@@ -29,7 +29,7 @@ from bench.servers import GIB, MIB, new_hashes
 from hotkv_client.command.tables import table
 
 PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
-"""In bytes, the most informative first."""
+"""Page sizes in bytes, the most informative first."""
 LAYOUTS = ("LBHNC", "BLHNC")
 TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
 BOTH_TARGET = 0.8
@@ -99,7 +99,7 @@ def measure(
 
 
 def figures_of(found: dict[tuple[str, int], Times]) -> list[Figure]:
-    """Per page size, of the worse layout."""
+    """Each page size's figure is that of the worse layout."""
     figures = []
     for page_bytes, target in TARGETS.items():
         ratios = [times.ratios() for (_, size), times in found.items() if size == page_bytes]

@@ -20,7 +20,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """With all answers."""
+        """Counts all answers too."""
         said = sum(len(turn.tokens) + turn.answer_tokens for turn in self.turns)
         return len(self.prefix) + said
 

@@ -80,7 +80,7 @@ class Pages:
     def append(
         self, layer: int, step: int, keys_VHD: torch.Tensor, values_VHD: torch.Tensor
     ) -> None:
-        """To every variant's tail."""
+        """Appends to every variant's tail."""
         self._tails(self._keys[layer])[:, :, step] = keys_VHD.transpose(0, 1)
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 

@@ -154,7 +154,7 @@ class Engine:
             impl._sparse = (worker, of_name[name]) if name in of_name else None
 
     def _knows_mu(self, names: Sequence[str]) -> bool:
-        """By its own calibration, or a file."""
+        """From its own calibration or from a file."""
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ SAMPLE_EVERY_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of config.json."""
+    """What the forward pass reads of config.json."""
 
     num_layers: int
     query_heads: int
@@ -139,7 +139,7 @@ class Llama:
         return x_SE + functional.linear(inner, self._weight(layer, "mlp.down_proj"))
 
     def log_probs(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """[S, W] of the next token."""
+        """Log probabilities [S, W] of the next token."""
         return functional.log_softmax(
             functional.linear(self._norm(x_SE, self._weights["model.norm.weight"]), self._head),
             dim=-1,

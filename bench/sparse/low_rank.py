@@ -39,7 +39,7 @@ class LowRank:
     rank: int
 
     def page_bytes(self, block_tokens: int, head_size: int) -> int:
-        """For one block and KV head."""
+        """A summary's bytes for one block and KV head."""
         mean = head_size * MEAN_BITS // 8 + SCALE_BYTES
         directions = self.rank * (head_size * DIRECTION_BITS // 8 + SCALE_BYTES)
         coefficients = block_tokens * (self.rank * COEFFICIENT_BITS // 8 + SCALE_BYTES)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TASKS = {"single": 1, "multikey": 4}
-"""Similar facts that a prompt hides."""
+"""Number of similar facts that a prompt hides."""
 QUALITIES = (
     *("amber", "brittle", "crooked", "dusty", "eager", "faded", "gentle", "hollow", "icy"),
     *("jagged", "lively", "mellow", "narrow", "quiet", "rusty", "silver", "tidy", "wooden"),

@@ -98,7 +98,7 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def resident_variants(*, with_file: bool = False) -> list[Variant]:
-    """Budgets as shares and in tokens."""
+    """Their budgets are shares and tokens."""
     more = FROM_FILE if with_file else ()
     rows = [
         Variant(scorer, budget, *RESIDENT)

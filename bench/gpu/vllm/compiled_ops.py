@@ -237,7 +237,6 @@ def flash_attn_varlen_func(
 
 
 def add_module(name: str, **members: Any) -> None:
-    """To `sys.modules`."""
     module = ModuleType(name)
     vars(module).update(members, __path__=[])
     sys.modules[name] = module
