@@ -54,7 +54,6 @@ SMALL = {
 
 
 def override(model: Path) -> dict[str, Any]:
-    """All that this run changes in compose.yaml."""
     build, volumes = {"network": "host"}, [f"{model}:{MODEL}:ro"]
     services = {
         "directories": {"build": build},
@@ -65,7 +64,6 @@ def override(model: Path) -> dict[str, Any]:
 
 
 def left_out() -> list[str]:
-    """What this run leaves out or changes."""
     found = list(podman.LEFT_OUT)
     memlock = podman.hard_limits()["memlock"]
     if memlock != resource.RLIM_INFINITY:

@@ -40,7 +40,6 @@ class Steps:
 
 
 def program(name: str) -> str:
-    """Exits if the program is not installed."""
     found = shutil.which(name)
     if found is None:
         sys.exit(f"no {name} here: make programs PROGRAMS={PACKAGES.get(name, name)}")

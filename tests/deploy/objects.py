@@ -92,7 +92,6 @@ def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
 
 
 def of_compose(*files: str, **environment: str) -> dict[str, Any]:
-    """Services as Compose itself parses them."""
     command = [program("docker-compose"), *(w for file in files for w in ("-f", ROOT / file))]
     where = {"PATH": "/usr/bin:/bin", **environment}
     done = subprocess.run([*command, "config"], capture_output=True, env=where, timeout=60)

@@ -30,7 +30,7 @@ PLACES = {
     "/dev/shm/hotkv": "arena",
     "/var/lib/hotkv": "disk",
 }
-"""Folders of a node, and what replaces them here."""
+"""A node's folders, and what replaces them here."""
 SETS = {"defaults": (), "gpu-tiers": ("gpu-tiers",), "tenants-tls": ("tenants-tls",)}
 TENANTS = json.dumps(
     [

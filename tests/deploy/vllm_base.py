@@ -77,7 +77,6 @@ def make_environment(root: Path, folder: Path) -> None:
 
 
 def pack(root: Path, sink: IO[bytes], packages: dict[str, metadata.Distribution]) -> None:
-    """Writes the Debian root, with the packages, as a tar."""
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.GNU_FORMAT) as tar:
         tar.add(root, arcname=".", filter=_without_devices)
         for here, path in files(packages):

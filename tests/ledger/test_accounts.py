@@ -1,4 +1,4 @@
-"""Tests the ledger's accounts, after random operations, against a list of all counts."""
+"""Tests the ledger's accounts against a list of all counts."""
 
 import math
 from dataclasses import replace

@@ -16,7 +16,7 @@ from hotkv_server.simulate.trace import Trace, load_trace, make_trace
 from tests.simulate.traces import MAKERS
 
 TRACES = Path(__file__).resolve().parents[3] / "shared/traces"
-"""Public traces beside the repository; tests of absent ones are skipped."""
+"""Beside the repository; tests of absent ones are skipped."""
 BLOCK_BYTES = GIB >> 4
 """16 blocks take one GiB, the forecast's step."""
 POINTS = 0.02
@@ -116,7 +116,6 @@ def test_actual_hits_are_reachable_though_unseen() -> None:
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """Of 4,000 blocks at most 512 keys are remembered."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for ceiling in (0.0, 0.5):
         for first in range(0, 4000, 50):

@@ -1,4 +1,4 @@
-"""Tests the ledger's history, after random operations, against a list of all samples."""
+"""Tests the ledger's history against a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,5 +1,4 @@
-"""Tests the ledger's shadow cache, which has only keys, after random operations against a simple
-LRU cache."""
+"""Tests the ledger's shadow cache against a simple LRU cache."""
 
 from typing import Any
 
@@ -100,7 +99,6 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_small_blocks_evict_no_extra_large_blocks(policy: str) -> None:
-    """The small ones need half of a large one's room."""
     shadow = Shadow(POLICIES[policy], 64)
     shadow.serve(np.arange(1, 11, dtype=np.uint64), 100, 1000, 1.0)
     shadow.serve(np.arange(101, 106, dtype=np.uint64), 10, 1000, 2.0)

@@ -87,7 +87,7 @@ class Findings:
 
 
 class Servers:
-    """Forked one after the other over the same folder; see `hotkv_server.testing.crashing`."""
+    """Forked one after the other over the same folder."""
 
     def __init__(self, folder: Path, arena: str) -> None:
         self.folder = folder
@@ -128,8 +128,7 @@ class Servers:
                 self._changed.notify_all()
 
     def start(self, crash: dict[str, object], *flags: str) -> int:
-        """Does not wait until the server is ready. `crash`: where it is to be killed; see
-        `hotkv_server.testing.crashing`."""
+        """Does not wait until it is ready. `crash`: see `hotkv_server.testing.crashing`."""
         assert self.process.stdin is not None
         order = {"flags": [*self.flags, *flags], "log": str(self.log), "point": None, **crash}
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -143,7 +142,6 @@ class Servers:
             return self._changed.wait_for(lambda: pid in self._ended, timeout_s)
 
     def condemned_blocks(self) -> int:
-        """Blocks that integrity checks found wrong, by the log."""
         text = self.log.read_text() if self.log.exists() else ""
         return sum(int(count) for count in re.findall(r"condemned blocks=(\d+)", text))
 
@@ -157,8 +155,6 @@ class Servers:
 
 
 class Engines:
-    """`tests.robustness.engine` processes, and what they have reported."""
-
     def __init__(
         self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings
     ) -> None:
@@ -242,7 +238,6 @@ class Campaign:
         self.servers.close()
 
     def run(self, kills: int) -> None:
-        """Raises AssertionError at the first violation."""
         findings, servers = self.findings, self.servers
         until, condemned_before = findings.num_kills + kills, findings.condemned_blocks
         while findings.num_kills < until:
@@ -304,7 +299,6 @@ class Campaign:
         assert self.servers.has_ended(pid, START_DEADLINE_S)
 
     def hurt(self, valkey: "Valkey") -> None:
-        """Restarts the Valkey, or stops it for a while."""
         if self.chance.random() < 0.5:
             valkey.kill()
             valkey.start()
@@ -314,7 +308,6 @@ class Campaign:
         os.kill(pid, signal.SIGSTOP)
 
         def go_on() -> None:
-            # It may have been killed meanwhile.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -350,7 +343,6 @@ class Campaign:
         return not self.servers.has_ended(pid)
 
     def look(self) -> None:
-        """Records acknowledged blocks that are gone after a restart."""
         for shape in self.shapes if self.roomy else ():
             known = {hash_of(shape, number) for number in range(shape.num_hashes)}
             promised = [*known.intersection(map(bytes.fromhex, self.engines.acknowledged.copy()))]
@@ -376,10 +368,7 @@ def campaign(
     has_disk: bool = False,
     has_valkey: bool = False,
 ) -> Iterator[Campaign]:
-    """The arena is in shared memory; disk tier and Valkey are on a disk.
-
-    roomy: all blocks fit, so none may be lost.
-    """
+    """roomy: all blocks fit, so none may be lost."""
     with contextlib.ExitStack() as held:
         folder = held.enter_context(runtime_folder(256 << 20))
         below = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-disk-")))

@@ -40,8 +40,6 @@ SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """num_hashes: of different blocks."""
-
     model: str
     layers: int
     page_bytes: int
@@ -65,8 +63,6 @@ def content(shape: Shape, block_hash: bytes) -> np.ndarray:
 
 @dataclass(slots=True)
 class Work:
-    """The transfer that runs in one region of the block ids."""
-
     future: "Future[TransferResult] | None" = None
     hashes: Sequence[bytes] = ()
     lease_id: str = ""
@@ -81,7 +77,7 @@ def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
 
 
 class CampaignEngine:
-    """A region of the block ids has one transfer at a time, so transfers never share a block."""
+    """A region of the block ids has one transfer at a time."""
 
     def __init__(self, target: str, shape: Shape, seed: int) -> None:
         self.shape = shape
@@ -200,8 +196,8 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Was the lease valid since `began_s`? Then acquiring it again gives the same connection
-        and offsets."""
+        """Acquired again, a lease that was valid since `began_s` has the same connection and
+        offsets."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):

@@ -1,10 +1,10 @@
 """The flush campaign: nodes that share a Valkey flush while servers, links and the Valkey fail
 (docs/robustness.md).
 
-A block's bytes say how many flushes had begun when it was stored. A load is stale if it begins
-after a flush's answer, and its bytes are from before that flush; none may be. Flushes with pending
-tiers do not count. A node that can't reach the store may serve old blocks from host memory
-(docs/tiers.md), unless it has meanwhile promoted one.
+A block's bytes say how many flushes had begun when it was stored. No load may begin after a flush's
+answer and have bytes from before that flush. Flushes with pending tiers do not count; and a node
+that can't reach the store may serve old blocks from host memory (docs/tiers.md), unless it has
+promoted one.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3` prints counts.
 """
@@ -68,8 +68,6 @@ class Findings:
 
 
 class Link:
-    """A node's connection to the store, through a proxy that can fail."""
-
     def __init__(self, target: str) -> None:
         self.proxy = FaultProxy(target)
         self.is_cut = False
@@ -94,8 +92,6 @@ class Link:
 
 
 class Node(Place):
-    """A server with a disk tier, and one engine."""
-
     def __init__(self, folder: Path, link: Link, flags: list[str]) -> None:
         folder.mkdir()
         super().__init__(folder)
@@ -359,7 +355,6 @@ class Campaign:
         self.findings.done[what] = self.findings.done.get(what, 0) + 1
 
     def all_well(self) -> None:
-        """Until all nodes reach the store and have seen its current state."""
         for node in self.nodes:
             if node.is_stopped:
                 node.resume()
@@ -435,7 +430,6 @@ def campaign(
 
 
 def main() -> bool:
-    """True if a load was stale."""
     parser = argparse.ArgumentParser(description="The flush campaign.")
     parser.add_argument("--flushes", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=float("inf"))

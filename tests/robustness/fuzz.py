@@ -52,11 +52,11 @@ STREAM_MESSAGES = 300
 IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
-"""Within which all of an ended client's resources must be released."""
+"""By then all of an ended client's resources must be released."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
 """Allowed growth after a round: 32 MiB for key spaces (`MAX_WEIGHT_BYTES`), 32 MiB of heap not
-yet returned (`FREE_BYTES`), and as much for modules loaded at first use and allocators. A leak
-of 100 bytes per input exceeds it within a million."""
+yet returned (`FREE_BYTES`), as much for late imports and allocators. A leak of 100 bytes per
+input exceeds it."""
 SMALL_NUMBERS = (0, 1, 2, 3, 7, 16, 63, 64, 255, 256)
 ODD_NUMBERS = (*SMALL_NUMBERS, 1 << 14, 1 << 18, (1 << 31) - 1, -1, -2, -(1 << 31))
 ODD_FLOATS = (0.0, 0.1, 1.0, -1.0, float("inf"), float("nan"), 1e300, 256.0)
@@ -67,14 +67,12 @@ TEXTS = (*SHORT_TEXTS, "x" * 300, "y" * 20_000, "../../etc/passwd", "unix:/tmp/x
 
 @dataclass
 class Tally:
-    """Messages and answers, by kind."""
-
     sent: "collections.Counter[str]" = field(default_factory=collections.Counter)
     answers: "collections.defaultdict[str, collections.Counter[str]]" = field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     footprints: str = ""
-    """Of the server: before the first round, the largest, after the last."""
+    """The server's before the first round, the largest, and after the last."""
 
     @property
     def inputs(self) -> int:
@@ -234,8 +232,6 @@ class Fuzzer:
         self.bystander.session.store(name, name, [run], 20).result(60)
 
     def look(self) -> None:
-        """Raises AssertionError if the server has ended, is slow, has logged a traceback, or has
-        changed the bystander's blocks."""
         assert self.server._child.process.poll() is None, "the server has ended"
         session, kv = self.bystander.session, self.bystander.kv
         session.ping(PING_DEADLINE_S)
@@ -252,8 +248,6 @@ class Fuzzer:
         self.odd.session_id = self.session_id(self.victim)
 
     def check_footprint(self) -> None:
-        """Raises AssertionError if this round leaves sessions or transfers, or too much memory
-        or descriptors."""
         deadline_s = time.monotonic() + SETTLE_S
         while left := self.left_behind():
             assert time.monotonic() < deadline_s, f"{SETTLE_S} s after its end: {left}"
@@ -294,8 +288,7 @@ class Fuzzer:
                 self.tally.note(name, code_of(error))
 
     def stream(self, method: str, kind: type[Message], first: list[bytes]) -> None:
-        """Many random messages on one stream, after the valid `first`. The server may leave some
-        unanswered, or end the stream."""
+        """The server may leave some messages behind `first` unanswered, or end the stream."""
         waiting: queue.Queue[bytes | None] = queue.Queue()
         free, broken = threading.Semaphore(IN_FLIGHT), list[str]()
         name = method.rpartition("/")[2]
@@ -412,8 +405,7 @@ FLAGS = (
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """A tenth of the inputs are files. Raises AssertionError at the first violation. `say`:
-    progress after each round."""
+    """A tenth of the inputs are files. Raises AssertionError at the first violation."""
     with (
         runtime_folder(128 << 20) as folder,
         Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,

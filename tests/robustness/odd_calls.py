@@ -45,4 +45,4 @@ ENVELOPE = json.dumps(
         ],
     }
 )
-"""The server accepts these; `tests/core/test_hint_parsing.py` has odd ones."""
+"""The server accepts these."""

@@ -35,7 +35,6 @@ LAYOUT = Layout(
     "x",
 )
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-"""The channel shares no connection."""
 NAMES = ("a", "b", "c")
 """Few, so that ids are often reused."""
 OF_LEASES = ("acquire", "reserve", "store", "load", "release", "cancel", "create", "append")
@@ -61,7 +60,6 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
 
 
 def run_of(blocks: list[bytes]) -> BlockRun:
-    """Of group 0, with block ids 0, 1, …."""
     return BlockRun(0, blocks, np.arange(len(blocks), dtype=INT32))
 
 
@@ -78,20 +76,17 @@ def store(
 
 
 class OddClients:
-    """note: called with each input and its answer."""
-
     def __init__(
         self, target: str, chance: random.Random, note: Callable[[str, str], None]
     ) -> None:
         self.target, self.chance, self.note = target, chance, note
 
     def kinds(self) -> dict[str, Callable[[], None]]:
-        """Name to function, which sends some tens of inputs."""
         return {"ids again": self.ids_again, "descriptors": self.descriptors}
 
     @contextlib.contextmanager
     def session(self, model: str) -> Iterator[RawSession]:
-        """Over a channel of its own, in a key space with one group."""
+        """In a key space with one group."""
         group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_BYTES,))
         space = KeySpace(model, "w", "bfloat16", (group,), 16)
         asked = SessionConfig(self.target, f"odd {model}", Role.TOOL, space)

@@ -65,7 +65,6 @@ class RawSession:
         yield from iter(self._outbox.get, None)
 
     def put(self, request: session_pb2.ConnectRequest) -> int:
-        """Returns the request id."""
         request.request_id, self._next_id = self._next_id, self._next_id + 1
         self._outbox.put(request)
         return request.request_id
@@ -84,7 +83,7 @@ class RawSession:
         return found
 
     def ask(self, request: session_pb2.ConnectRequest) -> tuple[str, session_pb2.ConnectResponse]:
-        """The result as a word (`answered`, a refusal's reason, or `ended`), and the answer."""
+        """The answer, and before it `answered`, a refusal's reason, or `ended`."""
         number = self.put(request)
         answer = self.answers({number}).get(number)
         if answer is None:

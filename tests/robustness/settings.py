@@ -1,10 +1,10 @@
 """Tests that blocks stored under some settings of vLLM are correct under others.
 
 `python -m tests.robustness.settings [--only PATH …] [--json FILE]` starts an engine for each
-field of vLLM's config (`tests.vllm.config_walk`) and other values. It answers a prompt with hits
-in the usual engine's blocks, and under a cache salt without; the logprobs must be equal. The
-tiny Phi-3 with LongRoPE has keys that depend on more settings than most. A value with which vLLM
-does not start counts as refused.
+field of vLLM's config (`tests.vllm.config_walk`) and other values. Its logprobs with hits in the
+usual engine's blocks, and without (under a cache salt), must be equal. The tiny Phi-3 with
+LongRoPE has keys that depend on more settings than most. A value with which vLLM does not start
+counts as refused.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tests.vllm.tiny import COMMON, VOCAB, engine_args, transfer_config
 
 NOISE = 1e-3
 """Largest difference of float32 logprobs between two ways of computing; wrong KV causes far
-larger ones (`random_weights`)."""
+larger ones."""
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 6
 PATIENCE_S = 90.0
@@ -93,8 +93,6 @@ def variants(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 class Restarts:
-    """One engine at a time."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.daemon = Daemon(folder / "run").start()

@@ -36,7 +36,6 @@ from tests.support.ports import free_port
 
 LAYERS, PAGE_BYTES = 2, 8192
 HALF = 48
-"""Blocks to store from; as many others to load into."""
 MAX_KNOWN = 4000
 ARENA = "64MiB"
 Counts = collections.Counter[str]
@@ -67,7 +66,6 @@ class Soak:
             self.counts[name] += number
 
     def run_engine(self, model: int) -> None:
-        """One engine after the other, on the calling thread."""
         chance, known = random.Random(self.seed + model), list[bytes]()
         while not self.is_over(self.counts):
             engine = PagedEngine(
@@ -180,7 +178,7 @@ def _spin() -> None:
 
 
 def outlives(server: Server, threads: Sequence[threading.Thread], done: Soak) -> bool:
-    """Until the clients' threads have ended; False, with the log, once the server has died."""
+    """False, with the log, once the server has died."""
     said_s = -math.inf
     while any(one.is_alive() for one in threads):
         if (status := server._child.process.poll()) is not None:
@@ -195,7 +193,6 @@ def outlives(server: Server, threads: Sequence[threading.Thread], done: Soak) ->
 
 
 def soak(folder: Path, is_over: IsOver, clients: int, seed: int) -> tuple[int, Counts]:
-    """Returns how often a server died, and the counts."""
     port = free_port()
     flags = ("--arena.slab-bytes", "64KiB", "--http.port", str(port))
     done = Soak(f"unix:{folder}/run/grpc.sock", port, is_over, seed)

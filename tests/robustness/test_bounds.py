@@ -51,8 +51,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Bystander:
-    """An engine that looks up its blocks again and again, and stores new ones. `evicted`: blocks
-    that the server has evicted."""
+    """`evicted`: blocks that the server has evicted."""
 
     def __init__(self, server: Server, tenant: str = "") -> None:
         self.evicted = 0
@@ -78,7 +77,6 @@ class Bystander:
         assert {*result.results[0].tolist()} == {BlockResult.STORED}
 
     def goes_on(self) -> None:
-        """The hot blocks hit, and new ones are stored."""
         assert self.engine.session.lookup([GroupHashes(0, self._hot)]).result(60)[0].all()
         self.store(hashes(NUM_NEW))
 
@@ -293,7 +291,6 @@ PACKETS = {"malformed": "b'x'", "foreign": repr(_wire.link_request("no-session",
 
 @contextlib.contextmanager
 def running(program: str, *arguments: str) -> Iterator[None]:
-    """A program that prints `begun`."""
     command = [sys.executable, "-c", program, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None

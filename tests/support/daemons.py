@@ -73,7 +73,6 @@ class ForkedServer:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Does nothing once the server has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -156,8 +155,6 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 class ForkedChild(processes.Child):
-    """Forked if it is a server."""
-
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
     ) -> None:
@@ -202,7 +199,6 @@ def quick_servers() -> Iterator[None]:
 
 
 def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
-    """Runs `python -m hotkv_server run` with the tests' streams and process group."""
     command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
     if not can_fork(command, {}):
         return subprocess.Popen(command)
