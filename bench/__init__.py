@@ -1,2 +1,2 @@
-"""Benchmarks, each run as `python -m bench.NAME`. Each prints a table; with `--json` the last line
-is a JSON object."""
+"""Benchmarks: `python -m bench.NAME` prints a table; with `--json` the last line is a JSON
+object."""

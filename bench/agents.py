@@ -1,26 +1,21 @@
-"""Compares eviction rules for the blocks that an agent's session leaves in the cache between two
-turns, by replaying traces through the cache's core: `python -m bench.agents --trace FILE ...
+"""Compares eviction rules for what an agent's session leaves in the cache between two turns, by
+replaying traces through the cache's core: `python -m bench.agents --trace FILE ...
 [--capacity-percent 2,5] [--json]`.
 
-`derive_hints` divides a trace into sessions: a session's next turn is the first later request that
-continues its prompt. Traces do not name the tools that an agent calls, so a rule can learn only
-from the gaps (times between turns) of sessions. The rules:
+`derive_hints` finds sessions: the next turn is the first later request that continues the prompt.
+Traces do not name tools, so rules learn only from the gaps between turns. The rules:
 
-- `lru`, `hotness`: policies of the server; `hotness` is its default.
-- `hints`: `hotness`, which also gets the session ends and pauses that `hotkv-server simulate
-  --hints` derives from the trace. In this replay a turn ends at the moment it begins.
-- `learnt`: `hotness`, which protects a session's blocks from eviction until its next turn is
-  expected.
-- `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, which
-  maximizes P(gap <= t) * benefit - t over the latest gaps. P is the share of gaps, here of all
-  sessions, that are at most t. The benefit is the time that a hit saves: the paper derives it from
-  prefill and queueing, here it is an option. Blocks past their time to live are evicted by LRU. New
-  blocks that find no space beside pinned blocks are not stored. The paper also orders requests;
-  this is left out, because it does not concern a cache.
-- `cachewise`: CacheWise (arXiv 2606.16824) evicts the block with the longest predicted idle time
-  first, and breaks ties by LRU. The paper predicts a request's idle time from the tools that it
-  calls; here the prediction is the mean gap of the session. `cachewise_told` knows the true gap
-  instead, which the authors' source can use too.
+- `lru`, `hotness`: the server's policies; `hotness` is its default.
+- `hints`: `hotness` with the session ends and pauses that `hotkv-server simulate --hints` derives.
+  A turn ends when it begins.
+- `learnt`: `hotness` that protects a session's blocks until its next turn is expected.
+- `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for the time t that maximizes P(gap
+  <= t) * benefit - t over the latest gaps, here of all sessions. The benefit is what a hit saves:
+  an option here, derived from prefill and queueing in the paper. Then LRU; new blocks without space
+  beside pinned ones are not stored. The paper's order of requests is left out.
+- `cachewise`: CacheWise (arXiv 2606.16824) evicts the longest predicted idle time first, ties by
+  LRU. Predicted is the session's mean gap (the paper: from the called tools); `cachewise_told`
+  knows the true gap, as the authors' source may.
 - `clairvoyant`: knows all later requests. No rule can have more hits.
 """
 
@@ -49,12 +44,10 @@ from hotkv_server.simulate.replay import (
 from hotkv_server.simulate.trace import Trace, load_trace
 
 PRIOR_GAPS, FIRST_GAP_S, LEAST_GAP_S = 3.0, 5.0, 0.02
-"""How `Gaps.expected_s` guesses the time until a session's next turn, its gap, if the session has
-had few gaps: it adds PRIOR_GAPS gaps with the mean of all sessions to them. Before the first gap of
-any session, this mean is FIRST_GAP_S. Gaps shorter than LEAST_GAP_S count as LEAST_GAP_S."""
+"""`Gaps.expected_s` adds PRIOR_GAPS gaps of all sessions' mean (FIRST_GAP_S at first). Shorter
+gaps count as LEAST_GAP_S."""
 LATEST_GAPS, NEW_GAPS = 1000, 20
-"""The rule `continuum` chooses its time to live by the latest LATEST_GAPS gaps between turns, and
-chooses again after every NEW_GAPS gaps."""
+"""`continuum` chooses by the latest LATEST_GAPS, anew after every NEW_GAPS."""
 NEVER_S = 1e6
 RULES = ("continuum", "cachewise", "cachewise_told")
 ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
@@ -62,11 +55,7 @@ ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
 
 @dataclass(slots=True)
 class Gaps:
-    """The gaps in time between consecutive turns of each session, up to the replay's current
-    request.
-
-    gaps_s: gaps of all sessions together, in order of time.
-    """
+    """Of each session, up to the current request. `gaps_s`: of all sessions, in order of time."""
 
     gaps_s: list[float] = field(default_factory=list)
     _log_sum: float = 0.0
@@ -83,21 +72,15 @@ class Gaps:
         self._last_s[session] = now_s
 
     def expected_s(self, session: int) -> float:
-        """Returns the geometric mean of a session's gaps in seconds. So that few gaps do not decide
-        alone, the mean over all sessions counts like PRIOR_GAPS further gaps."""
+        """Geometric mean; all sessions' mean counts like PRIOR_GAPS further gaps."""
         of_all = self._log_sum / len(self.gaps_s) if self.gaps_s else float(np.log(FIRST_GAP_S))
         count, total = self._sums.get(session, (0, 0.0))
         return float(np.exp((total + PRIOR_GAPS * of_all) / (count + PRIOR_GAPS)))
 
 
 def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
-    """Returns the time to live in seconds for which the rule `continuum` pins a session's blocks:
-    the t that maximizes P(gap <= t) * benefit - t, or 0 if no value of t makes it positive. While
-    there are fewer than NEW_GAPS gaps, returns `benefit_s`.
-
-    gaps_s: all gaps between turns so far; only the latest LATEST_GAPS count.
-    benefit_s: the time that a hit saves.
-    """
+    """The t > 0 that maximizes P(gap <= t) * benefit - t, or 0 if none is worth it. `benefit_s`
+    itself while there are fewer than NEW_GAPS."""
     if len(gaps_s) < NEW_GAPS:
         return benefit_s
     times_s = np.sort(gaps_s[-LATEST_GAPS:])
@@ -108,12 +91,8 @@ def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
 
 @dataclass(slots=True)
 class Turn:
-    """The request that is being replayed.
-
-    now_s: time of the request.
-    until_s: the time until which the session's blocks are protected from eviction. For the rules
-        `cachewise` and `cachewise_told` it is the session's idle time, predicted or true.
-    depth: position in the prompt, in blocks, of the next block to be stored.
+    """until_s: end of the session's protection; for `cachewise` its idle time, predicted or true.
+    depth: of the next block to be stored.
     """
 
     now_s: float = 0.0
@@ -122,12 +101,8 @@ class Turn:
 
 
 class SessionRule:
-    """The eviction policy of the rules `continuum` and `cachewise`. All blocks that a request uses
-    or stores get the same time, `turn.until_s`.
-
-    holds: if True (`continuum`), blocks are protected from eviction until that time, and then
-        evicted by LRU. If False (`cachewise`), the block with the largest time is evicted first.
-    """
+    """All blocks that a request uses or stores get `turn.until_s`. If `holds` (`continuum`),
+    they are protected until then, and LRU afterwards; else the largest time goes first."""
 
     def __init__(self, capacity: int, turn: Turn, *, holds: bool) -> None:
         self._turn, self._holds = turn, holds
@@ -146,24 +121,18 @@ class SessionRule:
     admit = touch
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Does nothing. The server's policies count the blocks before a new block as used here; in
-        these rules only a request's own use changes the times of blocks."""
+        """Only a request's own use changes the times of blocks."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
-    ) -> None:
-        """Does nothing. The server's policies learn here from blocks that were not stored for lack
-        of space; these rules don't."""
+    ) -> None: ...
 
-    def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: in a replay, a policy may always hold blocks back from eviction."""
+    def allow_keeping(self, allowed: bool) -> None: ...
 
-    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Does nothing. The server's policies mark blocks here that will probably not be used
-        again; these rules know no such marks."""
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None: ...
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: these rules read the time until which blocks are protected from `turn`."""
+        """These rules read the time from `turn`."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._used_s[entries] = -np.inf
@@ -194,20 +163,13 @@ class SessionRule:
     def figures(self) -> dict[str, float]:
         return {}
 
-    def check_invariants(self) -> None:
-        """Does nothing: the rule has no redundant state to check."""
+    def check_invariants(self) -> None: ...
 
 
 def replay_rule(
     trace: Trace, capacity: int, rule: str, hints: ReplayHints, benefit_s: float
 ) -> NDArray[np.int64]:
-    """Replays a trace in a cache of `capacity` blocks that evicts by a rule of RULES (`continuum`,
-    `cachewise` or `cachewise_told`, see the module). Returns for each request how many blocks from
-    the start of its prompt hit, int64 [requests].
-
-    hints: the session of each request, and the pause that follows it.
-    benefit_s: the time that a hit saves, which `continuum` uses.
-    """
+    """Hit blocks from the start of each prompt, int64 [requests]. `benefit_s`: for `continuum`."""
     turn, gaps, ttl_s, num_gaps = Turn(), Gaps(), benefit_s, 0
     tier = SimulatedTier(
         capacity, lambda blocks: SessionRule(blocks, turn, holds=rule == "continuum")
@@ -234,10 +196,7 @@ def replay_rule(
 
 
 def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np.int64]:
-    """Replays a trace in a cache of `capacity` blocks with the policy `hotness`, which protects a
-    session's blocks from eviction until its next turn is expected. The expected time is learnt from
-    the session's earlier gaps between turns. Returns for each request how many blocks from the
-    start of its prompt hit, int64 [requests]."""
+    """Hit blocks from the start of each prompt, int64 [requests]."""
     tier, returns = SimulatedTier(capacity, POLICIES["hotness"]), ReturnTimes()
     sessions: dict[int, SessionGaps] = {}
     prefix = np.zeros(trace.num_requests, np.int64)
@@ -257,12 +216,7 @@ def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np
 
 
 def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
-    """Returns the share of a trace's block accesses that hit if the cache evicts by the rule `row`
-    (one of ROWS, the rows of the result's table).
-
-    percent: size of the cache, in percent of the trace's blocks.
-    benefit_s: the time that a hit saves, which `continuum` uses.
-    """
+    """Share of block accesses that hit. `percent`: the cache, of the trace's blocks."""
     capacity, hints = trace.capacity_blocks(percent), derive_hints(trace)
     if row == "clairvoyant":
         prefix = clairvoyant(trace, capacity)
@@ -280,11 +234,7 @@ def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
 def compare(
     traces: list[Trace], percents: list[float], benefit_s: float
 ) -> dict[str, dict[str, float]]:
-    """Replays each trace under each rule in ROWS, at each cache size. Returns the hit rates:
-    {"TRACE PERCENT %": {rule: rate}}.
-
-    percents: cache sizes, in percent of the trace's blocks.
-    """
+    """Hit rates: {"TRACE PERCENT %": {rule: rate}}."""
     found: dict[str, dict[str, float]] = {}
     for trace in traces:
         warm_up(trace, POLICIES["lru"])

@@ -3,9 +3,10 @@ another request decodes.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `busy_steps`: the tokens that the other request gets from the arrival of the prompt to its first
-  token; the median.
-- `busy_over_apc`: seconds to the first token, divided by those of a hit in vLLM's own prefix cache.
+- `busy_steps`: tokens that the other request gets from the prompt's arrival to its first token;
+  median.
+- `busy_over_apc`: seconds to the first token, divided by those of a hit in vLLM's own prefix
+  cache.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ MOST_PROMPT_TOKENS, OTHER_TOKENS = 2000, 40
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A hit in a busy engine: seconds, and steps of the other request, to its first token."""
+    """Seconds, and steps of the other request, to the first token."""
 
     ttft_s: float
     steps: int
@@ -35,8 +36,8 @@ class Hit:
 def measure(
     model: Path, num_rounds: int, environments: Mapping[str, dict[str, str]]
 ) -> dict[str, list[tuple[Hit, Hit]]]:
-    """Runs the rounds on an engine for each of these environments, which take turns. Returns for
-    each engine and round a hit in the server and the same in vLLM's own cache."""
+    """An engine for each environment, in turns. Per engine and round: a hit in the server, and
+    one in vLLM's own cache."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(GIB))
         engines = {

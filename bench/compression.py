@@ -1,19 +1,16 @@
-"""Measures lossless compression of keys and values: the bytes saved, and the speed on one core.
+"""Measures lossless compression of keys and values: bytes saved, and speed on one core. SmolLM2
+computes them in float32 for the system's texts, rounded to bfloat16.
 
-The keys and values are those that SmolLM2 computes in float32 for texts found on the system,
-rounded to bfloat16. Prints a table; `--json` prints a JSON object last:
+Prints a table; `--json` prints a JSON object last:
 
-- `compress_ratio`: bytes of blocks of 16 tokens, divided by the bytes of their encoded forms.
-- `compress_stored_ratio`: the same, with each encoded form rounded up to the size of the slot in
-  which it is stored.
-- `compress_keys_ratio`, `compress_values_ratio`: the ratio of keys alone and of values alone.
-  `compress_worst_layer_ratio`: the lowest ratio of a single layer.
-- `compress_encode_gb_s`, `compress_decode_gb_s`, `compress_copy_gb_s`: bytes of blocks that a
-  thread encodes, decodes or copies per second. The blocks are larger than all caches. The three
-  operations take turns; the best of several rounds counts.
-- `compress_float32_ratio`, `compress_float16_ratio`: the ratios for two other types, without
-  rounding up. An encoded exponent takes 4 bits instead of 8 in a float32 value, and 3 bits instead
-  of 5 in a float16 value.
+- `compress_ratio`: bytes of blocks of 16 tokens, divided by those of their encoded forms.
+- `compress_stored_ratio`: the same, with forms rounded up to their slots.
+- `compress_keys_ratio`, `compress_values_ratio`: of keys and of values alone.
+  `compress_worst_layer_ratio`: the lowest of a single layer.
+- `compress_encode_gb_s`, `compress_decode_gb_s`, `compress_copy_gb_s`: bytes of blocks per second
+  and thread, beyond all caches, in turns; best of several rounds.
+- `compress_float32_ratio`, `compress_float16_ratio`: other types, without rounding up. An
+  exponent takes 4 bits instead of 8 in float32, 3 instead of 5 in float16.
 """
 
 import sys
@@ -52,8 +49,7 @@ FLOAT16_EXPONENTS = 8
 
 
 def keys_and_values(folder: Path) -> NDArray[np.float32]:
-    """Computes SmolLM2's keys and values for all tokens of the system's texts. Returns an array
-    [layer, keys or values, token, head, channel]."""
+    """[layer, keys or values, token, head, channel] of all tokens of the system's texts."""
     model = Llama(folder)
     encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
     found = texts([], lambda text: encode(text).ids, TEXT_TOKENS, 1)[:-1]
@@ -76,16 +72,15 @@ def keys_and_values(folder: Path) -> NDArray[np.float32]:
 
 
 def rounded(floats: NDArray[np.float32]) -> Codes:
-    """Rounds the values to bfloat16. Returns their bytes."""
+    """Bytes of the values as bfloat16."""
     halves = torch.from_numpy(np.ascontiguousarray(floats)).bfloat16().view(torch.int16)
     found: Codes = halves.numpy().reshape(-1).view(np.uint8)
     return found
 
 
 def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
-    """Cuts the keys and values of all tokens into blocks. Returns (the bytes of all blocks, the
-    bytes of a block). A block has the layout of a slot (its place in the server's arena): layer
-    after layer, keys before values."""
+    """(bytes of all blocks, bytes of a block). As in a slot: layer after layer, keys before
+    values."""
     num_layers, _, num_tokens, heads, channels = floats.shape
     shape = (num_layers, 2, num_tokens // BLOCK_TOKENS, BLOCK_TOKENS, heads, channels)
     found = rounded(floats.reshape(shape).transpose(2, 0, 1, 3, 4, 5))
@@ -93,8 +88,7 @@ def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
 
 
 class Run:
-    """Consecutive blocks of equal size in `content`, and a buffer of `room` bytes for the encoded
-    form of each block."""
+    """Consecutive blocks of equal size in `content`; `room`: bytes for each form."""
 
     def __init__(self, content: Codes, size: int, room: int) -> None:
         self.content, self.room, count = content, room, len(content) // size
@@ -105,13 +99,12 @@ class Run:
         self.decoder = Codec(self.back, self.staged)
 
     def encode(self, rows: slice = slice(None)) -> Int64s:
-        """Encodes the blocks `rows`. Returns the number of bytes of each encoded form."""
+        """Bytes of each form."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.encoder.encode(*(column[rows] for column in columns))
 
     def decode(self, rows: slice = slice(None)) -> Int64s:
-        """Decodes the encoded forms of the blocks `rows`. Returns 1 for each block that was
-        decoded."""
+        """1 for each decoded block."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.decoder.decode(*(column[rows] for column in columns))
 
@@ -121,9 +114,8 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Returns the size of each block's encoded form, in bytes. Checks that each block decodes to
-    its original bytes. The output buffer has space for any number of escaped values (values that
-    the code table lacks)."""
+    """Bytes of each form; each must decode to its block. There is room for any number of
+    escapes."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)
@@ -131,7 +123,6 @@ def used_bytes(content: Codes, size: int) -> Int64s:
 
 
 def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
-    """Computes the compression ratios of keys and values. Returns them by name."""
     content, size = blocks_of(floats)
     used = used_bytes(content, size)
     assert (used <= room_bytes(size)).all(), "a block does not fit its room"
@@ -146,15 +137,14 @@ def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
         figures[f"compress_{name}_ratio"] = len(layers) * len(layers[0]) / sum(forms)
         worst += [len(layers[0]) / form for form in forms]
     figures["compress_worst_layer_ratio"] = min(worst)
-    # The upper half of a float32 is encoded like a bfloat16; the lower half is not encoded.
+    # Of a float32 the upper half is encoded, like a bfloat16.
     figures["compress_float32_ratio"] = 2 * len(content) / (len(content) + float(used.sum()))
     figures["compress_float16_ratio"] = float16_ratio(floats)
     return figures
 
 
 def float16_ratio(floats: NDArray[np.float32]) -> float:
-    """Estimates the ratio that float16 values would have, if each exponent is coded in 3 bits, and
-    rare exponents by longer codes, as the encoder does for bfloat16."""
+    """Estimated: exponents in 3 bits, rare ones escaped as for bfloat16."""
     exponents = (floats.astype(np.float16).view(np.uint16).reshape(-1) >> 10) & 31
     tiles = exponents[: len(exponents) // TILE_VALUES * TILE_VALUES].reshape(-1, TILE_VALUES)
     covered = [
@@ -165,8 +155,7 @@ def float16_ratio(floats: NDArray[np.float32]) -> float:
 
 
 def speeds(content: Codes, size: int) -> dict[str, float]:
-    """Returns the speed of encoding, decoding and copying the blocks of `size` bytes in `content`,
-    in 10^9 bytes per second, by the names of the figures."""
+    """10^9 bytes per second, by figure."""
     content = np.tile(content, -(-SPEED_BYTES // len(content)))
     run = Run(content, size, room_bytes(size))
     count, step = len(run.sizes), max(1, CALL_BYTES // size)
@@ -186,7 +175,7 @@ def speeds(content: Codes, size: int) -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """Returns all figures. Raises FileNotFoundError if SmolLM2 is not installed."""
+    """Raises FileNotFoundError if SmolLM2 is not installed."""
     torch.set_num_threads(1)
     floats = keys_and_values(prepare())
     return ratios(floats) | speeds(*blocks_of(floats))

@@ -1,18 +1,16 @@
-"""Measures the cache's core without a server: the time for a long prompt, the memory that the index
-takes per block, and how these times grow with the number of blocks.
+"""Measures the cache's core without a server: time for a long prompt, memory of the index per
+block, and how both grow.
 
-A prompt consists of 1024 blocks that the full cache does not have, so each of them evicts a block.
-The core looks the prompt up, reserves slots, makes the blocks ready and marks them as used. Slots
-have 4 KiB. No arena is mapped, since the core only does the bookkeeping for its bytes. Caches of
-all sizes are measured in turns. `--json` prints a JSON object last:
+A prompt has 1024 blocks that the full cache lacks, so each evicts one: look up, reserve, make
+ready, mark as used. Slots have 4 KiB; no arena is mapped. Caches of all sizes take turns. `--json`
+prints a JSON object last:
 
-- `prompt_1024_ms`: time for a prompt of 1024 blocks, in a cache of a million blocks.
-- `bytes_per_block_10m`: growth of the process's resident memory per block while a cache of ten
-  million blocks fills up. It is measured before the cache evicts blocks, because the core also
-  keeps a record of evicted blocks.
-- `cost_growth`: time per block at the largest size, divided by the time at the smallest.
-- `longest_hold_ms`: the longest time, in processor time, for which any operation on the largest
-  cache blocks the event loop (see `bench.holds`). `--holds` measures only this.
+- `prompt_1024_ms`: for a prompt of 1024 blocks, in a cache of a million.
+- `bytes_per_block_10m`: growth of resident memory per block while ten million fill up, before
+  evictions, whose ghosts take memory too.
+- `cost_growth`: time per block at the largest size, divided by that at the smallest.
+- `longest_hold_ms`: longest processor time for which an operation on the largest cache blocks
+  the event loop (`bench.holds`). `--holds` measures only this.
 """
 
 import sys
@@ -50,15 +48,13 @@ BOUNDS = {
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
 @dataclass
 class Bench:
-    """A full cache with `num_blocks` blocks. Serves prompts from it, and records the seconds of
-    each part of serving: lookup, reserving slots, making blocks ready, marking them as used."""
+    """A full cache. Records the seconds of each of PARTS."""
 
     num_blocks: int
     policy: str
@@ -84,16 +80,11 @@ class Bench:
         self.bytes_per_block = (resident_bytes() - before_bytes) / self.num_blocks
 
     def new_hashes(self, count: int) -> Words:
-        """Returns `count` new random hashes, uint32 [count, 8]."""
+        """uint32 [count, 8]."""
         return self.random.integers(0, 1 << 32, (count, 8), np.uint32)
 
     def serve(self, hashes: Words, *, measure: bool = True) -> None:
-        """Does the core's work for a prompt of new blocks: looks them up, reserves slots, makes
-        them ready and marks them as used. Records the time of each part.
-
-        hashes: uint32 [blocks, 8].
-        measure: False: does not record times.
-        """
+        """The core's work for a prompt of new blocks. hashes: uint32 [blocks, 8]."""
         core, session = self.core, self.session
         self.now_s += STEP_S
         times_s = [time.perf_counter()]
@@ -113,8 +104,7 @@ class Bench:
                 self.costs_s[part].append(cost_s)
 
     def prompt_ms(self, part: str = "") -> float:
-        """Returns the median time of the measured prompts in milliseconds: of all parts together,
-        or of the named part."""
+        """Median; of all parts if `part` is empty."""
         costs_s = (
             self.costs_s[part]
             if part
@@ -124,8 +114,7 @@ class Bench:
 
 
 def print_holds(bench: Bench) -> float:
-    """Prints how long each operation blocks the event loop, and empties the cache. Returns the
-    longest processor time for which an operation blocks it, in milliseconds."""
+    """Empties the cache. Returns the longest processor time in ms."""
     holds = operations(bench.core, bench.session, bench.now_s, bench.new_hashes)
     times_s = ((hold.longest_cpu_s, hold.longest_s, hold.total_s) for hold in holds)
     rows = [
@@ -151,15 +140,14 @@ def main() -> int:
         "--holds", action="store_true", help="only how long operations hold the event loop"
     )
     options = flags.parse_args()
-    # Serves a prompt from a small cache first, so that loading the kernels is not measured.
+    # Loads the kernels first.
     Bench(2 * PROMPT_BLOCKS, options.policy).serve(np.zeros((1, 8), np.uint32))
     if options.holds:
         bench = Bench(SIZES[-1], options.policy)
         held = {"longest_hold_ms": print_holds(bench)}
         print_figures(held, BOUNDS, as_json=options.json, beside={"policy": options.policy})
         return 0
-    # Creates the largest cache first. Otherwise it could reuse memory that smaller caches have
-    # freed, and its own memory would look too small.
+    # The largest first: it could reuse memory that smaller ones have freed.
     benches = {size: Bench(size, options.policy) for size in sorted(SIZES, reverse=True)}
     for bench in benches.values():
         for _ in range(options.rounds // 10):

@@ -1,19 +1,16 @@
-"""Measures the resources that the server itself needs: processor time by kind of call and by
-thread, and the part of the arena that no slot can use. `python -m bench.cost [--only arena|calls]
-[--json]`.
+"""Measures what the server itself needs: processor time by call and thread, and the part of the
+arena that no slot can use. `python -m bench.cost [--only arena|calls] [--json]`.
 
-Processor time comes from the clocks of the server's threads, so waiting does not count. One engine
-makes one call after the other. Blocks have 4 KiB, so copies cost little. A ping only exchanges a
-message, so its cost is that of gRPC and the event loop. With `--json` the last line is a JSON
-object with these figures:
+Processor time is the threads' own, so waiting does not count. One engine makes call after call;
+blocks of 4 KiB cost little to copy; a ping costs only gRPC and the event loop. With `--json` the
+last line is a JSON object:
 
 - `store_cpu_ms`, `hit_256_cpu_ms` (a lease, a load and a release of 256 blocks),
-  `lookup_1024_cpu_ms`, `ping_cpu_ms`: milliseconds of processor time per call;
-- `idle_core_share`: processor time of an idle server, as a share of one core;
-- `arena_loss_worst`: the largest share of an arena that no slot can use. The server cuts the arena
-  into slabs of equal size, and a run of adjacent slabs into slots of one size. The bytes at the end
-  of a run that are too few for a slot are lost. The benchmark fills arenas with the blocks of each
-  of 32 public models, and with changing mixes of these models' blocks.
+  `lookup_1024_cpu_ms`, `ping_cpu_ms`: processor ms per call;
+- `idle_core_share`: an idle server's, as a share of one core;
+- `arena_loss_worst`: the largest share of an arena that no slot can use: what is left at a run's
+  end of slabs. Arenas are filled with blocks of each of 32 public models, and with changing
+  mixes.
 """
 
 import random
@@ -52,18 +49,15 @@ BOUNDS = {
 
 
 def loss_alone(arena: ArenaSettings, slot_bytes: int) -> float:
-    """Returns the share of an arena that no slot can use if it holds only blocks of one model,
-    whose slots have `slot_bytes`."""
+    """Share that no slot can use with one model's blocks."""
     pool = SlabPool(arena.bytes, arena.slab_size)
     num_slots = len(pool.allocate(slot_bytes, arena.bytes // slot_bytes))
     return 1 - num_slots * slot_bytes / arena.bytes
 
 
 def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
-    """Fills the arena again and again with blocks of the given sizes, in changing proportions,
-    until TURNS times its size has been stored. Returns the largest share of the arena that was
-    lost. The bytes at the end of a run of slabs that are too few for a slot are lost (see the
-    module)."""
+    """Largest share lost while TURNS times the arena's size is stored, in changing proportions
+    of `sizes`."""
     chance, now_s, number = random.Random(seed), 0.0, 0
     capacity = 2 * sum(arena.bytes // size for size in sizes) // len(sizes) + 1024
     geometry = TableGeometry.for_capacity(capacity, 1, arena.bytes)
@@ -96,8 +90,7 @@ def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
 
 
 def arena_rows() -> list[tuple[str, float]]:
-    """Measures the lost share of arenas of several sizes. Returns table rows (name, lost share):
-    the worst single model, and the worst and the mean of the mixes of models."""
+    """(name, lost share): the worst single model, and the worst and the mean of the mixes."""
     rows = []
     for gib in ARENAS_GIB:
         arena = ArenaSettings.model_validate({"bytes": gib * GIB})
@@ -124,8 +117,7 @@ def arena_rows() -> list[tuple[str, float]]:
 
 
 def thread_times(pid: int) -> dict[str, float]:
-    """Returns the processor seconds that two parts of the process `pid` have used: its main thread,
-    which runs the event loop ("loop"), and all other threads together ("others")."""
+    """Processor seconds of the main thread ("loop") and of all others."""
     spent = {"loop": 0.0, "others": 0.0}
     for folder in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -137,9 +129,7 @@ def thread_times(pid: int) -> dict[str, float]:
 
 
 def call_times(target: str, pid: int) -> dict[str, dict[str, float]]:
-    """Makes calls of several kinds to the server `target`, whose process is `pid`. Returns the
-    milliseconds of processor time of a call, by kind, for the thread of the event loop ("loop") and
-    for the other threads ("others")."""
+    """Processor ms per call, by kind, of the main thread ("loop") and of all others."""
     engine = PagedEngine(target, layers=1, num_blocks=512, page_bytes=4096).connect()
     session, kept = engine.session, new_hashes(1024)
     ids = np.arange(256, dtype=np.int32)
@@ -180,7 +170,6 @@ def hit(session: Session, name: str, hashes: list[bytes], ids: np.ndarray) -> No
 
 
 def idle_share(pid: int) -> float:
-    """Returns the share of a core that the idle server process `pid` uses."""
     before = sum(thread_times(pid).values())
     time.sleep(IDLE_S)
     return (sum(thread_times(pid).values()) - before) / IDLE_S

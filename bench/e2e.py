@@ -1,23 +1,20 @@
-"""Measures whole requests: SmolLM2 on vLLM's CPU build, prompts of 4k tokens (on a slow processor
-as many as `demo.machine` chooses), and three engines that take turns.
+"""Measures whole requests: SmolLM2 on vLLM's CPU build, prompts of 4k tokens (fewer on a slow
+processor, by `demo.machine`), three engines in turns.
 
-Every prompt is new, the order alternates, and medians are taken. The cases:
+Every prompt is new, the order alternates, medians count. The cases:
 
-- `miss`: an engine with the connector, on new prompts.
-- `plain`: an engine without the connector, on as many new prompts.
-- `warm`: a second engine with the connector, on the prompt that the engine `miss` has just computed
-  and stored.
-- `apc`: the engine `plain` again, on the prompt that it has just computed. The prompt hits vLLM's
-  own prefix cache.
+- `miss`: with the connector, new prompts.
+- `plain`: without it, as many new prompts.
+- `warm`: a second engine with the connector, on the prompt that `miss` has just stored.
+- `apc`: `plain` again on its last prompt: a hit in vLLM's own prefix cache.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `warm_over_cold`: time to first token in `warm`, divided by that in `miss`.
-- `warm_over_apc`: time to first token in `warm`, divided by that in `apc`.
-- `hook_share`: time in the connector's callbacks (the methods that vLLM calls), divided by the time
-  of engine steps, in `miss`.
-- `miss_overhead`: time of a whole request in `miss`, divided by that of the neighbouring request in
-  `plain`; the median of these ratios.
+- `warm_over_cold`: time to first token of `warm`, divided by that of `miss`.
+- `warm_over_apc`: of `warm`, divided by that of `apc`.
+- `hook_share`: time in the connector's callbacks, divided by that of engine steps, in `miss`.
+- `miss_overhead`: a whole request's time in `miss`, divided by its neighbour's in `plain`;
+  median.
 """
 
 import contextlib
@@ -49,8 +46,6 @@ SETTLE_S = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of one round, one for each case (see the module)."""
-
     miss: Answer
     plain: Answer
     warm: Answer
@@ -58,9 +53,7 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Returns the share of engine steps' time that was spent in the connector's callbacks (the
-    methods that vLLM calls), those of the scheduler and of the worker together. Reads the file
-    `path`, which the connector wrote when its engine ended."""
+    """Of scheduler and worker together. `path`: what the connector wrote at its engine's end."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
@@ -68,15 +61,13 @@ def hook_share(path: Path) -> float:
 
 
 def alone(engine: Engine, tokens: list[int]) -> Answer:
-    """Waits until the previous engine's OpenMP threads no longer spin, which would take processor
-    time. Then returns this engine's answer to the prompt."""
+    """Waits first: the previous engine's OpenMP threads spin a while."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS)
 
 
 def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
-    """Runs the benchmark with the model in the folder `model`. Returns the rounds, and the
-    connector's share of the step time of the engine `miss` (`hook_share`)."""
+    """The rounds, and `hook_share` of `miss`."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(ARENA_BYTES))
         folder = server.log.parent

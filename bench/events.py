@@ -1,16 +1,10 @@
-"""Measures what KV events (messages about stored and evicted blocks) cost the server's event loop.
-`python -m bench.events [--json]`.
+"""Measures what KV events cost the server's event loop. `python -m bench.events [--json]`.
 
-Compares four servers. The first publishes no events. The second publishes events over ZMQ. The
-third lets an engine read its events. The fourth answers routers that ask which blocks of a prompt
-are cached (setting `events.answers`). Each server gets the same stores: prompts of 16 and of 256
-blocks, and single blocks as decoding stores them. The figure is the processor time per store of the
-server's main thread, which runs the event loop.
-
-In each round the servers take turns many times, so that other load on the machine affects all of
-them. `loop_share` is the share of the event loop's time that events take, if the stores alone keep
-the loop half busy. It is half of the relative rise of the processor time over the server without
-events, as the median over the rounds.
+Four servers get the same stores, many turns a round: without events, publishing over ZMQ, read
+by an engine, and answering routers (`events.answers`). Stores have 16 or 256 blocks, or one, as
+in decoding. The figure is processor time of the main thread per store. `loop_share` is the share
+of the event loop that events take if stores alone keep it half busy: half of the relative rise,
+the median over rounds.
 """
 
 import sys
@@ -28,19 +22,18 @@ from hotkv_client import BlockRun
 from hotkv_client.testing import PagedEngine
 
 SIZES = {1: 50, 16: 25, 256: 4}
-"""Number of stores that a server gets in a turn, by number of blocks in a store."""
+"""Stores in a turn, by the number of a store's blocks."""
 TURNS = 6
-"""Number of turns that each server gets in a round."""
+"""Each server's turns in a round."""
 ROUNDS = 9
 HALF = 0.5
 READ_S = 0.05
-"""Pause in seconds between two reads of events by an engine, the same as in the connector
-(`hotkv_vllm.scheduler.events`)."""
+"""Pause between an engine's reads, as in `hotkv_vllm.scheduler.events`."""
 BOUND: Bound = at_most(0.03)
 
 
 class Stored:
-    """A server, and an engine that stores blocks in it."""
+    """A server, and an engine that stores."""
 
     def __init__(self, stack: ExitStack, *flags: str) -> None:
         self._server = stack.enter_context(serving(GIB, *flags))
@@ -50,8 +43,7 @@ class Stored:
         self._read_at_s = 0.0
 
     def loop_us(self, count: int, stores: int) -> float:
-        """Makes `stores` stores of `count` blocks each. Returns the processor time of the
-        server's main thread per store, in microseconds."""
+        """The main thread's processor time per store, in microseconds."""
         tokens = np.arange(16 * count, dtype=np.int32)
         block_ids = np.arange(count, dtype=np.int32)
         prompts = [new_hashes(count) for _ in range(stores)]
@@ -67,15 +59,12 @@ class Stored:
         return (self._cpu_s() - before_s) / stores * 1e6
 
     def _cpu_s(self) -> float:
-        """Returns the processor time of the server's main thread, to the nanosecond."""
         pid = self._server.pid
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def round_us(servers: Mapping[str, Stored], count: int, stores: int) -> dict[str, float]:
-    """Runs a round: each server in turn gets `stores` stores of `count` blocks, several times.
-    Returns, by server, the mean processor time in microseconds that a store takes on the server's
-    main thread."""
+    """Mean microseconds of the main thread per store, by server."""
     times: dict[str, list[float]] = {name: [] for name in servers}
     names = list(servers)
     for turn in range(TURNS):

@@ -1,16 +1,16 @@
-"""Measures the time and memory that a server and a client take before they do any work.
+"""Measures the time and memory that a server and a client take before any work.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `ready_s_1gib`, `ready_s_8gib`: from the start of the process to the health service's "serving",
-  with a new arena of that size. `ready_s` is `ready_s_1gib`.
-- `populate_gib_s`: the rate at which the arena of 8 GiB is prefaulted after that, according to the
-  admin API.
-- `idle_rss_mb`: resident memory in MB, 10^6 bytes, without the arena's pages.
-- `import_s`: time to import `hotkv_client`.
-- `base_dependencies`: number of packages that `pip install hotkv` requires.
+- `ready_s_1gib`, `ready_s_8gib`: from start to the health service's "serving", with a new arena of
+  that size. `ready_s` is `ready_s_1gib`.
+- `populate_gib_s`: rate at which the 8 GiB are prefaulted afterwards, by the admin API.
+- `idle_rss_mb`: resident MB (10^6 bytes) without the arena.
+- `import_s`: to import `hotkv_client`.
+- `base_dependencies`: packages that `pip install hotkv` requires.
 
-One unmeasured start comes first, so that the kernel's caches are warm."""
+An unmeasured start comes first, for the kernel's caches.
+"""
 
 import importlib.metadata
 import subprocess
@@ -39,8 +39,7 @@ FILL_DEADLINE_S = 300.0
 
 
 def rss_beyond_arena_bytes(pid: int) -> int:
-    """Returns the resident bytes of a server process, from /proc, without those of the arena (files
-    whose name starts with `arena`)."""
+    """Resident bytes without files named `arena…`."""
     total_bytes = 0
     counts = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -53,16 +52,14 @@ def rss_beyond_arena_bytes(pid: int) -> int:
 
 
 def start_once() -> tuple[float, int]:
-    """Starts a server with a 1 GiB arena. Returns the seconds until it is ready, and its resident
-    bytes when idle."""
+    """(seconds until ready, resident bytes when idle), with 1 GiB."""
     with serving(GIB) as server:
         time.sleep(SETTLE_S)
         return server.ready_s, rss_beyond_arena_bytes(server.pid)
 
 
 def start_large() -> tuple[float, float]:
-    """Starts a server with an arena of LARGE_GIB. Returns the seconds until it is ready, and the
-    rate in GiB/s at which it then prefaults (allocates) the rest of the arena's memory."""
+    """(seconds until ready, GiB/s of prefaulting the rest), with LARGE_GIB."""
     arena_bytes = LARGE_GIB * GIB
     with serving(arena_bytes) as server, AdminClient(server.target) as admin:
         began_s, began_bytes = time.monotonic(), admin.tiers()[0]["capacity_byte_count"]
@@ -74,7 +71,7 @@ def start_large() -> tuple[float, float]:
 
 
 def import_once() -> float:
-    """Returns the seconds to import the client in a fresh interpreter."""
+    """Seconds, in a fresh interpreter."""
     return float(
         subprocess.run(
             [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True

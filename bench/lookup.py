@@ -1,11 +1,9 @@
-"""Measures the time of a lookup in three ways: in the shared block table, by a message on the
-session's stream, and as a unary gRPC call. `python -m bench.lookup [--json]`.
+"""Measures a lookup in three ways, in turns: in the shared block table, by a message on the
+session's stream, and as a unary call. `python -m bench.lookup [--json]`.
 
-A running server holds a million ready blocks of 4 KiB. The block table is read cold: before each
-measurement the processor's caches are filled with other data. Then lookups of unknown hashes bring
-the code, but not the table, back into the caches. The three ways take turns. Every time includes
-the conversion of the hashes from `list[bytes]`. A fourth variant, "again", repeats a lookup in the
-table at once, so the table's cache lines are still in the processor's caches.
+A server holds a million ready blocks of 4 KiB. The table is read cold: other data first fills
+the processor's caches, then lookups of unknown hashes bring back the code. Every time includes
+converting the hashes from `list[bytes]`. "again" repeats a lookup at once, in warm caches.
 """
 
 import sys
@@ -23,14 +21,13 @@ from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 COUNTS = (64, 1024, 8192, 65536)
 BLOCKS = 1_000_000
 CODE_WARMERS = 8
-"""Number of lookups of 32 unknown hashes before each measured lookup, so that the code of client
-and server is as warm as in a busy server."""
+"""Lookups of 32 unknown hashes before each measured one: the code is as warm as in a busy
+server."""
 ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
 
 
 class ColdPicks:
-    """Draws random lists of hashes from a pool of hashes. Each draw evicts the server's block table
-    from the processor's caches, so that the next lookup reads the table cold."""
+    """Each draw evicts the block table from the processor's caches."""
 
     def __init__(self, pool: list[bytes], seed: int) -> None:
         self._pool = pool
@@ -38,8 +35,7 @@ class ColdPicks:
         self._litter = np.zeros(96 << 20, np.uint8)
 
     def take(self, count: int) -> list[bytes]:
-        """Evicts the block table from the processor's caches. Then returns `count` hashes, which
-        are in the caches, as when vLLM has just hashed the prompt."""
+        """The hashes themselves are warm, as when vLLM has just hashed the prompt."""
         chosen = [self._pool[i] for i in self._random.integers(0, len(self._pool), count)]
         self._litter += 1
         b"".join(chosen)

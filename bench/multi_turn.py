@@ -1,23 +1,22 @@
-"""Measures conversations of several turns on a vLLM engine, with each available cache: SmolLM2 on
-vLLM's CPU build, conversations with the shape of vLLM's `benchmarks/multi_turn`.
+"""Measures conversations of several turns with each available cache: SmolLM2 on vLLM's CPU build,
+in the shape of vLLM's `benchmarks/multi_turn`.
 
-In the case `large`, the KV of all conversations is `LARGER` times the size of the device's cache,
-and clients cycle through the conversations. So when a conversation continues, other conversations
-have filled the device. In the case `fits`, the device holds the KV of all conversations. The
-variants (engines with different caches) take turns; each gets new conversations in each round:
+In `large`, the conversations' KV is `LARGER` times the device's cache, and clients cycle through
+them: when one continues, others have filled the device. In `fits`, the device holds all. The
+variants take turns, with new conversations in each round:
 
-- `none`: no cache at all. `vllm`: vLLM's own prefix cache. `offload`: vLLM's CPU offloading.
-- `roomy`, in `large`: vLLM's own prefix cache on a device that holds the KV of all conversations.
-  No cache outside the device can be faster.
+- `none`: no cache. `vllm`: vLLM's prefix cache. `offload`: vLLM's CPU offloading.
+- `roomy`, in `large`: vLLM's prefix cache on a device that holds all. No cache outside can be
+  faster.
 - `hotkv`. `lmcache`: LMCache's server, in `large`, with `--lmcache PYTHON`, an interpreter with
-  vLLM and LMCache 0.5.6 in a separate environment.
+  vLLM and LMCache 0.5.6.
 
 Prints a table; `--json` prints a JSON object last:
 
 - By case and variant: `..._turns_per_s` (median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`,
-  `..._hit_share` (share of prompt tokens that hit).
+  `..._hit_share` (of prompt tokens).
 - `large_hotkv_over_vllm`, `large_roomy_over_vllm`, `large_hotkv_over_roomy`,
-  `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm`: ratios of turns per second, median over the
+  `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm`: ratios of turns per second, median over
   rounds.
 - `left_out`: variants that do not run here, and why.
 """
@@ -53,7 +52,7 @@ BOUNDS = {
 }
 LARGER = 3
 KV_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
-"""KV bytes of a token of SmolLM2: keys and values of 30 layers with 3 heads of 64, in bfloat16."""
+"""SmolLM2: keys and values, 30 layers, 3 heads of 64, bfloat16."""
 BLOCK_TOKENS = 32
 MAX_TOKENS = 4096
 UPSTREAM_MAX_TOKENS, UPSTREAM_DEVICE_TOKENS = 6144, 7_000
@@ -64,7 +63,7 @@ CHAT_ENGINE = Path(__file__).parent / "load" / "chat_engine.py"
 
 
 class ChatEngine(Engine):
-    """A child process that runs `bench.load.chat_engine` with the interpreter `python`."""
+    """Runs `bench.load.chat_engine` by the interpreter `python`."""
 
     def __init__(self, name: str, arguments: dict[str, Any], folder: Path, python: str) -> None:
         self.name, self.vllm_version = name, ""
@@ -74,11 +73,9 @@ class ChatEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load of conversations for a device whose KV cache holds `device_tokens`.
-
-    variants: the engines with different caches that are measured (see the module).
-    num_tokens: tokens of all conversations together.
-    max_tokens: most tokens of a conversation.
+    """num_tokens: of all conversations.
+    device_tokens: that the device's cache holds.
+    max_tokens: of a conversation.
     """
 
     name: str
@@ -91,7 +88,7 @@ class Case:
     def arguments(
         self, model: Path, variant: str, server: Server, lmcache: LMCacheServer | None
     ) -> dict[str, Any]:
-        """Returns the arguments of `vllm.LLM` for a variant's engine."""
+        """Arguments of `vllm.LLM`."""
         own: dict[str, dict[str, Any]] = {
             "none": {"enable_prefix_caching": False},
             "offload": {"kv_offloading_size": float(ARENA_GIB)},
@@ -118,11 +115,9 @@ class Case:
 
 @dataclass(slots=True)
 class Results:
-    """The measurements of a variant (engine with a cache) in a case.
-
-    turns_per_s: turns per second of each round.
-    first_s: seconds to the first token of each turn.
-    prompt_tokens, hit_tokens: tokens of all prompts, and how many of them hit.
+    """turns_per_s: of each round.
+    first_s: to the first token, of each turn.
+    prompt_tokens, hit_tokens: of all prompts.
     """
 
     turns_per_s: list[float] = field(default_factory=list)
@@ -141,11 +136,8 @@ class Results:
 def measure(
     case: Case, model: Path, server: Server, num_rounds: int, python: str, left_out: dict[str, str]
 ) -> dict[str, Results]:
-    """Measures each variant (engine with a cache) of a case. Adds a variant that does not start to
-    `left_out`, with the reason. Raises ChildError if `vllm` or `hotkv` does not start.
-
-    python: an interpreter with LMCache; if empty, LMCache is left out.
-    """
+    """A variant that does not start goes to `left_out`. Raises ChildError if `vllm` or `hotkv`
+    does not. python: has LMCache; empty: without it."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         lmcache = stack.enter_context(LMCacheServer(python, below, ARENA_GIB)) if python else None
@@ -185,16 +177,14 @@ def measure(
 
 
 def first_error(log: Path) -> str:
-    """Returns the reason why an engine did not start: the first error in its log, since vLLM logs
-    the cause first, and then its consequences."""
+    """vLLM logs the cause first, and then its consequences."""
     found = re.search(r"\w*Error: .*", log.read_text(errors="replace"))
     return found[0] if found else "it ended"
 
 
 def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, Any]:
-    """Runs a round of conversations with `num_tokens` in total on an engine. Equal names give equal
-    conversations. Rounds need different names, because the server still holds the KV of all earlier
-    conversations."""
+    """Rounds need different names, as the server holds the KV of earlier ones; equal names give
+    equal conversations."""
     some = conversations(f"{case.name} {name}", num_tokens, case.shape)
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 
@@ -255,15 +245,13 @@ def main() -> int:
 
 
 def ratio(one: Results, other: Results) -> float:
-    """Returns the turns per second of `one` divided by those of `other`, as the median of the
-    rounds' ratios."""
+    """Median of the rounds' ratios."""
     rounds = zip(one.turns_per_s, other.turns_per_s, strict=True)
     return statistics.median(ours / theirs for ours, theirs in rounds)
 
 
 def row(case: str, variant: str, one: Results, figures: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the table's row for a variant (engine with a cache) with the results `one`, and adds
-    the variant's figures to `figures`."""
+    """Also adds the row's values to `figures`."""
     values = {
         "turns_per_s": statistics.median(one.turns_per_s),
         "ttft_p50_s": percentile(one.first_s, 0.5),

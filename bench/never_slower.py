@@ -1,21 +1,19 @@
-"""Measures requests while the server becomes slow: SmolLM2 on vLLM's CPU build, with one engine
-that uses hotkv and one that does not. The engines answer the same prompt in turns. Before each
-request the engine's own prefix cache is emptied.
+"""Measures requests while the server becomes slow: SmolLM2 on vLLM's CPU build; an engine with
+hotkv and one without answer the same prompt in turns, each with an empty prefix cache of its own.
 
-The server first runs normally (`well`). Then each copy takes `--times` times as long, and each
-lookup and lease takes 50 ms more (`slow`). Then the server runs normally again. On a machine with
-slow prefill, a hit may be faster than computing even if copies take 200 times as long. A larger
-number then shows the behaviour when hits are slower.
+The server runs normally (`well`); then each copy takes `--times` times as long, each lookup and
+lease 50 ms more (`slow`); then normally again. Where prefill is slow, a hit may win even at 200
+times; a larger number shows what happens when it does not.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `slow_over_plain`: seconds of all requests while the server is slow, divided by the seconds of the
-  same requests on the engine without hotkv. The first `FEW` requests do not count.
-- `slow_worst`: seconds of the slowest of these requests, divided by the median without hotkv.
+- `slow_over_plain`: seconds of all requests while the server is slow, but the first `FEW`, divided
+  by those without hotkv.
+- `slow_worst`: seconds of the slowest of these, divided by the median without hotkv.
 - `well_over_plain`: median seconds of a request while the server runs normally, divided by the
   median without hotkv.
-- `found_slow_after`: number of requests until the engine first computes a hit instead of loading
-  it. `found_well_after`: number of requests until it loads a hit again.
+- `found_slow_after`: requests until a hit is first computed instead of loaded.
+  `found_well_after`: until one is loaded again.
 """
 
 import contextlib
@@ -38,12 +36,7 @@ Pair = tuple[Answer, Answer]
 
 
 def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str, list[Pair]]:
-    """Runs `num_well` requests while the server runs normally, `num_slow` while it is slow, and
-    then again some while it runs normally. Returns the pairs of answers, with and without hotkv, by
-    phase.
-
-    times: factor by which copies take longer while the server is slow.
-    """
+    """Pairs of answers, with and without hotkv, by phase. times: by which copies take longer."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         slow = below / "slow"
@@ -77,8 +70,7 @@ def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str
 
 
 def first(pairs: list[Pair], *, hits: bool) -> int:
-    """Returns how many requests come before the first one that hits; with `hits=False`, before the
-    first one that misses."""
+    """Requests before the first that hits or, with `hits=False`, misses."""
     return next(
         (at for at, (one, _) in enumerate(pairs) if bool(one.hit_tokens) == hits), len(pairs)
     )

@@ -1,25 +1,25 @@
-"""Compares hotkv's two connectors by the time to the first token of a hit: HotKVConnector (`own`),
-and HotKVOffloadingConnector (`door`), which works behind vLLM's own offloading (docs/doors.md).
+"""Compares the time to a hit's first token through hotkv's two connectors: HotKVConnector (`own`),
+and HotKVOffloadingConnector (`door`), behind vLLM's own offloading (docs/doors.md).
 
-Engines of a model with random weights take turns on the same new prompts. `own` and `door` compute
-and store, each through its connector. `own-reader` and `door-reader` are other processes, which hit
-in the server. `primary` is vLLM's offloading alone, which hits in vLLM's primary tier (its own
-offloading memory on the host) after its device cache was emptied. On a CPU a memcpy replaces the
-copy between device and primary tier (`hotkv_vllm.testing.host_copies`). `--gpu`: engines on the
-first GPU, a model of 1.1 billion parameters; the server copies through CUDA IPC for `own`.
+Engines with random weights take turns on the same new prompts. `own` and `door` compute and store;
+`own-reader` and `door-reader`, other processes, hit in the server; `primary`, vLLM's offloading
+alone, hits in its primary tier after its device cache was emptied. On a CPU a memcpy stands for the
+copy between device and primary tier (`hotkv_vllm.testing.host_copies`). `--gpu`: the first GPU, 1.1
+billion parameters, copies through CUDA IPC for `own`.
 
 Prints a table; `--json` prints a JSON object last:
+
 - `tokens_equal`: 1 if all answers to each prompt are equal, else 0.
-- `largest_logprob_difference`: largest difference between logprobs of hits and of computed answers.
-- With `--gpu`: `own_equal` is 1 if the tokens of `own-reader` equal the computed tokens, and
-  `door_equal` is 1 if the tokens of `door-reader` equal those of `primary`.
-- `door_over_own`, `door_over_primary`, `door_over_compute`: time to the first token of a hit
-  through HotKVOffloadingConnector, divided by the time of a hit through HotKVConnector, of a hit in
-  vLLM's primary tier, and of computing the prompt.
-- `own_over_compute`: time of a hit through HotKVConnector, divided by the time of computing.
-- the same with `_32k`, for prompts of 32,000 tokens.
-- `tenth_hit_tokens`, `tenth_over_compute`, `tenth_tokens_equal`: a hit on a prompt of 131,072
-  tokens whose KV is ten times as large as vLLM's primary tier.
+- `largest_logprob_difference`: between hits and computed answers.
+- With `--gpu`: `own_equal` is 1 if `own-reader`'s tokens are the computed ones, `door_equal` if
+  `door-reader`'s are those of `primary`.
+- `door_over_own`, `door_over_primary`, `door_over_compute`: time to first token of a hit through
+  HotKVOffloadingConnector, divided by that through HotKVConnector, in the primary tier, and of
+  computing.
+- `own_over_compute`: of a hit through HotKVConnector, divided by that of computing.
+- the same with `_32k`: prompts of 32,000 tokens.
+- `tenth_hit_tokens`, `tenth_over_compute`, `tenth_tokens_equal`: a hit of 131,072 tokens whose
+  KV is ten times the primary tier.
 """
 
 import contextlib
@@ -51,13 +51,10 @@ ANSWER_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The device on which the benchmark runs (`CPU` or `GPU`), and the settings of the engines
-    there.
-
-    settle_s: pause between the requests of two engines.
-    offloading: settings of vLLM's offloading.
-    engine_args: arguments of `vllm.LLM`.
-    device: the device on which torch draws the model's weights.
+    """settle_s: between two engines' requests.
+    offloading: settings of vLLM's.
+    engine_args: of `vllm.LLM`.
+    device: where torch draws the weights.
     """
 
     shape: Shape
@@ -68,7 +65,7 @@ class Place:
     device: str = "cpu"
 
     def prompt(self, seed: int, num_tokens: int) -> list[int]:
-        """Returns random token ids. Prompts of different lengths differ from the first token on."""
+        """Prompts of different lengths differ from the first token on."""
         return random.Random(f"{seed} {num_tokens}").choices(
             range(10, self.shape.vocab), k=num_tokens
         )
@@ -76,8 +73,8 @@ class Place:
 
 CPU = Place(
     TINY,
-    # Longer than a second, because after its last step vLLM's worker polls its queue for a second
-    # (`SpinCondition.busy_loop_s`), on the core that all engines share.
+    # vLLM's worker polls its queue for a second after a step (`SpinCondition.busy_loop_s`), on
+    # the core that all share.
     settle_s=1.3,
     arena_bytes=3 * GIB,
     offloading={
@@ -90,7 +87,7 @@ GPU = Place(
     settle_s=0.1,
     arena_bytes=8 * GIB,
     offloading={"spec_name": "TieringOffloadingSpec"},
-    # Five engines share the device. Their KV memory is set in bytes, not by this share.
+    # KV memory is set in bytes, not by this share.
     engine_args={"gpu_memory_utilization": 0.15},
     device="cuda",
 )
@@ -98,9 +95,8 @@ GPU = Place(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of a round to a prompt: computed, and hit in each of three ways. `own`: through
-    HotKVConnector; `door`: through HotKVOffloadingConnector; `primary`: in vLLM's own offloading
-    memory."""
+    """One prompt, computed and hit in three ways: HotKVConnector, HotKVOffloadingConnector,
+    vLLM's primary tier."""
 
     computed: Answer
     own: Answer
@@ -121,7 +117,7 @@ class Round:
 
 
 class Engines:
-    """Starts engines of the same model that use the same server."""
+    """They share a model and a server."""
 
     def __init__(
         self, place: Place, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
@@ -133,16 +129,14 @@ class Engines:
         )
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Returns the bytes of the KV of `num_tokens` tokens."""
         return num_tokens * self.place.shape.kv_token_bytes
 
     @contextlib.contextmanager
     def engine(self, name: str, connector: str, primary_bytes: int = 0) -> Iterator[Engine]:
-        """Starts an engine, without waiting until it is ready.
+        """Not yet ready.
 
-        connector: name of the connector's class.
-        primary_bytes: size of the primary tier (vLLM's own offloading memory on the host); 0: the
-            connector does not use vLLM's offloading.
+        connector: the class.
+        primary_bytes: 0: without vLLM's offloading.
         """
         extra: dict[str, Any] = {}
         if connector.startswith("HotKV"):
@@ -173,21 +167,19 @@ class Engines:
             yield one
 
     def alone_on_the_machine(self, engine: Engine, tokens: list[int]) -> Answer:
-        """Waits until the previous engine no longer polls its queue, which would take processor
-        time. Then returns this engine's answer to the prompt."""
+        """Waits first: the previous engine polls its queue."""
         time.sleep(self.place.settle_s)
         return engine.generate(tokens, ANSWER_TOKENS)
 
 
 LENGTHS = {"4k": (4000, ""), "32k": (32_000, "_32k")}
-"""The length of prompts in tokens and the suffix of their figures, by name."""
+"""A prompt's tokens, and the suffix of its figures."""
 
 
 def compare(
     engines: Engines, server: Server, lengths: Sequence[int], num_rounds: int
 ) -> dict[int, list[Round]]:
-    """Runs `num_rounds` rounds with prompts of each length: computes a prompt, then hits it in each
-    of the three ways. Returns the rounds by length, in tokens."""
+    """Returns rounds by length in tokens."""
     primary_bytes = engines.bytes_of(2 * (max(lengths) + 1024)) + (8 << 20)
     rounds: dict[int, list[Round]] = {}
     with contextlib.ExitStack() as stack:
@@ -231,8 +223,7 @@ def compare(
 
 
 def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
-    """Returns the figures of a hit on a prompt whose KV is ten times as large as the engine's
-    primary tier (vLLM's own offloading memory on the host)."""
+    """A hit whose KV is ten times the primary tier."""
     tokens = engines.place.prompt(7, LONG_TOKENS - 64)
     whole = engines.bytes_of(LONG_TOKENS)
     with engines.engine("long", "HotKVOffloadingConnector", 2 * whole) as one:
@@ -251,7 +242,7 @@ def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
 
 
 def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
-    """Returns the figures of rounds over prompts of the same length."""
+    """The rounds have prompts of one length."""
     own_s, door_s, computed_s = (
         median([getattr(one, name).ttft_s for one in rounds])
         for name in ("own", "door", "computed")
@@ -265,9 +256,7 @@ def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
 
 
 def on_gpu(place: Place) -> contextlib.AbstractContextManager[Server]:
-    """Starts a server with the GPU. The body of the `with` statement begins when the server's arena
-    is pinned (registered with the GPU) and the server has measured its methods of copying, so that
-    it runs at full speed."""
+    """Begins once the arena is pinned and copies are measured: full speed."""
     from bench.gpu.engine import find_side, settled
 
     return settled(find_side(made_up=False), place.arena_bytes)
@@ -312,9 +301,8 @@ def main() -> int:
     figures = {"tokens_equal": int(equal), "largest_logprob_difference": differ, **figures}
     bounds = {k: v for k, v in BOUNDS.items() if k in figures}
     if options.gpu:
-        # Models on the GPU compute in bfloat16, so after a hit of vLLM's own offloading the tokens
-        # may differ from the computed tokens by rounding. So on the GPU `own_equal` and
-        # `door_equal` are checked instead of `tokens_equal`.
+        # bfloat16: a hit's tokens may differ from computed ones by rounding, so these replace
+        # `tokens_equal`.
         figures |= {"own_equal": int(own), "door_equal": int(door)}
         bounds |= {"own_equal": at_least(1), "door_equal": at_least(1)}
         del bounds["tokens_equal"]

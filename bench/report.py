@@ -1,5 +1,4 @@
-"""Prints the output of all benchmarks: a table, and with `--json` a JSON object as the last
-line."""
+"""Output of all benchmarks: a table, and with `--json` a JSON object as the last line."""
 
 import argparse
 import json
@@ -13,14 +12,14 @@ from hotkv_client.command.tables import human_bytes, table
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Returns a parser with the options that all benchmarks share."""
+    """Has the options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", action="store_true", help="print one JSON object last")
     return options
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the percentile `share` (0 to 1) of the values."""
+    """`share` is from 0 to 1."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -30,7 +29,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def say(what: str) -> None:
-    """Prints a message about the progress of a benchmark to standard error."""
+    """Prints to standard error."""
     print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
 
 
@@ -41,20 +40,17 @@ def print_report(
     *,
     as_json: bool,
 ) -> None:
-    """Prints the table, then the figures as a JSON line if `as_json`."""
     print(table(headers, rows))
     print_json(figures, as_json)
 
 
 def print_json(figures: Mapping[str, object], as_json: bool) -> None:
-    """Prints the figures as a JSON object on the last line, if `as_json`."""
     if as_json:
         print(json.dumps(figures))
 
 
 def rows_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Returns the rows as a table with their keys as its headers. All rows must have the same keys.
-    Numbers of bytes are shown with a unit."""
+    """Headers are the keys, equal in all rows. Bytes have a unit."""
     cells = [[_shown(name, value) for name, value in row.items()] for row in rows]
     return table([name.replace("_", " ") for name in rows[0]], cells)
 
@@ -69,7 +65,7 @@ def _shown(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A bound on a figure: at most `value` if `at_most`, otherwise at least `value`."""
+    """At most, or at least, `value`."""
 
     value: float
     at_most: bool = False
@@ -79,22 +75,19 @@ class Bound:
 
     @classmethod
     def parse(cls, text: str) -> "Bound":
-        """Parses the text of a bound, such as `<= 1.5` (as `str(Bound)` writes it)."""
+        """Such as `<= 1.5`, as `str(Bound)` writes it."""
         sign, value = text.split()
         return cls(float(value), at_most=sign == "<=")
 
     def is_met(self, figure: float) -> bool:
-        """Returns True if the figure is within the bound."""
         return figure <= self.value if self.at_most else figure >= self.value
 
 
 def at_most(value: float) -> Bound:
-    """Returns a bound that a figure must not exceed."""
     return Bound(value, at_most=True)
 
 
 def at_least(value: float) -> Bound:
-    """Returns a bound that a figure must reach."""
     return Bound(value)
 
 
@@ -105,8 +98,7 @@ def print_figures(
     as_json: bool = False,
     beside: Mapping[str, object] | None = None,
 ) -> None:
-    """Prints a row for each figure, with its bound and whether the figure misses the bound. With
-    `as_json`, prints the figures, the additional values `beside` and the bounds as JSON."""
+    """With each figure's bound, and if it misses that. `beside`: more for the JSON."""
     rows = []
     for name, value in figures.items():
         bound, is_number = bounds.get(name), isinstance(value, int | float)
@@ -119,6 +111,5 @@ def print_figures(
 
 
 def bounds_json(bounds: Mapping[str, Bound]) -> dict[str, object]:
-    """Returns the targets of a benchmark's figures (the bounds that they must keep) in the form in
-    which `bench.targets` reads them from the benchmark's JSON."""
+    """`bench.targets` reads this form."""
     return {"bounds": {name: str(bound) for name, bound in bounds.items()}}

@@ -1,42 +1,35 @@
-"""Compares contexts beyond device memory with contexts that are wholly on the device, in real vLLM
-on CPU with a real server. Both sides get the same requests, weights and settings, in turns.
+"""Compares contexts beyond device memory with contexts wholly on the device, in real vLLM on CPU
+with a real server: the same requests, weights and settings, in turns.
 
-Models: SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), with blocks of 32 tokens. Each
+SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), blocks of 32 tokens, one thread each. A
 step attends to up to `sparse_topk` tokens in every layer, with the scorer `rot2u`. The pool is the
-device's memory for blocks; a context beyond device memory is larger than its pool. Each engine has
-one thread. Times are processor times of engine and server together; names with `_wall` have wall
-times. Sketches are compact forms of blocks' keys.
+device's memory for blocks. Times are processor times of engine and server together; `_wall`: wall
+times.
 
 `--json` prints an object last:
 
-- Over all requests whose answers were compared: `tokens_equal` (share of requests with equal
-  tokens), `max_logprob_diff`, `preemptions`, and `lost` (requests computed again because their KV
-  in host memory was lost). `context_over_pool`: the largest context, as a multiple of the pool,
-  with equal tokens.
-- `concurrency_gain`, `throughput_gain`: number of requests that decode at once, and throughput,
-  each divided by that of vLLM with dense attention and as many bytes for its pool. The requests
-  have 16k tokens, and the server has their prompts. `throughput_gain_decode` counts decode steps
-  alone; `throughput_gain_cold` is for prompts that are computed.
-- `step_over_resident`: time of a decode step beyond the pool, divided by that of sparse decode with
-  everything on the device. `step_over_dense_32k`: divided by that of dense decode, at 32k tokens.
-- `prefill_overhead`: time of a prefill, divided by that of a dense prefill with everything on the
-  device, at four times the pool.
-- For a prefix hit of 32k tokens: `hit_bytes_share`: loaded bytes divided by the bytes of the hit's
-  KV. `hit_representations_share`: bytes of a block's sketches, divided by the bytes of its
-  KV. `hit_staged_share`: share of the hit's pages that were copied to a buffer on the device, so
-  that the rest of the prompt can attend to them.
-- `hit_first_token_share`: time to the first token of a hit, divided by that of computing the
-  prompt.
-- `representations_overhead`: time to build sketches, divided by the time of the prefill.
-  `..._hit`: share of a hit's sketches that were built again.
+- Over all compared requests: `tokens_equal` (share of requests), `max_logprob_diff`, `preemptions`,
+  `lost` (computed again, as their KV in host memory was lost). `context_over_pool`: the largest
+  context with equal tokens, in pools.
+- `concurrency_gain`, `throughput_gain`: requests that decode at once, and throughput, over those of
+  dense vLLM with as many bytes for its pool; 16k tokens, prompts that the server has.
+  `throughput_gain_decode`: decode steps alone; `throughput_gain_cold`: computed prompts.
+- `step_over_resident`: a decode step beyond the pool, over that of sparse decode on the device.
+  `step_over_dense_32k`: over that of dense decode, at 32k tokens.
+- `prefill_overhead`: of a prefill, over a dense one on the device, at four times the pool.
+- Of a hit of 32k tokens: `hit_bytes_share`: loaded bytes, of its KV. `hit_representations_share`:
+  bytes of a block's sketches, of its KV. `hit_staged_share`: pages copied to a buffer on the
+  device, for the rest of the prompt to attend to.
+- `hit_first_token_share`: time to a hit's first token, over that of computing.
+- `representations_overhead`: building sketches, over the prefill. `..._hit`: share of a hit's
+  sketches that were built again.
 - `auto_over_host`, `auto_over_dense`: throughput of mixed traffic if contexts move to host memory
-  only when the pool runs short (`auto`), divided by the throughput if all contexts are in host
-  memory (`host`), and by that of vLLM with dense attention (`dense`). Suffixes: `_wall` by wall
-  time, `_cold` with new prompts only, `_warm` with repeated prompts only.
-- `memory`, and the rows from which all figures are computed.
+  only when the pool runs short (`auto`), over that with all of them there (`host`), and over dense
+  vLLM (`dense`). `_wall`: by wall time; `_cold`, `_warm`: new, and repeated, prompts only.
+- `memory`, and the rows behind all figures.
 
-`--long` adds a context of 131,072 tokens in a pool of 6,144 tokens, which takes some ten minutes on
-an idle machine. `--quick` has small sizes, whose figures mean little.
+`--long` adds 131,072 tokens in a pool of 6,144, some ten minutes. `--quick` has small sizes,
+whose figures mean little.
 """
 
 import argparse
@@ -81,8 +74,8 @@ from hotkv_client.command.tables import table
 ARENA = "1GiB"
 LONG_ARENA = "512MiB"
 BATCH_ARENA, BATCH_ARENA_BYTES = "1GiB", 1 << 30
-"""An arena with enough space for the contexts of all requests of the batch, which the server keeps
-pinned. Such contexts may occupy at most the share `residency.share` of an arena."""
+"""Holds the batch's contexts, which stay pinned: at most the share `residency.share` of an
+arena."""
 CASES = ("smollm2", "llama", "exact", "memory", "together", "mixed", "long")
 
 
@@ -109,12 +102,10 @@ TARGETS = {
 
 @dataclass(slots=True)
 class Found:
-    """All measured results, by kind of case.
-
-    exact: comparisons of answers with those of engines that have everything on the device.
-    rounds: rounds of measured times, by name of model and context.
-    held: the most memory that requests occupied.
-    together: batches of requests in a small pool.
+    """exact: answers against engines with everything on the device.
+    rounds: by model and context.
+    held: most memory of a request.
+    together: batches in a small pool.
     mixed: mixed traffic.
     """
 
@@ -127,15 +118,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of all cases, in tokens unless said otherwise. Names with `pool` are sizes of the
-    small pool (device memory for blocks).
+    """In tokens; `…pool` are small pools.
 
     smollm, llama, short: contexts of the cases `smollm2`, `llama` and `exact`.
-    llama_chunk: tokens of a prefill step of the case `llama`.
-    batch, num_batch, answer: contexts, number of requests, and answers of the case `together`.
-    steps, rounds: numbers of decode steps of a round, and of rounds.
-    mixed, mixed_answer: the requests' contexts, and answers, of the case `mixed`.
-    held: contexts of the case `memory`.
+    llama_chunk: of a prefill step.
+    batch, num_batch, answer: contexts, requests and answers of `together`.
+    steps, rounds: decode steps of a round, and rounds.
+    mixed, mixed_answer: contexts and answers of `mixed`.
+    held: contexts of `memory`.
     """
 
     smollm: int = 6144
@@ -177,8 +167,6 @@ LONG_TOKENS, LONG_POOL = 131072, 6144
 
 
 def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
-    """Runs the cases `chosen`, of CASES, one after the other with these sizes. Returns the
-    results."""
     found = Found([], {}, [], [], [])
 
     def timed(shape: Shape, context: int, rounds: int) -> None:
@@ -264,21 +252,17 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
 
 
 def ratios(rounds: Sequence[Round], over: str, under: str, clock: int) -> float:
-    """Returns the median over rounds of one field of a round, `over`, divided by another field,
-    `under`.
-
-    clock: which of a field's two times counts: wall or processor time.
-    """
+    """Median over rounds of `over` / `under`. clock: WALL or PROCESSOR."""
     return median([getattr(one, over)[clock] / getattr(one, under)[clock] for one in rounds])
 
 
 def middle(rounds: Sequence[Round], name: str) -> float:
-    """Returns the median over rounds of a field's processor time."""
+    """Median of a field's processor times."""
     return median([getattr(one, name)[PROCESSOR] for one in rounds])
 
 
 def figures(found: Found) -> dict[str, float]:
-    """Returns the measured figures, by the names in the module's docstring."""
+    """Named as in the module's docstring."""
     named: dict[str, float] = {}
     if found.exact:
         named["tokens_equal"] = min(one.tokens_equal for one in found.exact)
@@ -305,9 +289,7 @@ def figures(found: Found) -> dict[str, float]:
 
 
 def of_mixed(rows: Sequence[Mixed]) -> dict[str, float]:
-    """Returns the throughput of mixed traffic with `auto` (contexts move to host memory if the pool
-    runs short), divided by that with `host` (always in host memory) and with `dense` (vLLM with
-    dense attention); medians over the rounds."""
+    """Throughput of `auto` over `host` and `dense`; medians."""
     by_round: dict[int, dict[str, Mixed]] = {}
     for row in rows:
         by_round.setdefault(row.round, {})[row.way] = row
@@ -334,18 +316,13 @@ RATIOS = {
     "prefill_over_sparse": ("resident_prefill_s", "sparse_prefill_s"),
     "hit_first_token_share": ("hit_first_s", "resident_prefill_s"),
 }
-"""Figures that are ratios of two fields of a `Round`: numerator and denominator."""
+"""Numerator and denominator, fields of a `Round`."""
 OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
-"""Beginnings of the names of figures whose target is for the Llama with a context of 32k tokens.
-The targets of other figures are for SmolLM2, if it was run."""
+"""Figures whose target is for the Llama with 32k tokens; others are for SmolLM2, if it was run."""
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
-    """Returns the suffixes with which a figure of `model` is reported: the model's label, and also
-    an empty suffix if the figure's target is for this model.
-
-    models: all models that were run.
-    """
+    """The model's label, and none if the figure's target is for it. models: all that were run."""
     label = "_" + model.replace(" ", "_")
     wanted = "llama" if name.startswith(OF_THE_LLAMA) else "smollm2"
     stands = model.startswith(wanted) or not any(one.startswith(wanted) for one in models)
@@ -353,7 +330,7 @@ def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
 
 
 def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
-    """Returns the figures of the rounds of one model and context length."""
+    """Figures of one model and context length."""
     model, first = shape.model, rounds[0]
     whole = first.hit_tokens * model.kv_token_bytes
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
@@ -383,19 +360,13 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def built_of_hit(one: Round, num_layers: int) -> float:
-    """Returns how many sketches (compact forms of blocks' keys) an engine built for the
-    blocks of a hit. It should be 0, because engines load them with the blocks.
-
-    The round counts all sketches that the engine built for the request. Subtracts those of
-    the blocks that became complete after the hit, by the rest of the prompt and by the answer. (The
-    last token has no KV.)
-    """
+    """Sketches built for a hit's blocks: 0 as they are loaded. Those of blocks completed after
+    the hit are subtracted; the last token has no KV."""
     complete = (one.context_tokens - 1) // BLOCK_TOKENS - one.hit_tokens // BLOCK_TOKENS
     return max(0.0, one.hit_built_blocks - complete * num_layers)
 
 
 def report(found: Found, named: dict[str, float]) -> str:
-    """Returns the figures and the rows of all cases as text, in tables."""
     rows: list[Sequence[object]] = []
     for name, value in named.items():
         target = TARGETS.get(name) or TARGETS.get(name.removesuffix("_wall"))
@@ -412,7 +383,6 @@ def report(found: Found, named: dict[str, float]) -> str:
 
 
 def options() -> argparse.Namespace:
-    """Returns the options of the command line."""
     flags = parser("Contexts beyond device memory against everything on the device.")
     flags.add_argument("--quick", action="store_true", help="small sizes")
     flags.add_argument("--long", action="store_true", help="131,072 tokens too")

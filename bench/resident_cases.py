@@ -1,6 +1,5 @@
-"""The cases of `bench.residency`, which compares contexts beyond device memory (old blocks only in
-host memory) with contexts that are wholly on the device. Each function starts the engines of a
-case, lets them take turns over the same requests, and returns rows of figures."""
+"""The cases of `bench.residency`: each starts its engines, lets them take turns over the same
+requests, and returns rows."""
 
 import contextlib
 import random
@@ -19,11 +18,9 @@ from demo.watched import Batch, Watched, processor_s
 from tools import smollm2
 
 # ------------------------------------------------------------------------------------------ Engines
-# Engines that the cases of `bench.residency` run: the same weights and settings, once with the
-# whole KV cache on the device and once with a small pool and the server.
-#
-# Each engine has a single thread. Figures are processor times of engine and server together, on
-# which other programs of the machine have little effect. Wall times are reported beside them.
+# The same weights and settings, with the whole KV cache on the device, and with a small pool and
+# the server. One thread each; figures are processor times of engine and server together, which
+# other programs hardly change; wall times beside them.
 
 BLOCK_TOKENS = 32
 NO_SERVER = "unix:/nonexistent/hotkv.sock"
@@ -37,11 +34,7 @@ SPARSE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model folder with the model's sizes.
-
-    kv_token_bytes: bytes of a token's keys and values in all layers.
-    words: the token ids from which prompts are drawn.
-    """
+    """words: token ids of prompts."""
 
     name: str
     folder: Path
@@ -52,24 +45,24 @@ class Model:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the bytes of a block's keys and values in all layers."""
+        """A block in all layers."""
         return BLOCK_TOKENS * self.kv_token_bytes
 
     def prompt(self, seed: str, num_tokens: int) -> list[int]:
-        """Returns random tokens. Equal seeds give equal tokens."""
+        """Equal seeds give equal tokens."""
         return random.Random(seed).choices(self.words, k=num_tokens)
 
 
 def llama(folder: Path, max_tokens: int) -> Model:
-    """Writes a random Llama of 4 layers to `folder` and returns it."""
+    """A random Llama of 4 layers."""
     made = random_llama.write_model(folder / f"llama-{max_tokens}", max_tokens)
     words = range(3, random_llama.VOCAB)
     return Model("llama", made, "float32", random_llama.LAYERS, random_llama.KV_TOKEN_BYTES, words)
 
 
 def smollm() -> Model:
-    """Returns SmolLM2-135M-Instruct: 30 layers of 3 KV heads with 64 channels, in bfloat16 if the
-    processor has it."""
+    """SmolLM2-135M-Instruct: 30 layers, 3 KV heads of 64 channels; bfloat16 if the processor has
+    it."""
     folder = smollm2.prepare()
     dtype = dtype_for(str(folder)).replace("auto", "bfloat16")
     token_bytes = 30 * 2 * 3 * 64 * (4 if dtype == "float32" else 2)
@@ -78,15 +71,14 @@ def smollm() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Settings that are equal in both engines of a case. The pool is an engine's device memory for
-    blocks: one engine has a small pool, the other a pool for everything.
+    """What both engines of a case share.
 
     max_tokens: largest context.
-    chunk_tokens: tokens of a prefill step.
-    topk_tokens: the most tokens to which a step attends, per sequence and layer.
-    pool_tokens: size of the small pool.
-    max_seqs: most requests in a step.
-    extra: more arguments of `vllm.LLM`.
+    chunk_tokens: of a prefill step.
+    topk_tokens: that a step attends to, per sequence and layer.
+    pool_tokens: of the small pool, the device's memory for blocks.
+    max_seqs: in a step.
+    extra: arguments of `vllm.LLM`.
     """
 
     model: Model
@@ -98,8 +90,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def sparse(self, residency: str) -> dict[str, Any]:
-        """Returns the value of the setting `hotkv.sparse`, with this value of its field
-        `residency`."""
+        """Value of the setting `hotkv.sparse`."""
         return SPARSE | {"sparse_topk": self.topk_tokens, "residency": residency}
 
     def settings(
@@ -111,14 +102,12 @@ class Shape:
         in_process: bool = True,
         **more: Any,
     ) -> EngineSettings:
-        """Returns the settings of an engine whose pool (device memory for blocks) holds
-        `pool_tokens`. Adds one block to the pool, which vLLM reserves for itself.
+        """One block more than `pool_tokens`: vLLM's own.
 
-        target: address of the server, or NO_SERVER.
-        sparse: the setting `hotkv.sparse`; None: dense attention.
-        in_process: whether vLLM's engine core runs in the child process that makes requests,
-            instead of another process.
-        more: more arguments of `vllm.LLM`.
+        target: of the server, or NO_SERVER.
+        sparse: `hotkv.sparse`; None: dense attention.
+        in_process: vLLM's engine core is in the child that makes requests.
+        more: arguments of `vllm.LLM`.
         """
         num_bytes = (pool_tokens // BLOCK_TOKENS + 1) * self.model.block_bytes
         connector: dict[str, Any] = {
@@ -151,14 +140,12 @@ class Shape:
         )
 
     def everything(self) -> EngineSettings:
-        """Returns the settings of the engine with sparse decode that has the whole KV cache on the
-        device, and no server."""
+        """Sparse decode with all blocks on the device, without a server."""
         room = self.max_seqs * (self.max_tokens + BLOCK_TOKENS)
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
     def resident(self, server: Server, **more: Any) -> EngineSettings:
-        """Returns the settings of the engine with sparse decode that keeps old blocks in host
-        memory (in the server), with a pool of `pool_tokens` on the device."""
+        """Sparse, old blocks in the server, the small pool."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 
@@ -170,13 +157,12 @@ SKETCH = "rot2u"
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The comparison of a batch of requests in two engines: one has a small pool (device memory for
-    blocks) and keeps old blocks in host memory; the other has everything on the device.
+    """A batch in a small pool with residency, against everything on the device.
 
-    context_tokens: sum over all requests.
-    tokens_equal: share of the requests with equal tokens.
-    max_logprob_diff: largest difference of logprobs, up to and including the first different token.
-    lost: requests that were computed again because their KV in host memory was lost.
+    context_tokens: of all requests.
+    tokens_equal: share of requests.
+    max_logprob_diff: up to the first different token, included.
+    lost: requests computed again, as their KV in host memory was lost.
     """
 
     case: str
@@ -190,23 +176,18 @@ class Exact:
 
     @property
     def context_over_pool(self) -> float:
-        """Returns the size of the contexts as a multiple of the small pool."""
         return self.context_tokens / self.pool_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The measurements of one prompt, which is computed and answered in three ways: with dense
-    attention (`dense_…`), with sparse decode and everything on the device (`sparse_…`), and with
-    old blocks in host memory (`resident_…`). Times are in seconds; a pair has the wall time and the
-    processor time.
+    """One prompt in three ways: `dense_…`, `sparse_…` (all on the device), `resident_…` (old blocks
+    in host memory). Pairs are wall and processor seconds.
 
-    …_prefill_s, …_step_s: time of the prefill, and of a decode step.
-    build_s: time to build sketches (compact forms of blocks' keys) in the resident prefill.
-    hit_…: a second request with the same prompt, which hits: time to the first token, tokens and
-        bytes of the hit, pages copied to the device for the prefill of the rest, and
-        sketches built.
-    pulled_pages: pages that decode steps copied from host memory, in `num_steps` steps.
+    build_s: of sketches, in the resident prefill. hit_…: a second request, which hits: time to
+        first token, tokens and bytes, pages copied to the device for the rest's prefill, sketches
+        built.
+    pulled_pages: from host memory, in `num_steps` steps.
     """
 
     context_tokens: int
@@ -228,13 +209,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The most memory that a request occupied, in bytes: on the device and in the server's arena.
+    """Most bytes of a request, on the device and in the arena.
 
-    expected_…: computed from the sizes of blocks and sketches (compact forms of keys).
-    staging_bytes: buffer in which a prefill assembles its context on the device.
-    row_bytes: the engine's sketches. Like the buffer, they are not part of the pool of
-        blocks.
-    whole_bytes: device memory that the whole context would take.
+    expected_…: from the sizes of blocks and sketches.
+    staging_bytes: where a prefill assembles its context.
+    row_bytes: the engine's sketches; like staging, not in the pool.
+    whole_bytes: the whole context's.
     """
 
     context_tokens: int
@@ -249,17 +229,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The results of a batch of requests that decode together in a small pool (device memory for
-    blocks).
+    """A batch in a small pool.
 
-    way: `dense` (vLLM with dense attention and a server), or `resident` (old blocks only in host
-        memory).
-    most_decoding: the most requests that decoded at once.
-    cold_s: wall seconds of the whole batch with new prompts.
-    warm_s: wall seconds with prompts that the server has.
-    cpu_s: processor seconds with prompts that the server has.
-    decode_rate: decoded tokens per second of processor time, in those steps in which the most
-        requests decode.
+    way: `dense` (vLLM with a server) or `resident`.
+    most_decoding: at once.
+    cold_s: wall seconds with new prompts.
+    warm_s, cpu_s: wall and processor seconds with prompts that the server has.
+    decode_rate: tokens per processor second, in steps that decode the most requests.
     """
 
     way: str
@@ -277,8 +253,7 @@ class Together:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Creates a folder for a case's server and logs, and removes it after the case, so that the
-    arenas of several cases never occupy memory at once."""
+    """Removed after the case: arenas of several cases never take memory at once."""
     folder.mkdir()
     try:
         yield
@@ -290,12 +265,8 @@ def made(folder: Path) -> Iterator[None]:
 def running(
     shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
 ) -> Iterator[tuple[Server, Watched, list[Watched]]]:
-    """Runs a server, an engine that holds everything on the device, and for each of `resident` an
-    engine with a small pool, which keeps old blocks in host memory. Yields the server, the first
-    engine and the list of the others.
-
-    resident: settings of such an engine in addition to the shape's settings.
-    """
+    """Yields the server, the engine with everything on the device, and for each of `resident`
+    (more settings) one with the small pool."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
         server = stack.enter_context(Server(folder, arena))
@@ -315,11 +286,8 @@ def running(
 def compared(
     case: str, model: Model, pool_tokens: int, context_tokens: int, found: Batch, wanted: Batch
 ) -> Exact:
-    """Compares the answers of a batch of requests (`found`, from the engine with the small pool)
-    with those of the same batch in an engine that has everything on the device (`wanted`).
-
-    pool_tokens, context_tokens: size of the small pool, and tokens of all contexts; only reported.
-    """
+    """`found`: in the small pool; `wanted`: everything on the device. The tokens are only
+    reported."""
     same = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
     return Exact(
         case,
@@ -334,8 +302,7 @@ def compared(
 
 
 def largest_difference(found: Batch, wanted: Batch) -> float:
-    """Returns the largest difference of logprobs between the answers of two batches, up to and
-    including the first token of an answer that differs."""
+    """Of logprobs, up to the first token of an answer that differs, included."""
     largest = 0.0
     for ours, theirs, mine, others in zip(
         found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True
@@ -358,9 +325,7 @@ def exactness(
     arena: str,
     **more: object,
 ) -> list[Exact]:
-    """Runs the prompts of each case (name, lengths of prompts in tokens) as a batch in two engines.
-    One has everything on the device; the other has the small pool and the additional settings
-    `more`. Returns a comparison of the answers for each case."""
+    """cases: (name, lengths of prompts). more: settings of the engine with the small pool."""
     found = []
     with running(shape, folder, arena, more) as (_, whole, (small,)):
         for case, lengths in cases:
@@ -380,7 +345,7 @@ def exactness(
 
 
 def _pair(batch: Batch) -> tuple[float, float]:
-    """Returns the wall and processor seconds to the first token of a batch that has one request."""
+    """Wall and processor seconds to the first token of the batch's one request."""
     return batch.first_s[0][WALL], batch.prefill_cpu_s
 
 
@@ -391,13 +356,10 @@ def _steps(batch: Batch) -> tuple[float, float]:
 def times(
     shape: Shape, context_tokens: int, num_rounds: int, num_steps: int, folder: Path, arena: str
 ) -> tuple[list[Round], list[Exact], list[Held], Shape]:
-    """Measures prompts of `context_tokens`, one in each round, in the ways of `Round`. Returns the
-    rounds; for each round, the comparison of the answers of the engine with the small pool with
-    those of the engine that has everything on the device; the most memory that the first request
-    occupied; and the shape.
+    """A prompt a round. Returns the rounds, their comparisons with everything on the device, the
+    first request's memory, and the shape.
 
     num_steps: decode steps of a round.
-    folder, arena: the server's folder, and the size of its arena.
     """
     rounds: list[Round] = []
     exact: list[Exact] = []
@@ -472,13 +434,13 @@ def times(
 
 
 def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
-    """Returns the smallest of several times, separately for wall and processor time."""
+    """The smallest wall time and the smallest processor time."""
     return min(pair[WALL] for pair in pairs), min(pair[PROCESSOR] for pair in pairs)
 
 
 def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
-    """Waits until the server is idle, so that its work for one run does not count in the next run:
-    until it has used little processor time for `quiet_s`, but at most `most_s`."""
+    """Until the server has used little processor time for `quiet_s`: its work for one run must
+    not count in the next."""
     until_s = time.monotonic() + most_s
     before = processor_s(server.pid)
     while time.monotonic() < until_s:
@@ -493,18 +455,14 @@ def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
 
 
 def sketch_bytes(model: Model, kv_heads: int, head_size: int) -> int:
-    """Returns the bytes of a block's sketches (compact forms of its keys) in all layers."""
+    """A block's sketches in all layers."""
     from hotkv_sparse.formats import head_bytes
 
     return model.layers * kv_heads * head_bytes(SKETCH, BLOCK_TOKENS, head_size)
 
 
 def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
-    """Returns the most memory that the request of a batch occupied, measured and as expected for a
-    context of `num_tokens`.
-
-    small: the engine with the small pool, which ran the batch.
-    """
+    """`small` has run the batch."""
     model = shape.model
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     beside = small.memory()
@@ -524,8 +482,7 @@ def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held
 
 
 def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> list[Held]:
-    """Runs a request of each context length in an engine with the small pool. Returns the most
-    memory that each of them occupied."""
+    """A request of each length, in the small pool."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -552,11 +509,8 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """Runs the same batch of requests in two engines whose pools (device memory for blocks) have
-    equally many bytes: vLLM with dense attention and a server, and an engine with residency (old
-    blocks in host memory). Each runs the batch first with new prompts, and then with prompts that
-    the server has. Requests share no prefix; the engines take turns. Returns the results of
-    each."""
+    """Pools of equal bytes; first new prompts, then the same, which the server has. No shared
+    prefix."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -624,15 +578,13 @@ WAYS = ("dense", "host", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """The results of one engine in a round of mixed traffic: requests of all lengths, which are
-    computed (cold) and then repeated (warm).
+    """One engine in a round: requests of all lengths, computed (cold), then repeated (warm).
 
-    way: `dense` (vLLM with dense attention), `host` (contexts in host memory), or `auto` (in host
-        memory only if the pool runs short).
-    cold_s, warm_s: pairs of wall seconds and processor seconds. The processor seconds include those
-        of the server.
-    moved: number of running requests whose context moved to host memory.
-    most_decoding: the most requests that decoded at once.
+    way: `dense` (vLLM), `host` (contexts in host memory), `auto` (there only if the pool runs
+        short).
+    cold_s, warm_s: wall and processor seconds, with the server's.
+    moved: running requests whose context moved to host memory.
+    most_decoding: at once.
     """
 
     way: str
@@ -646,8 +598,7 @@ class Mixed:
     most_decoding: int
 
     def seconds(self, clock: int) -> float:
-        """Returns the seconds of the round, cold and warm together: wall or processor time, as
-        `clock` says."""
+        """Cold and warm together. clock: WALL or PROCESSOR."""
         return self.cold_s[clock] + self.warm_s[clock]
 
 
@@ -659,10 +610,7 @@ def mixed(
     folder: Path,
     arena: str,
 ) -> list[Mixed]:
-    """Runs rounds of mixed traffic (requests of all lengths in `contexts`) in three engines whose
-    pools have equally many bytes: vLLM with a server (`dense`), contexts always in host memory
-    (`host`), and contexts that move to host memory only if the pool runs short (`auto`). Returns
-    the results of each engine and round. Engines take turns, and their prompts share no prefix."""
+    """The three WAYS with pools of equal bytes, in turns, without a shared prefix."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

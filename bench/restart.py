@@ -1,15 +1,12 @@
 """Measures a restart: kills a server with an arena of 8 GiB and 100,000 ready blocks, and starts
-another server over the same arena.
+another over it.
 
-Prints a row per restart; `--json` prints a JSON object last, with medians over the restarts:
+A row per restart; `--json` prints a JSON object last, with medians:
 
-- `ready_s`: from the start of the process to the health service's "serving".
-- `served_ratio`: share of the acknowledged blocks that lookups find again.
-- `verified_ratio`: share of the blocks whose bytes the server has compared with their checksums
-  (checksums) when it becomes ready.
-- `empty_ready_s`: `ready_s` of a start with an empty arena.
-
-Each restart follows a kill.
+- `ready_s`: from start to the health service's "serving".
+- `served_ratio`: share of acknowledged blocks that lookups find again.
+- `verified_ratio`: share of blocks whose checksums are compared when it becomes ready.
+- `empty_ready_s`: `ready_s` with an empty arena.
 """
 
 import os
@@ -34,15 +31,14 @@ BOUNDS = {"ready_s": at_most(1.5), "served_ratio": at_least(0.999)}
 
 
 def connected(server: Server) -> PagedEngine:
-    """Returns a connected engine with memory for ENGINE_BLOCKS blocks, as many as it stores in one
-    call."""
+    """With as much memory as it stores in one call."""
     return PagedEngine(
         server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
     ).connect()
 
 
 def fill(server: Server) -> list[bytes]:
-    """Stores all blocks. Returns their hashes."""
+    """Returns the blocks' hashes."""
     engine = connected(server)
     engine.kv[:] = np.random.default_rng(0).integers(0, 256, engine.kv.shape, np.uint8)
     stored: list[bytes] = []
@@ -59,7 +55,6 @@ def fill(server: Server) -> list[bytes]:
 
 
 def found(server: Server, stored: list[bytes]) -> int:
-    """Returns how many of the blocks in `stored` a lookup finds."""
     engine = connected(server)
     masks = [
         engine.session.lookup([GroupHashes(0, stored[start : start + ENGINE_BLOCKS])]).result(10)[0]
@@ -77,8 +72,7 @@ def main() -> int:
     with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 30)) as folder:
         with Server(folder, ARENA) as server:
             empty_ready_s = server.wait_ready()
-            # Waits until all memory of the arena is allocated. Before that, some blocks
-            # would be refused or evicted.
+            # Earlier, blocks would be refused or evicted.
             server.wait_filled()
             stored = fill(server)
             os.kill(server.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Starts servers that benchmarks measure, and fills them with blocks."""
+"""Servers to measure, and blocks to fill them with."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,14 @@ from hotkv_client.testing import PagedEngine
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_BYTES = 256 * MIB
-"""Bytes that a server's folder needs besides the arena: for table, state and logs."""
+"""A server's folder besides the arena: table, state, logs."""
 STORED_BLOCKS = 50_000
 
 
 @contextmanager
 def serving(arena_bytes: int, *flags: str, command: Sequence[str] = ()) -> Iterator[Server]:
-    """Starts a server with an arena of this size and yields it when it is ready. At the end, or
-    when this process ends, stops the server and removes its folder in shared memory.
-
-    flags: more flags of the server.
-    command: the command that starts the server; empty: the usual one.
-    """
+    """Ready. Stopped, and its folder removed, at the end or with this process. command: empty:
+    the usual one."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes + ROOM_BYTES) as folder,
@@ -34,15 +30,13 @@ def serving(arena_bytes: int, *flags: str, command: Sequence[str] = ()) -> Itera
 
 
 def new_hashes(count: int) -> list[bytes]:
-    """Returns new random hashes."""
     data = os.urandom(count * 32)
     return [data[at : at + 32] for at in range(0, len(data), 32)]
 
 
 def session_over(target: str, hashes: Sequence[bytes], page_bytes: int = 4096) -> Session:
-    """Stores a block of `page_bytes` under each of these hashes in the server `target`, all from
-    the same page of memory, so that a client with little memory can fill a server. Returns the
-    session with the server."""
+    """Stores a block under each hash, all from one page, so that a client with little memory
+    fills a server."""
     session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=page_bytes).connect().session
     for start in range(0, len(hashes), STORED_BLOCKS):
         some = hashes[start : start + STORED_BLOCKS]

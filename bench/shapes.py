@@ -3,8 +3,7 @@
 from hotkv_server.cache.room.slabs import aligned
 
 SHAPES: dict[str, tuple[int, int, int]] = {
-    # For each model: number of layers that keep the whole context, KV heads times head
-    # size, and bytes per value.
+    # Layers with the whole context, KV heads x head size, bytes per value.
     "Llama-3.1-8B": (32, 1024, 2),
     "Llama-3.1-8B, fp8": (32, 1024, 1),
     "Llama-3.1-70B": (80, 1024, 2),
@@ -44,8 +43,7 @@ LATENTS: dict[str, tuple[int, int, int]] = {
 
 
 def slot_sizes(block_tokens: int) -> dict[str, int]:
-    """Returns by model the bytes of the slot (place in the arena) that a block of `block_tokens`
-    takes."""
+    """Bytes of a block's slot, by model."""
     kept = {name: (2, shape) for name, shape in SHAPES.items()}
     kept |= {name: (1, shape) for name, shape in LATENTS.items()}
     return {

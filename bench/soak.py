@@ -1,29 +1,23 @@
-"""Measures a server under load: many sessions at once, more requests than the server can serve, and
-hostile clients.
+"""Measures a server under load: many sessions, more requests than it can serve, hostile clients.
 
-64 sessions in four processes look up, store and load 16 blocks of 16 KiB per call. They first run
-at full speed (saturation). Then they start calls at a fixed rate, without waiting for earlier
-answers: at half of the saturation rate for `--seconds` (600), then at twice the saturation rate. At
-last, the lookups of a quiet session are measured while each hostile client runs, and while a
-process only keeps a processor busy.
+64 sessions in four processes look up, store and load 16 blocks of 16 KiB per call: at full speed
+(saturation), then at a fixed rate without waiting for answers, half of saturation for `--seconds`
+(600), and twice it. At last a quiet session's lookups are measured beside each hostile client, and
+beside a busy processor.
 
 Prints a table; `--json` prints a JSON object last:
 
-- Latencies of lookups in ms: `idle_p50_ms` (of a single session), `half_p50_ms`, `half_p99_ms` (at
-  half load), `p99_ratio` (p99 at half load / idle p50), `recovered_p50_ms` (of a single session
-  after the overload).
+- Lookups in ms: `idle_p50_ms` (a single session), `half_p50_ms`, `half_p99_ms` (half load),
+  `p99_ratio` (p99 at half load / idle p50), `recovered_p50_ms` (a single session after the
+  overload).
 - `saturation_ops`: operations per second at full speed.
-- `bystander_p99_ms`, `bystander_p99_ratio`: lookups of this process at half load. The latencies of
-  the sessions themselves include the time for which 16 sessions of a Python process wait for each
-  other.
-- `server_p99_ms`, `server_longest_ms`, `server_p99_ratio`: the delay from a message's arrival until
-  the server's event loop serves it, in the last minute at half load. The server measures it. Needs
-  `--seconds` of 60 or more.
-- `errors`, `overload_errors`: errors by reason, at half load and during the overload.
-- `memory_growth_mb`, `descriptor_growth`: growth of the server's resident memory without the arena,
-  and of its number of file descriptors.
-- For each hostile client `<kind>_ratio`: p50 of the lookups while it runs / p50 while only a
-  processor is busy.
+- `bystander_p99_ms`, `bystander_p99_ratio`: lookups of this process at half load; the sessions' own
+  include waits for each other in a Python process.
+- `server_p99_ms`, `server_longest_ms`, `server_p99_ratio`: from a message's arrival until the event
+  loop serves it, by the server, in the last minute at half load. Needs `--seconds` of 60 or more.
+- `errors`, `overload_errors`: by reason, at half load and in the overload.
+- `memory_growth_mb`, `descriptor_growth`: the server's, without the arena.
+- For each hostile client `<kind>_ratio`: p50 of lookups beside it / p50 beside a busy processor.
 """
 
 import json
@@ -55,8 +49,7 @@ HOSTILE_RATIO = 1.2
 
 @dataclass(slots=True)
 class Done:
-    """The results of all sessions together: number of operations, errors by reason, and latencies
-    of lookups."""
+    """Results of all sessions together."""
 
     done: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -64,7 +57,7 @@ class Done:
 
 
 def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
-    """Runs all sessions for `seconds`, at `rate` operations per second; 0: at full speed."""
+    """rate: operations per second; 0: full speed."""
     words = ["traffic", target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
     command = [*CLIENT, *words]
     children = [
@@ -91,8 +84,7 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
 
 
 def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) -> list[float]:
-    """Returns the latencies in ms of lookups of 16 blocks in a single session, made one after the
-    other with pauses, for `seconds`; 0: of IDLE_LOOKUPS lookups."""
+    """Of 16 blocks, one after the other with pauses. seconds: 0: IDLE_LOOKUPS lookups."""
     engine = PagedEngine(target, model="quiet", engine_id="quiet").connect()
     hashes = new_hashes(16)
     found: list[float] = []
@@ -107,8 +99,7 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 
 def beside(target: str, kind: str) -> float:
-    """Returns the median latency of a quiet session's lookups in ms, while a client process of this
-    kind runs (a hostile client, or `spin`, which only keeps a processor busy)."""
+    """Median ms of a quiet session's lookups beside a client of this kind."""
     other = subprocess.Popen([*CLIENT, kind, target], stderr=subprocess.DEVNULL)
     try:
         time.sleep(SETTLE_S)

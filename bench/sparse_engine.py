@@ -1,12 +1,9 @@
-"""Compares sparse decode in real vLLM on CPU with the same decode without an engine (offline), in
-the forward pass of `bench.sparse`. Both have the same text, window, budget (tokens to which a step
-attends), scorer, and limit of blocks that a step may load.
+"""Compares sparse decode in real vLLM on CPU with the same decode without an engine
+(`bench.sparse`): same text, window, budget, scorer, and blocks that a step may load.
 
-Decodes the last 127 tokens of a text of 8192 tokens, teacher-forced. Compares the engine's KL(dense
-|| sparse) per token in nats with the value that `bench.sparse` computes in float32. The engine
-calibrates the scorer `mix2` from the first text. The engine's KL must be at most 1.5 times the
-offline KL (`ratio`). With `--dense-layers 0` and a budget of 0.2, it must also be at most the KL
-that is allowed for residency (contexts in host memory, all layers sparse).
+The last 127 of 8192 tokens, teacher-forced, in nats of KL(dense || sparse) per token; offline in
+float32. The engine calibrates `mix2` from the first text. Its KL must be at most 1.5 times the
+offline one (`ratio`) and, with `--dense-layers 0` and a budget of 0.2, at most residency's bound.
 
 Prints a row per text and scorer and, with `--json`, `{"model", "setup", "seconds", "rows",
 "worst_ratio"}`.
@@ -32,15 +29,12 @@ CONTEXT_TOKENS = 8192
 COMPARED_TOKENS = 127
 RATIO_BOUND = 1.5
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
-"""Upper limits of the KL(dense || sparse), by text, for residency (contexts in host memory, all
-layers sparse) with a budget of 20 %. For the copy text, whose end quotes itself, the rise of NLL
-must be at most 0."""
+"""Bounds for residency at a budget of 20 %. On the copy text NLL must not rise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results for a text and scorer, in nats per token, in the engine and without an engine
-    (offline). Offline values are None if only the engine was run."""
+    """Nats per token. Offline: None if only the engine was run."""
 
     text: str
     scorer: str
@@ -51,23 +45,21 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Returns the engine's KL divided by the offline KL."""
         return None if self.offline_kl is None else self.engine_kl / self.offline_kl
 
 
 def mean_kl(dense_NW: torch.Tensor, other_NW: torch.Tensor) -> float:
-    """Returns KL(dense || other) as the mean over tokens."""
+    """KL(dense || other)."""
     return float((dense_NW.exp() * (dense_NW - other_NW)).sum(dim=-1).mean())
 
 
 def mean_loss(log_probs_NW: torch.Tensor, tokens: Sequence[int]) -> float:
-    """Returns the mean NLL of the tokens."""
+    """Mean NLL."""
     return -float(log_probs_NW.gather(1, torch.tensor(tokens)[:, None]).mean())
 
 
 def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
-    """Prefills a text in the engine, then decodes its last tokens with dense attention and with
-    each of the settings. Returns a row of results for each of the settings."""
+    """Runs dense decode and each of the setups."""
     begin, last = time.monotonic(), text.tokens[-COMPARED_TOKENS:]
     engine.calibrate(text.tokens[: -COMPARED_TOKENS - 1])
     engine.use(None)
@@ -84,9 +76,7 @@ def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
 def rows_of(
     folder: Path, found: Sequence[Text], setups: Sequence[Setup], *, offline: bool
 ) -> list[Row]:
-    """Measures all texts with all settings, first in the engine, then without an engine (offline).
-    Returns the rows of results. The engine must come first, because numba must not be loaded before
-    vLLM."""
+    """The engine first: numba must not be loaded before vLLM."""
     engine = Engine(folder, CONTEXT_TOKENS, setups[0])
     measured = [in_engine(engine, text, setups) for text in found]
     engine.close()
@@ -109,7 +99,7 @@ def rows_of(
 
 
 def missed(row: Row, setup: Setup) -> str:
-    """Returns the targets that a row of results misses, as text; empty if it misses none."""
+    """The targets that a row misses, as text."""
     found = []
     if row.ratio is not None and row.ratio > RATIO_BOUND:
         found.append(f"ratio > {RATIO_BOUND:g}")
@@ -123,13 +113,11 @@ def missed(row: Row, setup: Setup) -> str:
 
 
 def budget(text: str) -> int | float:
-    """Parses a budget of the command line: a whole number counts tokens, another number is a share
-    of the context."""
+    """A whole number counts tokens, another is a share of the context."""
     return int(text) if text.isdecimal() else float(text)
 
 
 def options() -> argparse.Namespace:
-    """Returns the options of the command line."""
     usual = Setup()
     flags = parser("Sparse decode in vLLM on CPU against the same decode offline.")
     add_model(flags)

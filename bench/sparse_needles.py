@@ -1,12 +1,10 @@
-"""Measures whether sparse decode still finds a fact in a long text: the accuracy of a real model in
-a real vLLM engine on CPU. Compares dense decode with every scorer (way to select blocks) at several
-budgets, over the same prompts and the same KV.
+"""Measures whether sparse decode still finds a fact in a long text: a real model in real vLLM on
+CPU, dense and with every scorer at several budgets, over the same prompts and KV.
 
-Prompts of 3600 tokens hide one fact or four (`bench.sparse.needles`) and ask for one. Every token
-of the answer is decoded, greedily. An answer is right if it begins with the right number. All
-layers are sparse, as for contexts in host memory (residency), unless `--dense-layers` says
-otherwise. The engine calibrates `mix2` from a separate text. Target: each scorer of `HELD_SCORERS`,
-which a deployment may use, answers at most one prompt fewer than dense decode.
+Prompts of 3600 tokens hide one fact or four (`bench.sparse.needles`). Every token of the answer is
+decoded, greedily; right is what begins with the number. All layers are sparse, as in residency,
+unless `--dense-layers` says otherwise; `mix2` is calibrated from another text. Target: scorers of
+`HELD_SCORERS` answer at most one prompt fewer than dense decode.
 
 Prints a row per scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
 "missed"}`.
@@ -31,8 +29,7 @@ from tools.smollm2 import prepare
 
 PROMPT_TOKENS = 3600
 ANSWER_TOKENS = 12
-"""Number of tokens of an answer: enough for seven digits, each a token in many vocabularies, and
-for the tokens that may precede them."""
+"""Seven digits, each a token in many vocabularies, and what may precede them."""
 HELD_SCORERS = ("rot2u", "mix2")
 BUDGETS = (0.2, 512)
 SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
@@ -40,23 +37,20 @@ SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The number of right answers for each task, with one of the settings of sparse decode (None:
-    dense)."""
+    """Right answers by task. setup: None: dense."""
 
     setup: Setup | None
     num_right: dict[str, int]
 
     @property
     def total(self) -> int:
-        """Returns the number of right answers over all tasks."""
         return sum(self.num_right.values())
 
 
 def measure(
     engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], tokenizer: AutoTokenizer
 ) -> list[Row]:
-    """Answers each prompt with all settings in turn, dense first. Returns a row for each
-    setting."""
+    """Each prompt is answered densely first."""
     rows = [Row(setup, dict.fromkeys(TASKS, 0)) for setup in (None, *setups)]
     for number, prompt in enumerate(asked, 1):
         begin = time.monotonic()
@@ -75,8 +69,7 @@ def measure(
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """Returns the settings that miss the target (see the module): a scorer of `HELD_SCORERS` has
-    over one right answer fewer than dense decode."""
+    """Scorers of HELD_SCORERS over one answer short of dense."""
     dense = next(row.total for row in rows if row.setup is None)
     return [
         f"{row.setup.scorer} at {row.setup.budget}"
@@ -86,7 +79,6 @@ def missed(rows: Sequence[Row]) -> list[str]:
 
 
 def options() -> argparse.Namespace:
-    """Returns the options of the command line."""
     flags = parser("Accuracy of sparse decode in vLLM on CPU at finding facts in a long text.")
     add_model(flags)
     flags.add_argument("--prompts", type=int, default=20, help="of each task")
@@ -130,7 +122,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # Calibrates on the end of the haystack (the long text), of which no prompt contains a part.
+    # No prompt contains the haystack's end.
     first = encode(haystack()[-8 * chosen.tokens :])[-chosen.tokens :]
     with torch.inference_mode():
         engine = Engine(folder, chosen.tokens + ANSWER_TOKENS + 8, usual)

@@ -1,21 +1,17 @@
-"""Measures how closely sparse decode follows dense attention, on real text with a real model. Makes
-the tables of selection quality in docs/sparse.md.
+"""Measures how closely sparse decode follows dense attention, on real text with a real model: the
+tables of docs/sparse.md.
 
-The first 7936 tokens of a text of 8192 are prefilled densely. The rest is decoded teacher-forced
-with sparse attention in every layer except the first two (in every layer with `--resident` and
-`--field`), so that errors accumulate. Quality is measured by KL(dense || sparse) and by the rise of
-NLL over the dense run of the same tokens, per token in nats. Strong-block recall is measured too:
-how often a KV head attends to its heaviest candidate block when that block has more than 0.1 of the
-attention. `hotkv_sparse` makes every selection. A suffix of a scorer's name, such as `+mu`, says
-from which text its centres (mean keys) and axes were computed (`bench.sparse.llama`). Texts are
-found on the system (`bench.sparse.texts`), or named by `--texts`.
+Of 8192 tokens the first 7936 are prefilled densely, the rest decoded teacher-forced, sparsely in
+every layer but two (in every one with `--resident` and `--field`), so errors accumulate. Quality is
+KL(dense || sparse) and the rise of NLL per token, in nats; and strong-block recall: how often a KV
+head attends to its heaviest candidate if that has more than 0.1 of the attention. A scorer's
+suffix, such as `+mu`, is its calibration's source (`bench.sparse.llama`). Texts are the system's
+(`bench.sparse.texts`) or `--texts`.
 
-Prints a row per text and variant (way to select blocks, see `bench.sparse.variants`) and, with
-`--json`, `{"model", "texts", "seconds", "rows", "targets"}`. The default run has the rows with
-targets. `--resident` has the variants for residency (contexts in host memory), with separate
-targets. `--field` has budgets of 128, 512 and 2048 tokens, as in publications, and compares with
-selections by exact attention mass and with another method, page low-rank summaries
-(`bench.sparse.low_rank`); its rows have no targets.
+Prints a row per text and variant (`bench.sparse.variants`) and, with `--json`, `{"model",
+"texts", "seconds", "rows", "targets"}`. `--resident`: residency's variants and targets.
+`--field`: budgets of 128, 512 and 2048 tokens, as in publications, beside exact mass and
+low-rank summaries (`bench.sparse.low_rank`), without targets.
 """
 
 import argparse
@@ -64,23 +60,19 @@ COMPARED_TOKENS = 256
 DENSE_LAYERS = 2
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
 PASS_VARIANTS = 28
-"""Number of variants (ways to select blocks) that decode together. They share the reading of
-weights and the KV of the prompt; each has its own KV for the decoded tokens."""
+"""That decode together, and share reading the weights and the prompt's KV."""
 HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2+mu", "mix2+first")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of a variant on a text."""
-
     text: Text
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on the worst figure of a scorer (way to score blocks): over prose texts, over the
-    copy text (whose end quotes itself), or over both."""
+    """On a scorer's worst figure: over prose, over the copy text, or both."""
 
     name: str
     value: float | None
@@ -88,12 +80,10 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Returns True if there is a figure and it is within the bound."""
         return self.value is not None and self.bound.is_met(self.value)
 
 
 def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """Returns the targets of a scorer (way to score blocks), with its measured figures."""
     tight, served = Variant(scorer, *TIGHT), Variant(scorer, *SERVED, LRU, 2)
 
     def worst_kl(variant: Variant) -> float | None:
@@ -131,9 +121,7 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 
 def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """Returns the targets of a scorer (way to score blocks) for residency (contexts in host memory,
-    all layers sparse), at a budget of 20 % and without a file of centres. Each text has a separate
-    bound."""
+    """At 20 %, without a file of centres; a bound for each text."""
     key = Variant(scorer, 0.20, *RESIDENT)
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
@@ -148,8 +136,7 @@ def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A text with its dense pass (the forward pass with dense attention) and the calibrations (mean
-    keys and axes) computed from it."""
+    """With its dense pass and calibrations."""
 
     text: Text
     dense: Dense
@@ -157,8 +144,6 @@ class Seen:
 
 
 def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
-    """Runs a text through the model with dense attention. Returns this pass, and the mean keys and
-    axes computed from it."""
     begin = time.monotonic()
     dense = dense_pass(model, torch.tensor(text.tokens[:-1]), num_compared, first_layer)
     own = Own.of(dense)
@@ -169,15 +154,10 @@ def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
 def measure(
     model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]
 ) -> list[Row]:
-    """Decodes a text in all variants (ways to select blocks). Returns a row of results for each
-    variant.
-
-    calibrated: the centres (mean keys) and axes that sketches use.
-    """
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()
-    # Decode computes on small arrays, for which several threads would be slower than one.
+    # Small arrays: one thread is quicker.
     torch.set_num_threads(1)
     for some in passes(variants, PASS_VARIANTS):
         outcomes += Decode(model, seen.dense, torch.tensor(text.tokens), calibrated, some).run()
@@ -186,7 +166,7 @@ def measure(
     torch.set_num_threads(num_threads)
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     rows = [Row(text, by_variant[variant]) for variant in variants]
-    # Prints finished rows at once, because a run takes long.
+    # A run takes long.
     say(f"\n{rows_table([figures(row, model.shape.head_size) for row in rows])}")
     return rows
 
@@ -199,13 +179,11 @@ def all_rows(
     first_layer: int,
     num_compared: int,
 ) -> list[Row]:
-    """Measures all variants (ways to select blocks) on all texts. The variants get the centres
-    (mean keys) of the first text. For the first text itself they get the centres of the second
-    text, or of the first text's copy text if there is no other.
+    """Calibrated from the first text; the first from the second, or from its copy text.
 
-    file: centres for the scorers with `+file`; None: there are no such scorers.
-    first_layer: the first sparse layer.
-    num_compared: number of tokens to decode and compare.
+    file: for `+file`.
+    first_layer: the first sparse one.
+    num_compared: tokens.
     """
     first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
@@ -218,8 +196,7 @@ def all_rows(
 
 
 def figures(row: Row, head_size: int) -> dict[str, object]:
-    """Returns a row as JSON values. `bytes_per_token` is the size of the scorer's sketch
-    for a KV head of `head_size` channels."""
+    """`bytes_per_token`: per KV head."""
     outcome, variant = row.outcome, row.outcome.variant
     return {
         "text": row.text.name,
@@ -240,7 +217,6 @@ def figures(row: Row, head_size: int) -> dict[str, object]:
 
 
 def options() -> argparse.Namespace:
-    """Returns the options of the command line."""
     flags = parser("Selection quality of sparse decode against dense attention.")
     add_model(flags)
     add_texts(flags)

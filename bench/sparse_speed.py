@@ -1,29 +1,26 @@
-"""Measures the time of sparse decode for one layer on one thread: scoring, choosing, and attention
-over the chosen blocks, compared with dense attention.
+"""Measures sparse decode of one layer on one thread: scoring, choosing, attention over the chosen
+blocks, against dense attention.
 
-The layer has 8 KV heads with 4 query heads each, 128 channels per head, and blocks of 16 tokens.
-Contexts have 1k, 8k and 64k blocks; the speed-up is measured at 2k blocks (32k tokens). Dense and
-sparse attention both use vLLM's own kernel for CPU, in bf16: dense over all pages, sparse over the
-pages of a full hot set (the blocks to attend to), which holds twice what a step selects. Queries
-vary around a mean, with a cosine of .84 between two steps (FreeKV), so that the hot set lacks a
-sixth of the selected blocks. In trials with a real model it lacked 7 %. Variants take turns, so
-each starts with the processor's caches as attention has left them.
+8 KV heads, 4 query heads each, 128 channels, blocks of 16 tokens, contexts of 1k, 8k and 64k
+blocks; the speed-up at 2k blocks (32k tokens). Attention is vLLM's own CPU kernel in bf16: dense
+over all pages, sparse over those of a full hot set, twice what a step selects. Queries vary around
+a mean with a cosine of .84 between steps (FreeKV), so the hot set lacks a sixth of what is selected
+(with a real model 7 %). Variants take turns, in caches as attention leaves them.
 
 `--json` prints a JSON object last:
 
-- `dense_ms`, `attend_ms`, `<scorer>_ms`: time of dense attention, of sparse attention, and of
-  scoring, for each number of blocks.
-- `other_us`: time of the work that follows scoring: computing weights, choosing blocks, updating
-  the hot set, copying some missing blocks of 64 KiB from the arena, and writing the block table.
-- `schedule_us`: time to make the attention kernel's schedule, which all layers with equally many
-  blocks share in a step.
-- `decode_us`: time of one compiled call, as engines make it, which scores with `rot2u`, chooses
-  blocks and updates the hot set.
-- `missing_ratio`: the share of selected blocks that the hot set lacked.
-- `speedup`, for each scorer: time of dense attention, divided by the time of a sparse step
-  (scoring, other work and attention) that selects 10 % of 32k tokens.
-- `service_select_us`, `local_select_us`: time of a whole selection from 8k blocks with `rot2u`, by
-  the server (`SelectBlocks`, including the round trip) and in this process.
+- `dense_ms`, `attend_ms`, `<scorer>_ms`: dense attention, sparse attention, scoring, by number of
+  blocks.
+- `other_us`: what follows scoring: weights, choice, hot set, copies of some missing blocks of 64
+  KiB from the arena, block table.
+- `schedule_us`: the attention kernel's schedule, which layers with equally many blocks share in a
+  step.
+- `decode_us`: one compiled call, as engines make it: scores by `rot2u`, choice, hot set.
+- `missing_ratio`: share of selected blocks that the hot set lacked.
+- `speedup`, for each scorer: dense attention, divided by a sparse step (scoring, other, attention)
+  that selects 10 % of 32k tokens.
+- `service_select_us`, `local_select_us`: a whole selection from 8k blocks with `rot2u`, by the
+  server (`SelectBlocks`, with the round trip) and in this process.
 """
 
 import mmap
@@ -51,26 +48,21 @@ from hotkv_sparse.selection import Source, choose, select_layer
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
 QUERY_HEADS = KV_HEADS * GROUP
 DISTINCT_BLOCKS = 512
-"""Number of different blocks of random keys. Larger pools repeat them, since a kernel's time does
-not depend on values."""
+"""Larger pools repeat them: times do not depend on values."""
 
 # ------------------------------------------------------------------------------------ By the server
-# Compares a call of `SelectBlocks`, with which a client lets the server select the blocks for a
-# query, with the same selection in this process. A real server holds the sketches (compact
-# forms of keys) of a layer, stored by an engine. Server and process score the same bytes with the
-# same queries, in turns.
+# `SelectBlocks` against the same selection in this process, in turns, over the same bytes: a
+# layer's sketches, stored in a real server by an engine.
 
 PAGE_BYTES = 4096
-"""The server stores a page with each block. A selection does not read it, so the benchmark stores
-this many bytes in place of a block's KV."""
+"""Stored for a block's KV, which a selection does not read."""
 CONFIG = hotkv_sparse.SparseConfig(sparse_topk=0.1, dense_layers=())
 ARENA_BYTES = 512 * MIB
 
 
 def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, float]:
-    """Measures a selection over `num_blocks` blocks by the server and in this process, in `rounds`
-    turns. Returns median and least microseconds: `service_select_us`, `service_select_min_us`,
-    `local_select_us` and `local_select_min_us`. Takes seconds; starts a server and stops it."""
+    """Median and least microseconds, by the server and in this process. Takes seconds, with a
+    server of its own."""
     with serving(ARENA_BYTES) as server:
         server.wait_filled()
         engine = _Engine(server.target, num_blocks)
@@ -81,8 +73,7 @@ def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, floa
 
 
 class _Engine:
-    """A client session whose memory holds the sketches (compact forms of keys) of
-    `num_blocks` random blocks, and stores them in a server."""
+    """A session that stores random blocks' sketches."""
 
     def __init__(self, target: str, num_blocks: int) -> None:
         random = np.random.default_rng(num_blocks)
@@ -133,8 +124,6 @@ class _Engine:
         self.log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
 
     def measure(self, rounds: int) -> dict[str, float]:
-        """Measures the selection by the server and in this process. Returns the figures of
-        `service_figures`."""
         tokens = len(self.rows) * BLOCK_TOKENS
         source = {CONFIG.scorer: Source(self.pool)}
         times_s: dict[str, list[float]] = {"service": [], "local": []}
@@ -159,7 +148,6 @@ class _Engine:
         }
 
     def close(self) -> None:
-        """Ends the session."""
         self.session.close()
         for fd in self.fds.values():
             os.close(fd)
@@ -169,8 +157,7 @@ class _Engine:
 
 SIZES = (1024, 2048, 8192, 65536)
 MOST_DENSE_BLOCKS = 8192
-"""For larger contexts, dense attention is timed on this many blocks and its time is scaled: the
-keys and values of 64k blocks take 4 GB."""
+"""Dense attention over more is extrapolated: 64k blocks take 4 GB."""
 SPEEDUP_BLOCKS = 2048
 BUDGET = 0.1
 MAX_CORRECTIONS = 4
@@ -183,9 +170,9 @@ T = TypeVar("T")
 
 
 class PagedAttention:
-    """vLLM's attention for CPU over the pages of a layer, for a decode step of one sequence. A page
-    has 32 tokens, the least that the kernel supports, and so holds two of the benchmark's
-    blocks."""
+    """vLLM's CPU attention, a decode step of one sequence. A page has 32 tokens, the kernel's
+    least: two blocks.
+    """
 
     def __init__(self, num_pages: int) -> None:
         from vllm import _custom_ops as ops
@@ -203,9 +190,8 @@ class PagedAttention:
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
 
     def plan(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two arguments of `attend` for a sequence of `num_pages` full pages: its length in
-        tokens, and the schedule by which the kernel divides its work. vLLM's backend computes both
-        again whenever the block table changes."""
+        """Length in tokens, and the kernel's schedule; vLLM computes both whenever the block
+        table changes."""
         lengths = torch.tensor([num_pages * PAGE_TOKENS], dtype=torch.int32)
         schedule = self._ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
@@ -225,11 +211,10 @@ class PagedAttention:
     def attend(
         self, table: torch.Tensor, lengths: torch.Tensor, schedule: torch.Tensor
     ) -> torch.Tensor:
-        """Computes the attention of one query over the pages of a sequence. Returns the kernel's
-        output, [1, query heads, channels].
+        """[1, query heads, channels].
 
-        table: block table, int32 [1, n]: the indices of the pages.
-        lengths, schedule: from `plan`, for as many pages.
+        table: int32 [1, n], indices of pages.
+        lengths, schedule: of `plan`, for as many.
         """
         self._ops.cpu_attention_with_kv_cache(
             query=self._query,
@@ -252,9 +237,7 @@ class PagedAttention:
 
 @dataclass
 class Layer:
-    """A layer with a context of `num_blocks`: sketches (compact forms of blocks' keys), a
-    hot set (the blocks to attend to), and the pages for attention. Times each part of a decode
-    step."""
+    """Sketches, a hot set, and pages for attention; times each part of a step."""
 
     num_blocks: int
     times_s: dict[str, list[float]] = field(default_factory=dict)
@@ -300,8 +283,7 @@ class Layer:
         self.table = torch.empty((1, self.num_blocks), dtype=torch.int32)
         self.table_row = self.table[0].numpy()
         self.whole_plan = self.attention.plan(self.whole_table.shape[1])
-        # The first step fills the hot set; after some more steps it holds the blocks that most
-        # steps select.
+        # After some steps it holds what most steps select.
         for number in range(SETTLING_STEPS):
             budget, most = (
                 (self.budget, MAX_CORRECTIONS) if number else (2 * self.budget, self.num_blocks)
@@ -316,8 +298,7 @@ class Layer:
     def varied(
         random: np.random.Generator,
     ) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
-        """Yields the queries of successive steps, float32 [query heads, channels]: a mean plus
-        noise, so that two steps' queries have a cosine of STEP_COSINE."""
+        """Float32 [query heads, channels] of successive steps, with a cosine of STEP_COSINE."""
         mean = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
         while True:
             own = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
@@ -326,8 +307,7 @@ class Layer:
     def score(
         self, name: str, query: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Returns the scores of the candidate blocks in format `name` of sketches, float32
-        [query heads, candidates]."""
+        """Float32 [query heads, candidates]."""
         return hotkv_sparse.score(
             hotkv_sparse.prepare(name, query),
             self.pools[name],
@@ -335,13 +315,8 @@ class Layer:
         )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
-        """Does the part of a decode step between scoring and attention: chooses blocks by their
-        scores, updates the hot set (the blocks to attend to), copies those chosen blocks that are
-        added to it, and writes the table of the pages to attend to. Returns the number of these
-        pages.
-
-        scores: float32 [query heads, candidate blocks], from `score`.
-        """
+        """Between scoring and attention: choice, hot set, copies of what is added, block table.
+        Returns the number of pages."""
         selection = choose(scores, self.always_log_mass, self.where, self.budget)
         step = self.hot.step(selection, MAX_CORRECTIONS)
         blocks = self.attention.blocks
@@ -349,8 +324,7 @@ class Layer:
             blocks[slot % len(blocks)] = blocks[block % len(blocks)]
         self.num_missing += step.num_selected - step.num_resident
         self.num_selected += step.num_selected
-        # The table gets as many pages as the tokens of the hot set (the blocks to attend to) would
-        # fill. Which pages does not matter for the time.
+        # As many pages as the hot set fills; which, costs nothing.
         slots = step.map.slots[::BLOCKS_PER_PAGE]
         self.table_row[: len(slots)] = self.page_of[slots]
         return len(slots)
@@ -358,13 +332,8 @@ class Layer:
     def decode(
         self, query: np.ndarray[tuple[int, int], np.dtype[np.float32]], budget: int, most: int
     ) -> None:
-        """Runs the step from query to hot set (the blocks to attend to) in a single compiled call.
-        Uses another hot set than `choose`. Unlike `choose`, it copies no missing blocks from the
-        arena and writes no block table.
-
-        budget: blocks to select.
-        most: most blocks that the step may add to the hot set.
-        """
+        """Query to hot set in one compiled call, with another hot set than `choose`, without
+        copies and block table. most: blocks that may be added."""
         always = Always.known(self.always_log_mass)
         found = decode(
             self.decoded, self.scorer, query, self.rows, always, budget, most, self.arriving,
@@ -373,14 +342,13 @@ class Layer:
         self.arriving = found.ahead
 
     def measure(self, what: str, function: Callable[[], T]) -> T:
-        """Times a call under the name `what`, and returns the call's result."""
         began_s = time.perf_counter()
         result = function()
         self.times_s.setdefault(what, []).append(time.perf_counter() - began_s)
         return result
 
     def round(self) -> None:
-        """Runs and times each part once. Blocks are chosen from the scores of the last scorer."""
+        """Blocks are chosen by the last scorer."""
         query = next(self.queries)
         self.measure("dense", lambda: self.attention.attend(self.whole_table, *self.whole_plan))
         for name in SCORERS:
@@ -391,18 +359,17 @@ class Layer:
         self.measure("attend", lambda: self.attention.attend(self.table, *schedule))
 
     def ms(self, what: str) -> float:
-        """Returns the median time of the part `what` in milliseconds. Dense attention is
-        extrapolated to the whole context."""
+        """Median. Dense attention is extrapolated to the whole context."""
         value = median(self.times_s[what]) * 1e3
         return value * self.num_blocks / self.dense_blocks if what == "dense" else value
 
     def speedup(self, name: str) -> float:
-        """Returns the speed-up of a sparse step with this scorer over dense attention."""
+        """A sparse step with this scorer, over dense attention."""
         return self.ms("dense") / (self.ms(name) + self.ms("other") + self.ms("attend"))
 
 
 def bandwidth_gb_s() -> float:
-    """Returns the rate at which one thread reads memory, in GB/s."""
+    """Rate at which one thread reads memory."""
     data = np.ones(1 << 26, np.float32)
     times_s = []
     for _ in range(5):

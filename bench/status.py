@@ -1,14 +1,13 @@
-"""Measures the time that the server needs to answer /api/v1/status on a node with many blocks: on
-the node's event loop, and on the HTTP server's thread.
+"""Measures /api/v1/status on a node with many blocks: on the event loop, and on the HTTP server's
+thread.
 
-The node has a full cache with slots of 4 KiB, as in `bench.core`. Its ledger (which counts hits and
-misses by engine) has the largest allowed number of accounts. There are NUM_SESSIONS sessions, each
-in its own key space. `--json` prints a JSON object last:
+A full cache of 4 KiB slots, as in `bench.core`; the most accounts that a ledger may have;
+NUM_SESSIONS sessions, each in its own key space. `--json` prints a JSON object last:
 
-- `loop_ms`: the longest time of an answer on the event loop, in processor time.
-- `survey_ms`: time on the event loop for a whole survey (a walk over all blocks, whose counts the
-  status shows), which runs in the background; `survey_step_ms`: its longest step.
-- `write_ms`: time to write the answer as JSON, on the HTTP server's thread.
+- `loop_ms`: an answer's longest processor time on the event loop.
+- `survey_ms`: of a whole survey, the walk over all blocks in the background; `survey_step_ms`: its
+  longest step.
+- `write_ms`: an answer as JSON, on the HTTP server's thread.
 """
 
 import asyncio
@@ -40,27 +39,26 @@ from hotkv_server.startup import process
 
 BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000
-"""Number of sessions, about as many as a server accepts. A status lists only the first of them."""
+"""About as many as a server accepts; a status lists the first."""
 T = TypeVar("T")
 
 
 class NoCopies:
-    """A stand-in for the copy engine, which is never used."""
+    """A copy engine that is never used."""
 
     num_queued = 0
     busy_s = 0.0
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Calls the function. Returns its result and the processor time in milliseconds."""
+    """Processor time in ms."""
     began_s = time.thread_time()
     result = call()
     return result, (time.thread_time() - began_s) * 1e3
 
 
 def make_node(core: Any, folder: Path) -> Node:
-    """Returns a node (a server without its sockets) over the core, with a full ledger (which counts
-    hits and misses by engine) and an hour of samples for the status page's charts."""
+    """With a full ledger, and an hour of samples for charts."""
     memory = NodeMemory.open(folder / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
     copies: Any = NoCopies()
     node = Node(core, memory, copies)
@@ -75,7 +73,7 @@ def make_node(core: Any, folder: Path) -> Node:
     for number in range(NUM_SESSIONS):
         key_space = KeySpace(f"model-{number}", "bench", "bfloat16", groups, 16)
         record = core.open_session(f"engine-{number}", "worker", key_space, 0.0)
-        # Registers the session as `Sessions.open` would, but without a stream.
+        # As `Sessions.open`, without a stream.
         node.sessions._open[str(number)] = LiveSession(
             record, str(number), key_space, "bench", node.names
         )
@@ -87,9 +85,8 @@ def make_node(core: Any, folder: Path) -> Node:
 
 
 async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
-    """Asks the node for its status `rounds` times. Returns (milliseconds of each answer on the
-    event loop, milliseconds of writing each as JSON, bytes of an answer, number of cells in its map
-    of the arena)."""
+    """(ms of each answer on the event loop, ms of each as JSON, bytes of an answer, cells of its
+    map of the arena)."""
     while node.survey.latest(time.monotonic()) is None:
         await asyncio.sleep(0.05)
     read_ms, write_ms, text = [], [], b""
@@ -104,8 +101,6 @@ async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], in
 
 
 def survey_steps_ms(node: Node) -> list[float]:
-    """Runs a survey (a walk over all blocks, in steps). Returns the milliseconds of each of its
-    steps."""
     steps = []
     for walk in (inspect.census(node.core), inspect.arena_map(node.core, time.monotonic())):
         while True:

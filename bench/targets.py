@@ -1,14 +1,14 @@
-"""Runs a short form of every benchmark that has a target. Compares the figures with the targets and
-with the last recorded figures: `make bench`, or `python -m bench.targets [--only NAME ...]
-[--record]`.
+"""Runs a short form of every benchmark that has a target, and compares with targets and records:
+`make bench`, or `python -m bench.targets [--only NAME ...] [--record]`.
 
-The targets are the bounds that each benchmark prints. `--record` replaces the records of the
-benchmarks that ran (`bench/records.json`), from which `tools/performance.py` makes
-docs/performance.md. A record names the command, the machine, and the machine's load; figures of a
-busy machine are unreliable.
+Targets are the bounds that each benchmark prints. `--record` replaces the records
+(`bench/records.json`) of those that ran, from which `tools/performance.py` makes
+docs/performance.md; a record has command, machine and load, as a busy machine's figures are
+unreliable.
 
-Prints a row per figure as soon as its benchmark has ended. The exit status is 1 if a target is
-missed or a benchmark fails."""
+Prints each figure once its benchmark has ended; status 1 if a target is missed or a benchmark
+fails.
+"""
 
 import json
 import os
@@ -45,18 +45,15 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sparse_quality": (),
     "sparse_needles": ("--prompts", "6"),
 }
-"""Arguments of each benchmark in a short run. They reduce the number of rounds, but leave out no
-case. `soak` needs a minute at half load, because the delays that the server itself measures cover
-the last minute."""
+"""Arguments of a short run: fewer rounds, no case left out. `soak` needs a minute at half load,
+which the server's own delays cover."""
 TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured figure and its target.
-
-    value: the measured value; None: not measured.
-    bound: the target as text, in the form of `str(Bound)`.
+    """value: None: not measured.
+    bound: `str(Bound)`.
     """
 
     value: float | None
@@ -69,10 +66,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The figures of one run of a benchmark.
-
-    load: the machine's load average over the minute before the run.
-    """
+    """load: average over the minute before."""
 
     command: str
     machine: str
@@ -83,7 +77,7 @@ class Record:
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
-    """Returns those figures in a benchmark's JSON that have a target."""
+    """The figures that have a target."""
     values = {**report, **report.get("targets", {})}
     found = {}
     for name, bound in report["bounds"].items():
@@ -93,8 +87,7 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def rows_of(name: str, record: Record, last: Record | None) -> list[tuple[str, ...]]:
-    """Returns a row for each figure of a benchmark, with its target, whether it misses the target,
-    and the value of the last recorded run (`last`)."""
+    """`last` is the record to compare with."""
     before = last.figures if last is not None else {}
     return [
         (
@@ -110,12 +103,10 @@ def rows_of(name: str, record: Record, last: Record | None) -> list[tuple[str, .
 
 
 def shown(value: float | None) -> str:
-    """Returns a figure as text for the tables."""
     return "not measured" if value is None else f"{value:.4g}"
 
 
 def machine() -> str:
-    """Returns a description of this machine: cores, memory, processor."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -123,14 +114,14 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Returns the commit of the working tree; an empty string outside of git."""
+    """Empty outside of git."""
     words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def measure(name: str, arguments: Sequence[str]) -> Record:
-    """Runs a benchmark. Raises RuntimeError if it fails, or prints no bounds."""
+    """Raises RuntimeError if it fails, or prints no bounds."""
     words = [f"bench.{name}", *arguments]
     load, date = round(os.getloadavg()[0], 1), time.strftime("%Y-%m-%d", time.gmtime())
     try:
@@ -154,7 +145,7 @@ def measure(name: str, arguments: Sequence[str]) -> Record:
 
 
 def read_records(path: Path = RECORDS) -> dict[str, Record]:
-    """Returns the last record of each benchmark; an empty dict if there is no file."""
+    """Empty without a file."""
     if not path.exists():
         return {}
     return {
@@ -166,7 +157,7 @@ def read_records(path: Path = RECORDS) -> dict[str, Record]:
 
 
 def write_records(records: Mapping[str, Record], path: Path = RECORDS) -> None:
-    """Replaces the file of records, with the benchmarks in the order of RUNS."""
+    """In the order of RUNS."""
     ordered = {name: asdict(records[name]) for name in RUNS if name in records}
     path.write_text(json.dumps(ordered, indent=1) + "\n")
 

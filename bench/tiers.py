@@ -1,21 +1,20 @@
-"""Measures the disk tier (blocks in a file) compared with fio over buffers of the same kind, the
-restart of a tier with many records, and compression.
+"""Measures the disk tier against fio over the same kind of buffers, the restart of a tier with many
+records, and compression.
 
 Prints a table; `--json` prints a JSON object last:
 
 - `disk_read_ratio_64k`, `disk_read_ratio_1m`, `disk_write_ratio_64k`, `disk_write_ratio_1m`: bytes
-  per second of the tier, including its checksums, divided by bytes per second of fio at an I/O
-  depth of 16. Both use direct I/O and buffers in shared memory, and run in turns; median of the
-  rounds. The tier always has four calls of 16 MiB in progress, so that it never idles, like fio.
-- `disk_read_ratio`, `disk_write_ratio`: the lower of the ratios for reads, and for writes.
-- The same names with `_busy`: while the event loop is busy half of the time.
+  per second, with checksums, over fio's at a depth of 16: direct I/O, buffers in shared memory, in
+  turns, medians. Four calls of 16 MiB are always in progress, so the tier never idles.
+- `disk_read_ratio`, `disk_write_ratio`: the lower of each two.
+- The same with `_busy`: the event loop is busy half of the time.
 - `loop_lag_p99_ms`: lag of an otherwise idle event loop while the tier reads 64 KiB blocks;
-  `loop_lag_idle_p99_ms`: without reads.
-- `restart_s`: time from the records of an earlier server to a tier that answers lookups, with as
-  many blocks of 64 KiB as `--records-gib` holds.
-- The figures of `bench.compression`; see there.
+  `loop_lag_idle_p99_ms`: without.
+- `restart_s`: from an earlier server's records to answers, with the blocks of 64 KiB that
+  `--records-gib` holds.
+- The figures of `bench.compression`.
 
-Needs `fio` (Debian's package); without it the ratios of the disk are left out.
+Needs `fio` (Debian's package); without it the disk's ratios are left out.
 """
 
 import asyncio
@@ -55,8 +54,7 @@ FILE_BYTES = GIB
 BUFFER_BYTES = 64 * MIB
 DEPTH = 16
 LANES, CALL_BYTES = 4, BATCH_BYTES
-"""LANES: number of calls (reads or writes of the tier) that are always in progress. CALL_BYTES:
-bytes of a call, as many as in the server's own writes."""
+"""Calls always in progress. CALL_BYTES: of a call, as in the server's own writes."""
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
 BOUNDS = {
@@ -69,8 +67,8 @@ BOUNDS = {
 
 
 class Disk:
-    """A disk tier over a file of FILE_BYTES, and buffers in shared memory from which it writes and
-    into which it reads, in huge pages if the kernel has some."""
+    """A tier over a file of FILE_BYTES; buffers in shared memory, in huge pages if the kernel
+    has some."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,22 +85,14 @@ class Disk:
         self.seals = np.empty(0, np.uint64)
 
     async def write(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Writes blocks of `size` bytes at random places of the tier's file for `seconds`. Returns
-        the bytes per second.
-
-        is_busy: the event loop is kept busy half of the time.
-        """
+        """Bytes per second, at random places. is_busy: the event loop is busy half of the time."""
         if size != self.size:
-            # Forgets the blocks of the old size, because blocks of the new size overwrite them.
+            # Blocks of the new size overwrite the old.
             self.size, self.seals = size, np.zeros(FILE_BYTES // size, np.uint64)
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 
     async def read(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Reads blocks of `size` bytes that were written, at random places, for `seconds`. Returns
-        the bytes per second.
-
-        is_busy: the event loop is kept busy half of the time.
-        """
+        """Of what was written in this size. As `write`."""
         assert size == self.size, "nothing of this size was written"
         return await self._run(seconds, is_write=False, is_busy=is_busy)
 
@@ -119,12 +109,7 @@ class Disk:
         return sum(moved) / passed_s
 
     async def _lane(self, calls: list[Blocks], until_s: float, *, is_write: bool) -> int:
-        """Makes calls of the tier one after the other until the time `until_s`, and checks their
-        results. Several lanes run at once, so that several calls are always in progress. Returns
-        the bytes that this lane has moved.
-
-        is_write: True: the calls write; False: they read.
-        """
+        """Calls one after the other; several lanes run at once. Returns the bytes moved."""
         loop, moved, answers = asyncio.get_running_loop(), 0, []
         for blocks in itertools.cycle(calls):
             if time.monotonic() >= until_s:
@@ -147,9 +132,8 @@ class Disk:
         return moved
 
     def _calls(self, lane: int, *, is_write: bool) -> list[Blocks]:
-        """Returns the calls of a lane (one of LANES sequences of calls that run at once), each of
-        CALL_BYTES. Together they cover every place of the lane's quarter of the file once, in
-        random order. Reads cover only written places."""
+        """Every place of the lane's quarter of the file once, in random order; reads: only
+        written ones."""
         count, lane_bytes = CALL_BYTES // self.size, FILE_BYTES // LANES
         slots = lane * CALL_BYTES + np.arange(count, dtype=np.int64) * self.size
         places = self.rng.permutation(lane_bytes // self.size) + lane * lane_bytes // self.size
@@ -162,13 +146,12 @@ class Disk:
         return calls
 
     def close(self) -> None:
-        """Closes the tier and removes its file."""
         self.tier.close()
         shutil.rmtree(self.folder)
 
 
 async def half_busy() -> None:
-    """Keeps the event loop busy for one of every two milliseconds, until it is cancelled."""
+    """One of every two milliseconds, until cancelled."""
     while True:
         until_s = time.perf_counter() + 0.001
         while time.perf_counter() < until_s:
@@ -177,12 +160,8 @@ async def half_busy() -> None:
 
 
 def fio(folder: Path, how: str, size: int) -> float:
-    """Runs the program fio for ROUND_S with direct I/O at random places of a file in `folder`.
-    Returns its bytes per second.
-
-    how: `randread` or `randwrite`.
-    size: bytes of a read or write.
-    """
+    """Bytes per second, at random places with direct I/O, for ROUND_S. how: `randread` or
+    `randwrite`."""
     answer = subprocess.run(
         [
             "fio",
@@ -208,8 +187,7 @@ def fio(folder: Path, how: str, size: int) -> float:
 
 
 async def ratios(folder: Path, rounds: int) -> dict[str, float]:
-    """Measures the disk tier and fio in turns. Returns the tier's rates, and their ratios to fio's
-    rates, as medians over the rounds, by name."""
+    """Medians, by name."""
     disk = Disk(folder / "tier")
     found: dict[str, list[float]] = {}
     fio(folder, "randwrite", MIB)
@@ -235,8 +213,7 @@ async def ratios(folder: Path, rounds: int) -> dict[str, float]:
 
 
 async def loop_lag(folder: Path) -> dict[str, float]:
-    """Returns the lag of an otherwise idle event loop (by how much it is late to run a due
-    callback), without and with the tier reading."""
+    """Lag without and with the tier reading."""
     disk = Disk(folder / "lag")
     try:
         size = SIZES["64k"]
@@ -258,14 +235,12 @@ async def loop_lag(folder: Path) -> dict[str, float]:
 
 
 def hashes(first: int, count: int) -> Words:
-    """Returns `count` different hashes, uint32 [count, 8], made from the numbers from `first`
-    on."""
+    """uint32 [count, 8], all different, from the number `first`."""
     return np.random.default_rng(first).integers(0, 1 << 32, (count, 8), np.uint32)
 
 
 def restart(folder: Path, num_bytes: int) -> float:
-    """Restores the records of a full disk tier of `num_bytes`, as after a restart. Returns the
-    seconds until lookups can be answered."""
+    """Seconds from a full tier's records to answers."""
     size, count = SIZES["64k"], num_bytes // SIZES["64k"]
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (size,))
     key_space = KeySpace("bench", "bench", "bfloat16", (group,), 16)

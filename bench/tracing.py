@@ -1,11 +1,9 @@
-"""Measures the cost of tracing for a lookup: without tracing, with it, and with a span for each
-call. `python -m bench.tracing [--before FOLDER] [--rounds N] [--json]`.
+"""Measures what tracing costs a lookup: without, with, and with a span for each call. `python -m
+bench.tracing [--before FOLDER] [--rounds N] [--json]`.
 
-Four servers have the same blocks and take turns, so that the machine's noise affects all alike. Two
-have no tracing; the difference between them shows the noise. The third has tracing, but its clients
-trace no call. The fourth makes a span for each call, and sends it to a collector in a separate
-process. `--before`: a checkout of hotkv from before tracing was added; its server is a further
-variant.
+Four servers with the same blocks take turns: two without tracing, whose difference is the noise;
+one whose clients trace no call; one with a span for each call, sent to a collector in another
+process. `--before`: a checkout from before tracing, as a further variant.
 """
 
 import multiprocessing
@@ -33,14 +31,13 @@ PACKAGES = ("proto", "sparse", "client", "server")
 
 
 def command_of(checkout: Path) -> Sequence[str]:
-    """Returns the command that starts the server of `checkout`, another checkout of hotkv."""
+    """Of another checkout's server."""
     path = os.pathsep.join(str(checkout.absolute() / name) for name in PACKAGES)
     return ("env", f"PYTHONPATH={path}", sys.executable, "-m", "hotkv_server.cli", "run")
 
 
 def collect(pipe: Connection) -> None:
-    """Runs a trace collector in this process. Sends its URL through the pipe, waits for a message,
-    and then sends the number of spans that it has received."""
+    """Sends its URL, waits for a message, then sends the number of spans received."""
     with OtlpReceiver() as one:
         pipe.send(one.url)
         pipe.recv()
@@ -49,8 +46,7 @@ def collect(pipe: Connection) -> None:
 
 @contextmanager
 def collector() -> Iterator[Connection]:
-    """Starts a trace collector in a separate process, so that it does not slow down the calls of
-    this one."""
+    """In another process: it must not slow down this one's calls."""
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=collect, args=(theirs,))
     child.start()

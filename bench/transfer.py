@@ -1,12 +1,10 @@
-"""Measures how fast KV moves: stores and loads of paged KV through the running server, compared
-with a memcpy of the same bytes with as many threads.
+"""Measures stores and loads of paged KV through the server, against a memcpy of the same bytes with
+as many threads.
 
-`python -m bench.transfer [--json]`. The model has 16 layers with 8 KV heads of 128 channels, in
-bfloat16. An operation moves 64 MiB. Blocks have 4 to 256 tokens, so the pieces of a copy have 16
-KiB to 1 MiB. Every load is compared byte by byte. Store, load and memcpy take turns; every time
-starts with the client's call. Before each timed operation comes an operation of a single block. It
-brings the server's code back into the processor's caches, from which the comparison of the bytes
-has evicted it.
+`python -m bench.transfer [--json]`. 16 layers, 8 KV heads of 128 channels, bfloat16; 64 MiB an
+operation; blocks of 4 to 256 tokens, so pieces of 16 KiB to 1 MiB. Every load is compared.
+Store, load and memcpy take turns, from the client's call; before each, a single block brings the
+server's code back into the caches, from which comparing evicted it.
 """
 
 import os
@@ -35,7 +33,7 @@ COPY_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class Engine(PagedEngine):
-    """An engine with memory for the blocks of two operations."""
+    """Has memory for two operations."""
 
     def __init__(self, target: str, block_tokens: int) -> None:
         self.page_bytes = block_tokens * TOKEN_BYTES
@@ -54,14 +52,13 @@ class Engine(PagedEngine):
             0, 256, self.kv.shape, dtype=np.uint8
         )
         self.connect()
-        # Puts the blocks at random places on both sides of the copy, so that blocks which follow
-        # each other in the prompt are not adjacent in memory.
+        # Neighbours in the prompt are not adjacent in memory.
         order = np.random.default_rng(1).permutation(pool).astype(np.int32)
         self.sources, self.destinations = order[: self.num_blocks], order[self.num_blocks :]
         self.positions = np.arange(self.num_blocks, dtype=np.int32)
 
     def store(self, hashes: list[bytes], name: str) -> float:
-        """Stores blocks under these hashes. Returns the seconds that it took."""
+        """Returns seconds."""
         start_s = time.perf_counter()
         result = self.session.store(name, name, [BlockRun(0, hashes, self.sources)], 30).result(30)
         taken_s = time.perf_counter() - start_s
@@ -71,9 +68,8 @@ class Engine(PagedEngine):
         return taken_s
 
     def one_block(self, name: str) -> None:
-        """Runs a store and a load of a single block, not timed, so that the server's code is in the
-        processor's caches. Returns when the server has finished both; a last empty lookup ensures
-        this, because calls are answered in order."""
+        """A store and a load of a block, untimed. The empty lookup returns last: calls are
+        answered in order."""
         block = new_hashes(1)
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
@@ -84,10 +80,8 @@ class Engine(PagedEngine):
         self.session.lookup([]).result(10)
 
     def load(self, hashes: list[bytes], name: str) -> float:
-        """Runs a load and checks every byte. Returns the seconds of the load, without the time for
-        the lease."""
-        # Leases the blocks at once, because blocks that were never used are evicted first when
-        # other blocks are stored.
+        """Returns seconds without the lease; compares every byte."""
+        # Blocks never used are evicted first.
         assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
             "stored blocks are missing"
         )
@@ -107,8 +101,7 @@ class Engine(PagedEngine):
 
 
 def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
-    """Returns a function that copies `src` to `dst` by memcpy, divided among as many threads as the
-    server copies with, and returns the seconds that it took."""
+    """A function that copies with the server's number of threads; returns seconds."""
     kernels = native.load("hotkv_proto.table_reading")
     assert kernels is not None, "the benchmark needs numba"
     bounds = np.linspace(0, dst.nbytes, COPY_THREADS + 1).astype(np.int64)
@@ -131,8 +124,7 @@ def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[
 
 
 def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
-    """Waits until the server no longer converts its arena to huge pages, some seconds after it is
-    ready. Returns the share of the arena in huge pages."""
+    """Share of the arena in huge pages, once the server no longer converts it."""
     deadline_s, last = time.monotonic() + timeout_s, -1.0
     while time.monotonic() < deadline_s and last != (
         last := server.counter("arena_huge_page_bytes")
@@ -142,9 +134,7 @@ def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
 
 
 def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
-    """Measures stores and loads of blocks of `block_tokens`, and `memcpy` of as many bytes, in
-    turns. First fills the arena, so that every timed store evicts as much as it stores. Returns the
-    seconds of each operation, by the operation's name."""
+    """Seconds by operation. The arena is full first, so that every store evicts."""
     engine = Engine(target, block_tokens)
     times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
     for i in range(ARENA_BYTES // OPERATION_BYTES):

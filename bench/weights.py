@@ -1,16 +1,16 @@
-"""Measures what the identity of the weights costs: seconds to read a GiB, and an engine's start.
+"""Measures what the weights' identity costs: seconds to read a GiB, and an engine's start.
 
-Starts vLLM on a Llama with random weights of 2 GiB in files, three cases in turn:
+vLLM starts on a random Llama of 2 GiB, three cases in turn:
 
-- `named`: the user has named the weights (`hotkv.weights_identity`), so nothing is read.
-- `kept`: the files' digests were kept by an earlier start.
-- `unread`: no digest is kept, so all files are read beside vLLM's own loading.
+- `named`: the user names the weights (`hotkv.weights_identity`); nothing is read.
+- `kept`: an earlier start kept the files' digests.
+- `unread`: none is kept; all files are read beside vLLM's own loading.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `digest_s_per_gib`: seconds to compute the digest of a GiB that is in the page cache.
-- `kept_over_named`, `unread_over_named`: an engine's start, from its process to the first token of
-  a short prompt, divided by that of `named`. Medians over the rounds.
+- `digest_s_per_gib`: of a GiB in the page cache.
+- `kept_over_named`, `unread_over_named`: a start, from process to first token, divided by that
+  of `named`; medians.
 """
 
 import shutil
@@ -47,7 +47,7 @@ def digest_s_per_gib(file: Path) -> float:
 
 
 def start_s(model: Path, server: Server, folder: Path, name: str, cache: Path) -> float:
-    """Starts an engine and runs a prompt. Returns how long that took."""
+    """Of an engine, to the end of a prompt."""
     named = {"hotkv.weights_identity": "bench"} if name == "named" else {}
     settings = EngineSettings(
         str(model),
@@ -69,7 +69,7 @@ def main() -> int:
     options = flags.parse_args()
     seconds: dict[str, list[float]] = {"named": [], "kept": [], "unread": []}
     with ends_cleanly(), runtime_folder(ARENA_BYTES + GIB // 2) as folder:
-        # On a disk, as a model is; digests of files that were just written are not kept.
+        # Digests of files just written are not kept.
         model = write_model(Path.cwd() / "results" / "weights", MAX_TOKENS, SHAPE)
         file = model / "model.safetensors"
         per_gib = digest_s_per_gib(file)
@@ -83,7 +83,6 @@ def main() -> int:
             for _ in range(options.rounds):
                 for name in seconds:
                     if name == "unread":
-                        # vLLM's own caches stay.
                         shutil.rmtree(cache / "hotkv")
                     seconds[name].append(start_s(model, server, folder, name, cache))
                     say(f"{name}: {seconds[name][-1]:.1f} s")

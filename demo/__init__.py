@@ -1,2 +1,1 @@
-"""The demo, and the classes that run engines and servers as child processes, which bench/ uses
-too."""
+"""The demo, and child processes of engines and servers, which bench/ uses too."""

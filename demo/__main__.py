@@ -1,8 +1,9 @@
 """The demo: two vLLM engines, one after the other, share one cache through hotkv-server.
 
-Engine A computes a long prompt and ends, but the server keeps the computed KV. Engine B, another
-process, answers the same prompt at once. At the end all processes have ended, and no file remains
-except the model in the cache folder."""
+Engine A computes a long prompt and ends; the server keeps the KV. Engine B, another process,
+answers the same prompt at once. At the end no process is left, and no file but the model in the
+cache folder.
+"""
 
 import contextlib
 import sys
@@ -35,7 +36,7 @@ ARENA_BYTES = 768 << 20
 def table(
     num_tokens: int, cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded: float
 ) -> str:
-    """Returns the result as a readable table. `loaded`: bytes."""
+    """`loaded`: bytes."""
     rows = [
         ("", "engine A, cold", "A's own cache", "engine B, hotkv"),
         ("time to first token", *(f"{answer.ttft_s:.2f} s" for answer in (cold, own, warm))),
@@ -63,8 +64,8 @@ def table(
 def engine(
     name: str, server: Server, model: Path, folder: Path, seed: int
 ) -> Iterator[tuple[Engine, int]]:
-    """Starts an engine, and yields it once it has loaded the model and run other prompts, with the
-    length of a prompt for this machine."""
+    """Yields it with a prompt's length for this machine, once it has loaded the model and run
+    other prompts."""
     with Engine(name, EngineSettings(str(model), server.target), folder) as running:
         with step(f"{name}: loading vLLM and the model"):
             running.wait_ready()
@@ -76,7 +77,7 @@ def engine(
 
 
 def run(folder: Path) -> int:
-    """Runs the demo with files in `folder`. Returns the exit status: 0 if engine B hit."""
+    """Exit status: 0 if engine B hit."""
     with step("SmolLM2-135M: preparing it, once"):
         model = prepare_model()
     with Server(folder, ARENA) as server:
@@ -113,7 +114,6 @@ def run(folder: Path) -> int:
 
 
 def main() -> int:
-    """Runs the demo as a command."""
     try:
         with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder:
             code = run(folder)

@@ -1,9 +1,8 @@
-"""A vLLM engine as a child process: reads one JSON request per line from stdin, and writes one JSON
-answer per line to stdout.
+"""A vLLM engine as a child process: a JSON request per line from stdin, a JSON answer per line to
+stdout; vLLM's own output goes to stderr.
 
-The output of vLLM itself goes to stderr, so that stdout has only answers. The process ends when
-stdin ends. The program's only argument is a JSON object with the fields of
-`demo.processes.EngineSettings`."""
+Its argument is JSON of `demo.processes.EngineSettings`. It ends with stdin.
+"""
 
 import contextlib
 import json
@@ -21,8 +20,7 @@ SETTLING_TOKENS = 8
 
 
 def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns vLLM's `kv_transfer_config` for HotKVConnector. Returns None if the settings name no
-    server."""
+    """None if the settings name no server."""
     if not settings["target"]:
         return None
     return {
@@ -36,8 +34,7 @@ def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Runs one prompt with greedy sampling. Returns times, hits and logprobs (for each generated
-    token: id to logprob)."""
+    """Greedy. Logprobs: id to logprob for each generated token."""
     from vllm import SamplingParams
 
     transfer = request["transfer"]
@@ -65,8 +62,8 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Runs the prompt `token_ids` while another request decodes `other`. Returns, from the arrival
-    to the first token, the seconds and the other request's tokens; and the tokens hit."""
+    """Runs `token_ids` while another request decodes `other`: from arrival to first token, the
+    seconds and the other's tokens; and the tokens hit."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -97,8 +94,8 @@ def busy(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Starts a thread that kills this process and the processes of vLLM when the parent process has
-    ended. The signal that the kernel can send at a parent's end would reach only this process."""
+    """A thread kills this process and vLLM's once the parent has ended; the kernel's signal
+    would reach this process alone."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -113,7 +110,6 @@ def end_with_parent() -> None:
 
 
 def main() -> int:
-    """Loads the model, reports that it is ready, and then serves requests until stdin ends."""
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -148,8 +144,7 @@ def main() -> int:
         else:
             reply = {"error": f"unknown op {request['op']!r}"}
         print(json.dumps(reply), file=answers)
-    # Gives vLLM's scheduler time to end. By default vLLM kills it after 5 s, which is too soon on a
-    # busy machine.
+    # vLLM's default of 5 s is too short on a busy machine.
     llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
     return 0
 

@@ -1,10 +1,10 @@
-"""Finds in the log of a vLLM engine that has ended why it has ended."""
+"""Why a vLLM engine has ended, by its log."""
 
 import re
 from collections.abc import Sequence
 
 PROCESS = re.compile(r"^\((\w+) pid=\d+\) ?")
-"""The name of the process that wrote a line, which vLLM puts before each line of a child."""
+"""vLLM puts this before each line of a child."""
 HEADER = re.compile(r"^(?:ERROR|WARNING|INFO|DEBUG) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 BEGIN = "Traceback (most recent call last):"
@@ -14,9 +14,8 @@ MOST_LINES = 40
 
 
 def root_lines(log: str) -> list[str]:
-    """Returns the traceback that ended the engine: the last one of the deepest process that wrote
-    one. The processes above it only write that it has ended. Returns the log's last lines if there
-    is no traceback."""
+    """The last traceback of the deepest process that wrote one, as those above only write that
+    it has ended; without any, the log's last lines."""
     lines = COLOUR.sub("", log).splitlines()
     for depth in DEEPEST:
         own = [_text(line) for line in lines if _process(line).startswith(depth)]
@@ -34,12 +33,12 @@ def _process(line: str) -> str:
 
 
 def _text(line: str) -> str:
-    """Returns a line without the process's name and the header of the logger."""
+    """The line without process and logger."""
     return HEADER.sub("", PROCESS.sub("", line))
 
 
 def _last_traceback(lines: Sequence[str]) -> list[str]:
-    """Returns the last traceback with the exceptions that led to it; empty if there is none."""
+    """With the exceptions that led to it; empty if there is none."""
     begins = [at for at, line in enumerate(lines) if line.strip() == BEGIN]
     if not begins:
         return []

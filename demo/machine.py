@@ -1,4 +1,4 @@
-"""Chooses what engines compute on this processor, for the demo, the benchmarks and the tests."""
+"""What engines compute on this processor, for demo, benchmarks and tests."""
 
 import json
 from pathlib import Path
@@ -12,17 +12,13 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 600
 MOST_PREFILL_S = 30.0
 LINEAR_TOKENS = 6000
-"""Length at which half of a prompt's time is attention, which grows with the square of the length:
-SmolLM2's."""
+"""Where half of SmolLM2's time is attention, which grows with the square of the length."""
 STEP_TOKENS = 50
 
 
 def dtype_for(model: str) -> str:
-    """Returns vLLM's `dtype` for the model in the folder `model`: float32 for a model in bfloat16
-    if the processor has no instructions for it, otherwise `auto`.
-
-    Imports torch. Source of the test: `CpuPlatform.import_kernels` of vLLM.
-    """
+    """vLLM's `dtype`: float32 for a model in bfloat16 without the processor's instructions, else
+    `auto`. Imports torch. Source: `CpuPlatform.import_kernels` of vLLM."""
     import torch
 
     config = Path(model) / "config.json"
@@ -39,22 +35,15 @@ def dtype_for(model: str) -> str:
 
 
 def warm_up(engine: "Engine", model: Path, seed: int, most: int) -> int:
-    """Runs two prompts before the measurements, so that these do not include vLLM's one-time work.
-    Returns the length of a prompt that the engine computes in about MOST_PREFILL_S seconds, at most
-    `most`.
-
-    seed: of the prompts; the caller's prompts have others than `seed` and `seed + 1`.
-    """
+    """Two prompts for vLLM's one-time work. Returns the length that takes about MOST_PREFILL_S,
+    at most `most`. seed: the caller's prompts have others than `seed` and `seed + 1`."""
     for one in (seed, seed + 1):
         answer = engine.generate(prompts.token_ids(model, one, WARM_UP_TOKENS), max_tokens=4)
     return fitting_tokens(answer.ttft_s, most)
 
 
 def fitting_tokens(warm_up_s: float, most: int) -> int:
-    """Returns the length of a prompt for this machine, between WARM_UP_TOKENS and `most`.
-
-    warm_up_s: seconds that a prompt of WARM_UP_TOKENS took.
-    """
+    """Between WARM_UP_TOKENS and `most`. warm_up_s: of a prompt of WARM_UP_TOKENS."""
 
     def work(length: int) -> float:
         return length * (1 + length / LINEAR_TOKENS)

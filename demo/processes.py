@@ -1,8 +1,9 @@
-"""Runs a hotkv-server and vLLM engines as child processes, for the demo and the benchmarks.
+"""A hotkv-server and vLLM engines as child processes.
 
-Each child leads its own process group. When the `with` block of a child is left, for any reason,
-all processes of its group are ended and its files are removed. This includes Ctrl-C and, inside
-`ends_cleanly`, SIGTERM. If this process is killed, its children notice and end too."""
+Each child leads its own process group. Leaving its `with` block, also by Ctrl-C or, inside
+`ends_cleanly`, by SIGTERM, ends the group and removes its files. If this process is killed, its
+children end too.
+"""
 
 import contextlib
 import ctypes
@@ -30,37 +31,33 @@ ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 START_DEADLINE_S = 150.0
-"""Seconds until a server must have started; a server that has ended is noticed at once. A server
-whose arena is on a disk may stop for a minute, while other processes write as fast as the disk
-can."""
+"""A server whose arena is on a disk may stop for a minute, while others write as fast as the
+disk can."""
 STOP_DEADLINE_S = 60.0
 HURRY_DEADLINE_S = 3.0
 STORE_DEADLINE_S = 20.0
 SHM = Path("/dev/shm")
 VLLM_SETTINGS = {
-    # Turns off vLLM's warm-up over many shapes; `demo.machine.warm_up` replaces it.
+    # No warm-up over many shapes; `demo.machine.warm_up` replaces it.
     "VLLM_CPU_CI_ENV": "1",
-    # Sets how many cores vLLM reserves. By default this depends on whether the engine has a
-    # connector, but engines that are compared must have equal numbers of cores.
+    # vLLM's default depends on the connector, but compared engines need equal cores.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Default environment variables of engines."""
+"""Environment variables of engines."""
 
 
 class ChildError(RuntimeError):
-    """A child process ended or did not answer. The message quotes its log."""
+    """A child ended or did not answer; quotes its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of an engine's process.
-
-    target: address of the server; empty for vLLM alone.
-    extra_config: further settings of the connector.
-    engine_args: arguments of `vllm.LLM` that replace the default ones.
-    environment: environment variables that replace the default ones.
+    """target: of the server; empty: vLLM alone.
+    extra_config: of the connector.
+    engine_args: of `vllm.LLM`; they replace the defaults.
+    environment: replaces the defaults.
     """
 
     model: str
@@ -73,10 +70,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's answer to a request.
-
-    logprobs: for each generated token, the logprobs of the five likeliest tokens by token id.
-    """
+    """logprobs: per generated token, the five likeliest by id."""
 
     ttft_s: float
     total_s: float
@@ -87,8 +81,7 @@ class Answer:
 
 
 def largest_logprob_difference(one: Answer, other: Answer) -> float:
-    """Returns the largest difference of logprobs over tokens that are among the likeliest in both
-    answers, up to and including the first position at which the answers differ."""
+    """Of tokens likely in both, up to the first position that differs, included."""
     largest = 0.0
     for position, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
         largest = max(
@@ -101,8 +94,8 @@ def largest_logprob_difference(one: Answer, other: Answer) -> float:
 
 @contextlib.contextmanager
 def ends_cleanly() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit and SIGINT into KeyboardInterrupt, so that `with`
-    blocks are left in order."""
+    """SIGTERM and SIGHUP raise SystemExit, SIGINT KeyboardInterrupt: `with` blocks are left in
+    order."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -118,11 +111,9 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """Yields a new folder, and removes it at the end. The folder is in shared memory if
-    `needed_bytes` fit there, and in the temporary folder otherwise."""
+    """In shared memory if `needed_bytes` fit, else in the temporary folder. Removed at the end."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
-    # Puts a tag into the name, so that whoever kills this process can find and remove the folders
-    # that it leaves behind.
+    # By the tag, who kills this process finds what it leaves behind.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=SHM if roomy else None))
     try:
@@ -136,8 +127,7 @@ def _end_with_parent() -> None:
 
 
 def prepare_model() -> Path:
-    """Runs `tools.smollm2`, which makes the model's folder if it is missing. Returns the folder.
-    Shows the program's output only if it fails."""
+    """The folder of `tools.smollm2`. Output is shown only if that fails."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT
     )
@@ -147,13 +137,11 @@ def prepare_model() -> Path:
 
 
 def group_members(group: int) -> list[int]:
-    """Returns the living processes of a process group. Omits Python's resource trackers, which
-    clean up after the other processes and then end by themselves."""
+    """Living ones, without Python's resource trackers, which end by themselves."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # In /proc/PID/stat, the state, parent and process group follow the process's name in
-            # brackets.
+            # State, parent and group follow the name in brackets.
             state, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if (
                 int(number) == group
@@ -165,8 +153,7 @@ def group_members(group: int) -> list[int]:
 
 
 class Child:
-    """A child process in its own process group, with its log in a file. Only one thread may use
-    it."""
+    """In its own process group; for one thread."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
@@ -184,8 +171,7 @@ class Child:
                 cwd=ROOT,
                 env={**os.environ, **env},
                 start_new_session=True,
-                # An engine's process watches its parent by itself, because it must also end the
-                # processes that vLLM has started.
+                # An engine watches its parent itself: it must also end vLLM's processes.
                 preexec_fn=None if pipes else _end_with_parent,
             )
 
@@ -193,15 +179,14 @@ class Child:
         return f"Child({self.name!r}, pid={self.process.pid}, returncode={self.process.poll()})"
 
     def error(self, what: str) -> ChildError:
-        """Returns an error that quotes why the process has ended, as its log says it."""
+        """Quotes why the process has ended."""
         lines = root_lines(self.log.read_text(errors="replace"))
         return ChildError(
             "\n".join([f"{self.name}: {what}; {self.log} says:", *(f"  | {one}" for one in lines)])
         )
 
     def signal_group(self, number: int, deadline_s: float) -> None:
-        """Sends a signal to all processes of the group. Waits until they have ended or the deadline
-        has passed."""
+        """Returns when all have ended, or at the deadline."""
         end_s = time.monotonic() + deadline_s
         for pid in group_members(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -211,9 +196,8 @@ class Child:
             time.sleep(0.02)
 
     def stop(self, hurry: bool = False) -> None:
-        """Ends the process group in three steps: closes its input, sends SIGTERM, sends SIGKILL.
-        Waits after each step. `hurry`: skips the first step, and waits only briefly after the
-        second."""
+        """Closes the input, SIGTERM, SIGKILL, waiting after each. `hurry`: without the first,
+        and briefly."""
         try:
             if self.process.stdin and not hurry:
                 with contextlib.suppress(OSError):
@@ -231,10 +215,7 @@ class Child:
 
 
 class Engine:
-    """A vLLM engine in a child process. Use it in a `with` block. Calls block until the engine has
-    answered.
-
-    MODULE: the Python module that the process runs."""
+    """Use it in a `with` block. Calls block. MODULE: what the process runs."""
 
     MODULE = "demo.engine_process"
 
@@ -244,8 +225,7 @@ class Engine:
             **VLLM_SETTINGS,
             **settings.environment,
         }
-        # Sets the variable only without `kv_cache_memory_bytes`, because it has priority over this
-        # argument of vLLM.
+        # It would win over this argument.
         if "kv_cache_memory_bytes" not in settings.engine_args:
             env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         command = [sys.executable, "-m", self.MODULE, json.dumps(asdict(settings))]
@@ -265,17 +245,16 @@ class Engine:
         self._child.stop(hurry=error_type is not None)
 
     def close(self) -> None:
-        """Ends the engine. May be called more than once."""
+        """May be called more than once."""
         self._child.stop()
 
     @property
     def log(self) -> Path:
-        """Returns the file with the output of vLLM and the connector."""
+        """Output of vLLM and the connector."""
         return self._child.log
 
     def wait_ready(self) -> None:
-        """Blocks until the model is loaded, which takes tens of seconds. Raises ChildError if
-        loading fails."""
+        """Takes tens of seconds. Raises ChildError."""
         ready = self._read()
         self.vllm_version, self.dtype = ready["vllm"], ready["dtype"]
 
@@ -285,10 +264,7 @@ class Engine:
         max_tokens: int,
         transfer: dict[str, Any] | None = None,
     ) -> Answer:
-        """Runs a prompt until its last token. Returns the answer.
-
-        transfer: the request's `kv_transfer_params`.
-        """
+        """transfer: `kv_transfer_params`."""
         reply = self.ask(
             {
                 "op": "generate",
@@ -309,11 +285,11 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Empties vLLM's own prefix cache, but not hotkv's cache."""
+        """Empties vLLM's own cache, not hotkv's."""
         return bool(self.ask({"op": "reset_prefix_cache"})["done"])
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request and waits for the answer. Raises ChildError if the process has ended."""
+        """Raises ChildError if the process has ended."""
         stdin: IO[str] | None = self._child.process.stdin
         assert stdin is not None
         try:
@@ -334,14 +310,11 @@ class Engine:
 
 
 class Server:
-    """A hotkv-server in a child process, with its runtime directory and its arena in `folder`. Use
-    it in a `with` block.
+    """Runtime directory and arena are in `folder`, where the next server continues with the blocks.
+    Use it in a `with` block.
 
-    If several servers run in the same folder one after the other, each continues with the blocks of
-    the server before.
-
-    command: the command to run instead of `hotkv-server run`.
-    ready_s: seconds from the server's start until it was ready; set by `wait_ready`.
+    command: instead of `hotkv-server run`.
+    ready_s: from start to ready; set by `wait_ready`.
     """
 
     ready_s: float
@@ -367,24 +340,20 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Returns the server's process id."""
         return self._child.process.pid
 
     @property
     def log(self) -> Path:
-        """Returns the server's log file."""
         return self._child.log
 
     def wait_ready(self, timeout_s: float = START_DEADLINE_S) -> float:
-        """Blocks until the health service reports "serving". Returns the seconds since the start.
-        Raises ChildError."""
+        """Until the health service says "serving". Seconds since the start. Raises ChildError."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         serving = health_pb2.HealthCheckResponse.SERVING
         deadline = self.begin_s + timeout_s
-        # Each try has its own channel: a gRPC channel that failed once waits a second before it
-        # tries again.
+        # A gRPC channel that failed waits a second.
         while time.monotonic() < deadline and self._child.process.poll() is None:
             with grpc.insecure_channel(self.target) as channel, contextlib.suppress(grpc.RpcError):
                 if (
@@ -403,8 +372,7 @@ class Server:
         )
 
     def wait_filled(self, timeout_s: float = 120.0) -> None:
-        """Blocks until the server has prefaulted the whole arena. Raises ChildError after
-        `timeout_s`."""
+        """Until the arena is prefaulted. Raises ChildError after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while self.counter("arena_capacity_bytes") < self.counter("arena_full_capacity_bytes"):
             if time.monotonic() > deadline_s:
@@ -412,7 +380,7 @@ class Server:
             time.sleep(0.2)
 
     def cli(self, *arguments: str) -> str:
-        """Runs the `hotkv` command against this server. Returns its output; raises ChildError."""
+        """Output of a `hotkv` command. Raises ChildError."""
         command = [
             sys.executable,
             "-m",
@@ -427,18 +395,15 @@ class Server:
         return done.stdout
 
     def status(self) -> dict[str, Any]:
-        """Returns the output of `hotkv status --json`."""
         status: dict[str, Any] = json.loads(self.cli("status", "--json"))
         return status
 
     def counter(self, name: str) -> float:
-        """Returns the value of one of the server's counters. Raises KeyError if there is no counter
-        with this name."""
+        """Raises KeyError if there is none."""
         return float(self.status()["counters"][name])
 
     def wait_for_stores(self) -> None:
-        """Blocks until at least one block is stored and no transfer is in flight, or until the
-        deadline passes."""
+        """Until a block is stored and no transfer in flight, or the deadline."""
         deadline_s = time.monotonic() + STORE_DEADLINE_S
         while time.monotonic() < deadline_s:
             counters = self.status()["counters"]

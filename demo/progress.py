@@ -1,4 +1,4 @@
-"""Shows the current step of a demo, and the time that it takes."""
+"""Steps of a demo, with their times."""
 
 import contextlib
 import sys
@@ -11,8 +11,7 @@ BEGIN_S = time.monotonic()
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
-    """Prints the name of the current step and the time that it takes. On a terminal, updates the
-    seconds while the step runs."""
+    """Prints the step and its time; on a terminal, while it runs."""
     begin_s = time.monotonic()
     done = threading.Event()
     lively = sys.stdout.isatty()

@@ -1,5 +1,4 @@
-"""Generates long prompts without common prefixes. Each prompt is the log of an invented station
-with random entries, followed by a question about the log."""
+"""Long prompts without common prefixes: the log of an invented station, and a question about it."""
 
 import random
 from pathlib import Path
@@ -26,8 +25,7 @@ DEEDS = (
 
 
 def text(seed: int, num_entries: int) -> str:
-    """Returns a prompt's text. Equal seeds give equal texts; texts with different seeds differ from
-    the first line on."""
+    """Different seeds differ from the first line on."""
     chance = random.Random(seed)
     lines = [f"Log of station {chance.randrange(10**6)}, kept by {chance.choice(PEOPLE)}."]
     for number in range(num_entries):
@@ -40,8 +38,7 @@ def text(seed: int, num_entries: int) -> str:
 
 
 def token_ids(model: Path, seed: int, num_tokens: int) -> list[int]:
-    """Returns a prompt of exactly `num_tokens` tokens for the model in the folder `model`. Cuts
-    tokens from the middle, so that the question at the end is kept."""
+    """Exactly `num_tokens`, cut from the middle: the question stays."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

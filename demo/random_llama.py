@@ -1,8 +1,8 @@
-"""Writes a Llama model with random weights from a fixed seed. The model is so small that a CPU can
-compute a context of 100,000 tokens.
+"""A Llama with random weights from a fixed seed, so small that a CPU computes 100,000 tokens.
 
-The weights are so large that every token of the context changes the logprobs. So wrong KV from a
-cache would change the answers. The model's tokens are numbers without meaning."""
+Weights are so large that every token of the context changes the logprobs: wrong KV changes
+answers. Tokens mean nothing.
+"""
 
 import json
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama model. dtype: the type of the weights and of the KV, as torch names
-    it."""
+    """dtype: of weights and KV, as torch names it."""
 
     layers: int
     hidden: int
@@ -25,7 +24,7 @@ class Shape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Returns the bytes of a token's keys and values in all layers."""
+        """A token's bytes in all layers."""
         value_bytes = {"float32": 4, "bfloat16": 2}[self.dtype]
         return self.layers * 2 * self.kv_heads * self.head_size * value_bytes
 
@@ -35,11 +34,8 @@ LAYERS, VOCAB, KV_TOKEN_BYTES = TINY.layers, TINY.vocab, TINY.kv_token_bytes
 
 
 def write_model(folder: Path, max_tokens: int, shape: Shape = TINY, device: str = "cpu") -> Path:
-    """Writes config.json and model.safetensors of a model for contexts of up to `max_tokens`.
-    Returns the folder.
-
-    device: where torch draws the weights; another device draws other weights.
-    """
+    """config.json and model.safetensors, for up to `max_tokens`. device: where torch draws;
+    another draws other weights."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,14 +1,12 @@
-"""The demo of contexts beyond device memory: a request whose KV is eight times as large as the
-device's pool of KV blocks.
+"""The demo of contexts beyond device memory: a request whose KV is eight times the device's pool.
 
-vLLM alone refuses to start if its pool of KV blocks is so much smaller than the longest request.
-With `"residency": "host"` the pool is enough: the server keeps the KV cache, and the device holds
-the first blocks, the recent window and hot slots (device blocks for selected pages). The second
-request is equal to the first, so its KV is found in host memory. At the end all processes have
-ended, and no file remains.
+vLLM alone refuses to start with so small a pool. With `"residency": "host"` it is enough: the
+server keeps the KV, the device holds sinks, recent window and hot slots. A second, equal request
+hits in host memory. At the end no process and no file is left.
 
-The model is a random Llama of 4 layers, because a CPU would compute for hours with a real model.
-Its words mean nothing, but memory, copies and times are real."""
+The model is a random Llama of 4 layers: a real one would take a CPU hours. Its words mean
+nothing; memory, copies and times are real.
+"""
 
 import contextlib
 import random
@@ -47,8 +45,7 @@ OPTION = '"hotkv.sparse": {"residency": "host", "sparse_topk": 1024}'
 
 
 def settings(model: Path, server: Server | None) -> EngineSettings:
-    """Returns the settings of an engine. Engines with and without a server have equal memory for
-    keys and values."""
+    """Equal memory for KV with and without a server."""
     arguments = {
         "block_size": BLOCK_TOKENS,
         "dtype": "float32",
@@ -70,8 +67,7 @@ def settings(model: Path, server: Server | None) -> EngineSettings:
 
 
 def refusal(model: Path, folder: Path) -> str:
-    """Starts vLLM alone with a pool that is too small for the request. Returns vLLM's error
-    message. Raises ChildError if vLLM starts, or ends for another reason."""
+    """vLLM's error. Raises ChildError if vLLM starts, or ends for another reason."""
     with Engine("vLLM alone", settings(model, None), folder) as engine:
         try:
             engine.wait_ready()
@@ -85,8 +81,7 @@ def refusal(model: Path, folder: Path) -> str:
 
 @contextlib.contextmanager
 def progress(server: Server, what: str) -> Iterator[None]:
-    """Prints every few seconds how many bytes of the request the server keeps, until the context
-    ends."""
+    """Every few seconds: bytes that the server keeps."""
     done, first = threading.Event(), "\n" if sys.stdout.isatty() else ""
 
     def watch() -> None:
@@ -106,7 +101,6 @@ def progress(server: Server, what: str) -> Iterator[None]:
 
 
 def table(computed: Batch, again: Batch) -> str:
-    """Returns the result as a readable table."""
     both = (computed, again)
 
     def pages(batch: Batch, name: str) -> str:
@@ -132,8 +126,7 @@ def table(computed: Batch, again: Batch) -> str:
 
 
 def run(folder: Path) -> int:
-    """Runs the demo with files in `folder`. Returns the exit status: 0 if both requests were
-    answered without preemption."""
+    """Exit status: 0 if both were answered without preemption."""
     model = random_llama.write_model(folder / "model", CONTEXT_TOKENS)
     pool = human_bytes(POOL_TOKENS * random_llama.KV_TOKEN_BYTES)
     print(f"a request of {CONTEXT_TOKENS} tokens; the device has {pool} for keys and values\n")
@@ -166,7 +159,6 @@ def run(folder: Path) -> int:
 
 
 def main() -> int:
-    """Runs the demo as a command."""
     try:
         with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder:
             code = run(folder)

@@ -1,5 +1,5 @@
-"""Runs a vLLM engine in a child process and times its steps. Records the largest number of blocks
-of its pool in use, and the most memory that the server pinned for it."""
+"""A vLLM engine in a child process with timed steps, its most blocks in use, and the most memory
+pinned for it."""
 
 import os
 import threading
@@ -14,21 +14,20 @@ from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 
 SETTLING_STEPS = 4
-"""Number of first decode steps that are not timed, because the hot sets (blocks to attend to) fill
-in them."""
+"""Steps that are not timed: the hot sets still fill."""
 POLL_S = 0.2
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The results of requests that ran together.
+    """Of requests that ran together.
 
-    first_s: for each request, wall and processor seconds to its first token.
-    steps: for each step since the first token, wall and processor seconds from the start of the
-        batch to the end of the step, and the tokens of the step.
-    most_held: the largest number of blocks of the pool in use.
-    pinned_bytes: the most pinned bytes of the arena.
+    first_s: per request, wall and processor seconds to its first token.
+    steps: since the first token: wall and processor seconds from the batch's start to the step's
+        end, and tokens of the step.
+    most_held: the pool's blocks in use.
+    pinned_bytes: at most, of the arena.
     """
 
     tokens: list[list[int]]
@@ -44,32 +43,30 @@ class Batch:
     pinned_bytes: float
 
     def step_s(self, clock: int) -> float:
-        """Returns the median time of a decode step, in seconds. `clock`: 0 for wall time, 1 for
-        processor time."""
+        """Median. `clock`: 0 wall, 1 processor."""
         ends = [step[clock] for step in self.steps[SETTLING_STEPS:]]
         return median([after - before for before, after in pairwise(ends)])
 
     def decode_rate(self, clock: int) -> float:
-        """Returns the tokens per second of the steps that decode the most requests, computed from
-        their median time. `clock`: 0 for wall time, 1 for processor time."""
+        """Tokens per second of steps that decode the most requests, by their median. `clock`: 0
+        wall, 1 processor."""
         pairs = [(after[clock] - before[clock], after[2]) for before, after in pairwise(self.steps)]
         most = max(tokens for _, tokens in pairs)
         return most / median([took_s for took_s, tokens in pairs if tokens == most])
 
     @property
     def prefill_cpu_s(self) -> float:
-        """Returns, for a batch with a single request, the sum of two times: the engine's processor
-        seconds until the first token, and the server's processor seconds during the batch."""
+        """Of a single request: the engine's until the first token, and the server's during the
+        batch."""
         return self.first_s[0][1] + self.server_cpu_s
 
     def counter(self, name: str) -> float:
-        """Returns how much one of the connector's counters grew during the batch. Raises KeyError
-        if there is no counter of this name."""
+        """Growth during the batch. Raises KeyError if there is none."""
         return self.counters[name]
 
 
 class Watched(Engine):
-    """An engine whose steps are timed. `server`: the server that it uses, if any."""
+    """`server`: the one that it uses, if any."""
 
     MODULE = "demo.watched_process"
 
@@ -80,8 +77,7 @@ class Watched(Engine):
         self._server = server
 
     def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Batch:
-        """Runs requests together and returns the results. Raises ChildError if a request ends with
-        an error."""
+        """Raises ChildError if a request ends with an error."""
         server = self._server
         cpu_s = 0.0 if server is None else processor_s(server.pid)
         with _Pinned(server) as pinned:
@@ -93,7 +89,7 @@ class Watched(Engine):
         return found
 
     def dense(self, is_dense: bool) -> None:
-        """Switches the engine to dense attention, or back to sparse attention."""
+        """Switches to dense attention, or back to sparse."""
         self.ask({"op": "mode", "dense": is_dense})
 
     def forget(self) -> None:
@@ -101,20 +97,16 @@ class Watched(Engine):
         self.ask({"op": "reset"})
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns the largest number of device blocks that a request of `num_tokens` may use, as
-        vLLM's block manager computes it."""
+        """At most for a request, as vLLM's block manager computes it."""
         return int(self.ask({"op": "device_blocks", "num_tokens": num_tokens})["blocks"])
 
     def memory(self) -> dict[str, float]:
-        """Returns the bytes of the engine's memory besides the pool: the staging area (into which
-        whole layers are copied), and the rows of sketches (compact forms of blocks'
-        keys)."""
+        """Bytes besides the pool: staging, and rows of sketches."""
         return {name: float(value) for name, value in self.ask({"op": "memory"}).items()}
 
 
 class _Pinned:
-    """Polls the server on a thread, and records the largest number of arena bytes pinned by
-    residencies (contexts that live in host memory)."""
+    """Polls the server on a thread for the most bytes pinned by residencies."""
 
     def __init__(self, server: Server | None) -> None:
         self._server = server
@@ -144,8 +136,6 @@ class _Pinned:
 
 
 def processor_s(pid: int) -> float:
-    """Returns the processor seconds of a process so far."""
-    # In /proc/PID/stat, the process's name in brackets is followed by the state, ten numbers, and
-    # the user and system time.
+    # State, ten numbers, user and system time follow the name in brackets.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_S

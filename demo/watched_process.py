@@ -1,10 +1,10 @@
-"""A vLLM engine as a child process that runs batches and reports each step. `demo.watched.Watched`
-starts it and sends requests.
+"""A vLLM engine as a child process that reports each step, for `demo.watched.Watched`.
 
-Requests: `batch` (`prompts`, `max_tokens`) runs requests and answers with tokens, times and the
-blocks in use. `mode` (`dense`) switches between dense and sparse attention. `reset` empties vLLM's
-own prefix cache. `device_blocks` and `memory` return sizes. Modes, processor time and blocks in use
-are available only if vLLM's engine core runs in this process."""
+Requests: `batch` (`prompts`, `max_tokens`): tokens, times, blocks in use. `mode` (`dense`):
+    dense or sparse attention. `reset`: empties vLLM's own prefix cache. `device_blocks`,
+    `memory`: sizes. Modes, processor time and blocks in use need vLLM's engine core in this
+    process.
+"""
 
 import json
 import os
@@ -17,12 +17,10 @@ from hotkv_vllm.counter_help import COUNTERS, exported
 
 NAMES = {f"vllm:hotkv_{exported(name)}": name for name in COUNTERS}
 NAMES["vllm:num_preemptions"] = "preemptions"
-"""The name of each counter in `Batch.counters`, by the name of its metric in vLLM."""
+"""Metrics in vLLM to names in `Batch.counters`."""
 
 
 class Engine:
-    """Runs batches in vLLM."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         import vllm
 
@@ -46,33 +44,28 @@ class Engine:
         self._core: Any = getattr(core, "engine_core", None)
 
     def device_blocks(self, num_tokens: int) -> dict[str, Any]:
-        """Returns the largest number of device blocks that a request of `num_tokens` may use, as
-        vLLM's block manager computes it."""
+        """At most for a request, as vLLM's block manager computes it."""
         manager = self._core.scheduler.kv_cache_manager
         spec = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         return {"blocks": spec.device_blocks(num_tokens)}
 
     def memory(self) -> dict[str, Any]:
-        """Returns the bytes of memory besides the pool: the staging area (into which whole layers
-        are copied), and the rows of sketches (compact forms of blocks' keys)."""
+        """Bytes besides the pool: staging, and rows of sketches."""
         worker = _worker()
         rows = sum(rows.nbytes for rows in worker._kept._rows.values())
         return {"staging": worker._pages.staging.num_bytes, "rows": rows}
 
     def mode(self, dense: bool) -> dict[str, Any]:
-        """Switches to dense attention, or back to sparse attention."""
         worker = _worker()
         self._attend = self._attend or worker.attend
         worker.attend = _everything if dense else self._attend
         return {}
 
     def reset(self) -> dict[str, Any]:
-        """Empties vLLM's own prefix cache."""
         return {"done": self.llm.reset_prefix_cache()}
 
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Runs requests together until the last one has ended. Times count from the moment before
-        the requests are added."""
+        """Times count from before the requests are added."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(
@@ -122,16 +115,15 @@ class Engine:
         }
 
     def _held(self) -> int:
-        """Returns the number of device blocks that requests use now."""
+        """Device blocks that requests use now."""
         if self._core is None:
             return 0
         pool = self._core.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def _counters(self) -> dict[str, float]:
-        """Returns the connector's counters, and the number of preemptions. Reads the counters from
-        the connector if it is in this process, because vLLM's metrics round them down to whole
-        numbers."""
+        """With preemptions. From the connector if it is in this process: vLLM's metrics round
+        down."""
         metrics = (one for one in self.llm.get_metrics() if one.name in NAMES)
         found = {NAMES[one.name]: float(one.value) for one in metrics}
         connector = None if self._core is None else self._core.scheduler.connector
@@ -144,7 +136,7 @@ class Engine:
 
 
 def _worker() -> Any:
-    """Returns the part of the connector's worker that does sparse decode."""
+    """The connector's part for sparse decode."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
@@ -152,11 +144,10 @@ def _worker() -> Any:
 
 
 def _everything(*_: Any) -> None:
-    """Replaces `SparseWorker.attend` and does nothing, so that attention includes all blocks."""
+    """In place of `SparseWorker.attend`: attention includes all blocks."""
 
 
 def main() -> int:
-    """Loads the model, reports that it is ready, and then serves requests until stdin ends."""
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -164,8 +155,7 @@ def main() -> int:
     import torch
     import vllm
 
-    # Turns torch's compiler off, because compiling vLLM's sampler takes longer than most
-    # benchmarks.
+    # Compiling vLLM's sampler takes longer than most benchmarks.
     torch.compiler.set_stance("force_eager")
     engine = Engine(settings)
     dtype = str(engine.llm.model_config.dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
 """Defines hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
-`daily` is short and uses the same examples each time (`make test`). `quick` is shorter (`make
-test-fast`). `ci` uses about as many other examples, with more steps (`make test-long`). `thorough`
-searches for new examples each time, and `hunt` does so without shrinking failures.
+`daily` (`make test`) and the shorter `quick` (`make test-fast`) use the same examples each time,
+`ci` (`make test-long`) about as many others, with more steps. `thorough` searches for new ones
+each time; `hunt` too, without shrinking.
 """
 
 import asyncio
@@ -37,22 +37,20 @@ settings.register_profile("thorough", max_examples=400, stateful_step_count=80, 
 settings.register_profile(
     "hunt", settings.get_profile("thorough"), phases=[Phase.explicit, Phase.generate]
 )
-# hypothesis shrinks a failing example for at most 60 s. Beyond the test's time limit, pytest would
-# report a timeout instead of the failure.
+# Beyond the test's time limit, pytest would report a timeout instead of the failure.
 engine.MAX_SHRINKING_SECONDS = 60
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "daily")
 settings.load_profile(PROFILE)
 if PROFILE == "ci":
-    # hypothesis derives a test's examples from this digest. If the digest did not change with the
-    # profile, most examples of `ci` would be the same as those of `daily`.
+    # hypothesis derives examples from this digest: `ci` must not repeat those of `daily`.
     core.function_digest = lambda test: function_digest(test) + PROFILE.encode()
 if settings.default.derandomize:
-    # By default hypothesis also draws constants that it finds in loaded modules. Then a test's
-    # examples would depend on which tests the same worker ran before.
+    # hypothesis would also draw constants of loaded modules, so examples would depend on which
+    # tests the worker ran before.
     providers._get_local_constants = providers.Constants
 
-# pytest's workers share the cores. With more than one thread per worker, torch's threads wait for
-# each other in busy loops: a test of 2 s took 45 s.
+# Workers share the cores; more threads of torch wait for each other in busy loops (45 s instead
+# of 2 s).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # vLLM reads these variables when it is imported.
@@ -60,12 +58,11 @@ os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-# If a shell started pytest in the background, SIGINT is ignored. The programs under test would
-# inherit this and not end by SIGINT.
+# A shell that starts pytest in the background ignores SIGINT; the programs under test would
+# inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests start hundreds of servers. Python must write .pyc files, so that
-# later servers reuse them.
+# Hundreds of servers start; later ones reuse the .pyc files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
@@ -86,37 +83,30 @@ LONGEST = (
     "vllm/test_end_to_end.py",
     "vllm/test_parallel.py",
 )
-"""The files that take longest, in the order in which they start. Other files with slow tests start
-after them.
-"""
+"""Start first, in this order; then other files with slow tests."""
 
 
 CHOSEN = "_hypothesis_internal_use_settings"
-"""The attribute in which hypothesis keeps the settings of a test."""
+"""hypothesis' attribute with a test's settings."""
 
 
 def _has_examples(item: pytest.Function) -> bool:
-    """Returns True if the test uses hypothesis with the profile's number of examples."""
     own = item.cls if item.name == "runTest" else getattr(item, "obj", None)
     chosen = getattr(own, "settings" if item.name == "runTest" else CHOSEN, None)
     return getattr(chosen, "max_examples", 0) == settings.default.max_examples
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes a worker of pytest-xdist exit without freeing all objects, which would take two
-    seconds. Other processes that run pytest, also those that a test starts, exit normally with
-    their status."""
+    """Workers of pytest-xdist exit without freeing all objects, which would take two seconds."""
     if hasattr(config, "workerinput"):
-        # Registered first, so it runs as the last exit function.
         atexit.register(os._exit, 0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects campaign tests unless `-m` names them. Marks tests that use the profile's number of
-    examples. Sorts the longest files first, then files with slow tests, so that no worker of `make
-    test` is left alone with a long file at the end. Without pytest-xdist the order is unchanged,
-    because `tools/mutate.py` needs the quick files to fail first."""
+    """Deselects campaign tests unless `-m` names them, marks tests with the profile's number of
+    examples, and starts long files first, so that no worker is left alone with one. Without
+    pytest-xdist the order stays: `tools/mutate.py` needs the quick files first."""
     if "campaign" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("campaign")]
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
@@ -134,22 +124,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Freezes the objects that collection imports, so that garbage collections skip them. vLLM
-    alone creates half a million objects, and visiting them takes half a second."""
+    """Freezes what collection imports: visiting vLLM's half a million objects takes each garbage
+    collection half a second."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
-        # Without this, Python would not free the frozen objects when it ends, and nanobind
-        # would report them as leaks.
+        # Else frozen objects are not freed at exit, and nanobind reports leaks.
         atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a coroutine test in a new event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters

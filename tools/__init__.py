@@ -1,1 +1,1 @@
-"""Scripts for developers of hotkv; they are not installed."""
+"""Developers' scripts; not installed."""

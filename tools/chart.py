@@ -1,8 +1,9 @@
-"""Writes the generated files of deploy/: the part of the Helm chart's schema that describes hotkv's
-settings, and the plain Kubernetes manifest.
+"""Writes the generated files of deploy/: the settings' part of the Helm chart's schema, and the
+plain Kubernetes manifest.
 
-`python -m tools.chart` writes these files; `--check` exits with status 1 if a file is out of date.
-The schema needs hotkv's extra `server`, the manifest needs helm."""
+`python -m tools.chart` writes them; with `--check` the status is 1 if one is out of date. The
+schema needs hotkv's extra `server`, the manifest helm.
+"""
 
 import argparse
 import json
@@ -19,11 +20,9 @@ CHART = ROOT / "deploy" / "helm" / "hotkv"
 SCHEMA = CHART / "values.schema.json"
 MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
 OF_THE_CHART = ("runtime_dir", "arena.dir", "tiers.disk.path", "security.admin_socket")
-"""Settings of the server that follow from the chart's value `directories`, so its value `settings`
-must not have them."""
+"""They follow from the chart's value `directories`, so `settings` must not have them."""
 WRITTEN = ("security.audit_file",)
-"""Settings that name files which the server writes. The chart can't provide these files from a
-Secret, as it does with files that the server reads."""
+"""Files that the server writes: no Secret can provide them."""
 HELMS_OWN = ("# Source:", "helm.sh/chart:", "app.kubernetes.io/managed-by:")
 HEAD = """\
 # hotkv on every node with engines, for those who don't use Helm: kubectl apply -f hotkv.yaml.
@@ -51,8 +50,7 @@ metadata:
 
 
 def schema(present: dict[str, Any]) -> dict[str, Any]:
-    """Returns the chart's schema with its part about the settings generated again. The rest of
-    `present`, which is written by hand, stays."""
+    """What is written by hand in `present` stays."""
     made = Settings.model_json_schema()
     definitions = made.pop("$defs")
     for name in OF_THE_CHART:
@@ -85,8 +83,7 @@ def schema(present: dict[str, Any]) -> dict[str, Any]:
 
 
 def _simplify(model: dict[str, Any]) -> None:
-    """Removes from a JSON schema the keywords that matter only to Python, and the defaults, which
-    the server knows."""
+    """Removes what only Python needs, and defaults, which the server knows."""
     for noise in ("title", "default", "ge", "gt", "le"):
         model.pop(noise, None)
     for inner in model.get("properties", {}).values():
@@ -94,12 +91,11 @@ def _simplify(model: dict[str, Any]) -> None:
 
 
 def schema_text() -> str:
-    """Returns the content that the schema's file should have."""
     return json.dumps(schema(json.loads(SCHEMA.read_text())), indent=2) + "\n"
 
 
 def manifest() -> str:
-    """Returns the plain Kubernetes manifest, rendered from the chart. Raises HelmError."""
+    """Raises HelmError."""
     lines = [
         line.rstrip()
         for line in helm.render(CHART).splitlines()
@@ -109,11 +105,10 @@ def manifest() -> str:
 
 
 def main() -> int:
-    """Writes the schema and the manifest, or with `--check` compares them with the files."""
     parser = argparse.ArgumentParser(description="Writes the chart's schema and the manifest.")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     options = parser.parse_args()
-    # The schema comes first, because the chart makes the manifest with it.
+    # The manifest is made with the schema.
     for path, make in ((SCHEMA, schema_text), (MANIFEST, manifest)):
         try:
             text = make()

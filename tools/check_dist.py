@@ -2,15 +2,13 @@
 
     python -m tools.check_dist [--out DIR | --release DIR]
 
-Checks for both archives: the archive has every tracked file of the packages, including CUDA sources
-and `py.typed`; it installs with the extra `server`; the server starts, and `hotkv ping` reaches it.
-The wheel is also installed without extras: then the client has three dependencies, and can reach
-that server too.
+Both have every tracked file of the packages, with CUDA sources and `py.typed`; with the extra
+`server` the server starts, and `hotkv ping` reaches it. The wheel alone gives a client of three
+dependencies, which reaches that server too.
 
-`--release` does not build: it checks the files of a release in a folder that `tools.release` has
-filled. Besides the checks above: the checksums are right, the Helm chart renders, the list of
-packages (SBOM) names all installed packages, and the server starts with the settings file. Needs
-the package `build` and a package index; takes minutes. Leaves no files except DIR.
+`--release` builds nothing and checks a folder of `tools.release`: also checksums, that the Helm
+chart renders, that the SBOM names all installed packages, and that the server starts with the
+settings file. Needs `build` and a package index; minutes. Leaves no files but DIR.
 """
 
 import argparse
@@ -32,20 +30,19 @@ from tools import helm
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
-"""Folders that have a Python package each."""
+"""They have a Python package each."""
 DEFINITIONS = "hotkv/"
-"""Prefix of the protobuf definitions in `proto`; only the sdist has them."""
+"""Protobuf definitions in `proto`; only the sdist has them."""
 MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
 START_DEADLINE_S = 300.0
-"""Time limit for the first start of the server in seconds. The first start takes long, because it
-compiles kernels."""
+"""The first start compiles kernels."""
 STOP_DEADLINE_S = 30.0
 
 
 def package_files() -> set[str]:
-    """Returns the tracked files of the packages, with paths relative to each package's folder."""
+    """Tracked files, relative to each package's folder."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -54,14 +51,14 @@ def package_files() -> set[str]:
 
 
 def build(out: Path) -> tuple[Path, Path]:
-    """Builds the sdist, and the wheel from the sdist. Returns both."""
+    """The wheel from the sdist."""
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], check=True)
     (sdist,), (wheel,) = out.glob("hotkv-*.tar.gz"), out.glob("hotkv-*.whl")
     return sdist, wheel
 
 
 def check_contents(archive: Path) -> None:
-    """Exits unless the archive has all files of the packages."""
+    """Exits unless it has all files of the packages."""
     if archive.suffix == ".whl":
         inside = set(zipfile.ZipFile(archive).namelist())
     else:
@@ -80,8 +77,7 @@ def check_contents(archive: Path) -> None:
 
 
 def install(folder: Path, wanted: str) -> Path:
-    """Installs the requirement `wanted` and its dependencies in a new environment in `folder`.
-    Returns the folder of the installed programs."""
+    """In a new environment in `folder`; returns its programs' folder."""
     venv.create(folder, with_pip=True)
     programs = folder / "bin"
     pip = [str(programs / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -90,25 +86,23 @@ def install(folder: Path, wanted: str) -> Path:
 
 
 def installed(programs: Path) -> set[str]:
-    """Returns the names of the packages in an environment, without pip and other installers."""
+    """Packages without pip and other installers."""
     listed = run(programs / "python", "-m", "pip", "list", "--format", "freeze")
     return {plain(line.partition("==")[0]) for line in listed.splitlines()} - {"pip", "setuptools"}
 
 
 def plain(name: str) -> str:
-    """Returns the normalized name of a package, by which a package index compares names."""
+    """The name as package indexes compare it."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment variables without PYTHONPATH, which would lead to the
-    checkout."""
+    """Without PYTHONPATH, which would lead to the checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def run(program: Path, *arguments: str, quiet: bool = False) -> str:
-    """Runs an installed program outside of the checkout. Returns its output. Raises
-    CalledProcessError; `quiet` hides its error output."""
+    """Outside of the checkout. Raises CalledProcessError; `quiet` hides the error output."""
     return subprocess.run(
         [str(program), *arguments],
         cwd=program.parent,
@@ -122,8 +116,7 @@ def run(program: Path, *arguments: str, quiet: bool = False) -> str:
 
 @contextlib.contextmanager
 def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterator[str]:
-    """Starts a small server, waits until it has answered a ping, and yields its address (`target`).
-    Stops the server at the end."""
+    """Yields its address once it answers a ping."""
     target = f"unix:{folder}/run/grpc.sock"
     (folder / "run").mkdir(mode=0o700)
     flags = ["--arena.bytes", "32MiB", "--arena.dir", str(folder / "arena"), "--http.port", "-1"]
@@ -157,11 +150,8 @@ def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterat
 def check_server(
     archive: Path, folder: Path, client: Path | None = None, settings: Path | None = None
 ) -> Path:
-    """Installs the archive with the extra `server`, starts a server with these settings, and pings
-    it. Returns the folder of the installed programs.
-
-    client: folder of another installation's programs, which must reach the server too.
-    """
+    """Returns the programs' folder. client: another installation's, which must reach the server
+    too."""
     programs = install(folder / "server", f"{archive}[server]")
     print(f"dist: {archive.name}: {run(programs / 'hotkv-server', '--version').strip()}")
     places = ("--runtime-dir", str(folder / "checked"), "--http.port", "-1")
@@ -176,8 +166,7 @@ def check_server(
 
 
 def check_client(wheel: Path, folder: Path) -> Path:
-    """Installs the wheel without extras. Exits if this installs more than the client's
-    dependencies. Returns the folder of the programs."""
+    """Exits if more is installed than the client's dependencies. Returns the programs' folder."""
     programs = install(folder, str(wheel))
     found = installed(programs)
     more = found - DEPENDENCIES - OF_DEPENDENCIES - {"hotkv"}
@@ -189,8 +178,7 @@ def check_client(wheel: Path, folder: Path) -> Path:
 
 
 def one(folder: Path, pattern: str) -> Path:
-    """Returns the only file of the folder that matches the pattern. Exits unless there is exactly
-    one."""
+    """Exits unless exactly one file matches."""
     found = list(folder.glob(pattern))
     if len(found) != 1:
         raise SystemExit(f"dist: {folder} has {len(found)} files {pattern}, expected 1")
@@ -198,12 +186,12 @@ def one(folder: Path, pattern: str) -> Path:
 
 
 def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
+    """SHA-256."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_sums(folder: Path) -> None:
-    """Exits unless SHA256SUMS lists each file of the folder with its checksum."""
+    """Exits unless SHA256SUMS fits each file."""
     lines = (line.split() for line in (folder / "SHA256SUMS").read_text().splitlines())
     sums = {name: value for value, name in lines}
     for path in folder.iterdir():
@@ -217,7 +205,7 @@ def check_sums(folder: Path) -> None:
 
 
 def check_chart(chart: Path, version: str) -> None:
-    """Exits unless the pods of the packaged chart use the release's image."""
+    """Exits unless its pods use the release's image."""
     rendered = helm.render(chart)
     if f"hotkv:{version}" not in rendered or "kind: DaemonSet" not in rendered:
         raise SystemExit(f"dist: {chart.name} does not run hotkv:{version}")
@@ -225,8 +213,7 @@ def check_chart(chart: Path, version: str) -> None:
 
 
 def check_sbom(sbom: Path, names: set[str], version: str) -> None:
-    """Exits unless the list of packages (SBOM) belongs to this version of hotkv and includes the
-    packages `names`, each with a version and a package URL."""
+    """Exits unless it is of this version and has `names`, each with version and package URL."""
     read = json.loads(sbom.read_text())
     listed = {plain(item["name"]): item for item in read["components"]}
     incomplete = [name for name, item in listed.items() if not {"version", "purl"} <= item.keys()]
@@ -240,15 +227,14 @@ def check_sbom(sbom: Path, names: set[str], version: str) -> None:
 
 
 def unpack(deploy: Path, folder: Path) -> Path:
-    """Unpacks the archive of deployment files. Returns their folder."""
+    """Returns the deployment files' folder."""
     with tarfile.open(deploy) as archive:
         archive.extractall(folder, filter="data")
     return one(folder, "hotkv-*-deploy") / "deploy"
 
 
 def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) -> set[str]:
-    """Installs wheel and sdist in environments below `folder`, and checks client and server there
-    (see the module). Returns the names of the packages that a server installs."""
+    """Client and server, of wheel and sdist. Returns the packages that a server installs."""
     for archive in (wheel, sdist):
         check_contents(archive)
         (folder / archive.suffix[1:]).mkdir()
@@ -259,8 +245,7 @@ def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) 
 
 
 def check_release(release: Path, folder: Path) -> None:
-    """Checks all files of a release (see `--release` above), except the image, which
-    `tests.deploy.image` runs."""
+    """Checks all but the image, which `tests.deploy.image` runs."""
     check_sums(release)
     wheel, chart = one(release, "hotkv-*.whl"), one(release, "hotkv-*.tgz")
     version = wheel.name.split("-")[1]

@@ -1,10 +1,10 @@
-"""Compiles every CUDA kernel of the repository for every GPU generation that the available compiler
-supports, with warnings as errors. Prints the registers and stack of each kernel.
+"""Compiles every CUDA kernel for every GPU generation that the compiler here supports, warnings as
+errors, and prints registers and stack.
 
-The preferred compiler is NVRTC (from the dev extra or a CUDA toolkit), which also compiles the
-kernels at run time. It has no headers: kernels that pass here need only built-in headers. Without
-NVRTC the tool uses nvcc; without either, it prints a message. Registers and stack are read from the
-machine code."""
+NVRTC (dev extra or CUDA toolkit), which also compiles at run time, has no headers: what passes
+needs only built-in ones. Else nvcc; without either, a message. Registers and stack come from the
+machine code.
+"""
 
 import ctypes
 import importlib.util
@@ -24,21 +24,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
 ARCHITECTURES = (70, 80, 90, 100)
-"""GPU generations: Volta, Ampere, Hopper, Blackwell."""
+"""Compute capabilities of Volta, Ampere, Hopper and Blackwell."""
 OPTIONS = ("-std=c++17",)
 
 _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
-"""Beginning of a warning of the compiler about old GPUs. It does not concern the source, and is
-ignored."""
+"""A warning about old GPUs, not the source: ignored."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The registers and stack that a compiled kernel uses.
-
-    stack_bytes: bytes per thread, for spilled registers and for arrays whose index is not known at
-        compile time.
-    """
+    """stack_bytes: per thread, for spilled registers and arrays with indices unknown at compile
+    time."""
 
     kernel: str
     registers: int
@@ -46,11 +42,11 @@ class Usage:
 
 
 class CompileError(Exception):
-    """The compiler refused a source. The message has the compiler's output."""
+    """The message has the compiler's output."""
 
 
 class Nvrtc:
-    """The library NVRTC, called through its C interface."""
+    """The library, called by its C interface."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -64,7 +60,7 @@ class Nvrtc:
         self.architectures = tuple(arch for arch in ARCHITECTURES if arch in known)
 
     def compile(self, source: Path, architecture: int, instances: tuple[str, ...]) -> bytes:
-        """Compiles a source to machine code. Raises CompileError on an error or a warning."""
+        """Raises CompileError on an error or a warning."""
         program = ctypes.c_void_p()
         create = self._library.nvrtcCreateProgram
         self._checked(
@@ -100,8 +96,7 @@ class Nvrtc:
 
 
 class Nvcc:
-    """The compiler nvcc of a CUDA toolkit. It compiles only the template instances that the source
-    itself names."""
+    """Compiles only instances that the source itself names."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -116,7 +111,7 @@ class Nvcc:
         self.architectures = tuple(arch for arch in ARCHITECTURES if arch in known)
 
     def compile(self, source: Path, architecture: int, instances: tuple[str, ...]) -> bytes:
-        """Compiles a source to machine code. Raises CompileError on an error or a warning."""
+        """Raises CompileError on an error or a warning."""
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "kernel.cubin"
             command = [
@@ -137,8 +132,7 @@ class Nvcc:
 
 
 def find_compiler() -> Nvrtc | Nvcc | None:
-    """Returns NVRTC from an installed wheel, or else NVRTC from the system's libraries, or else
-    nvcc. Returns None if there is no compiler."""
+    """NVRTC of a wheel, else of the system, else nvcc."""
     for path in (*_wheels(), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
         try:
             return Nvrtc(path)
@@ -152,28 +146,24 @@ def _wheels() -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
     for folder in () if spec is None else (spec.submodule_search_locations or ()):
         for library in sorted(Path(folder).rglob("libnvrtc.so.1[0-9]")):
-            # Loads the library of NVRTC's built-in headers first, because NVRTC opens this library
-            # by its name without a path, which fails unless it is loaded already.
+            # NVRTC opens it by name without a path, which needs it loaded already.
             for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
             yield str(library)
 
 
 def instances_of(source: Path) -> tuple[str, ...]:
-    """Returns the template instances of a source that are compiled. Lines of the source name them,
-    such as `// instance: score<2, 64>`."""
+    """Lines such as `// instance: score<2, 64>` name them."""
     return tuple(re.findall(r"^// instance: (.+?)\s*$", source.read_text(), re.MULTILINE))
 
 
 _REGISTERS, _STACK_BYTES = 0x2F, 0x12
-"""Attributes in the section .nv.info of a compiled kernel, for its registers and its stack. Each
-has the number of a symbol (the kernel) and a value."""
+"""In .nv.info: each has a symbol's number (the kernel) and a value."""
 _SYMBOL_BYTES = 24
 
 
 def usages(cubin: bytes) -> list[Usage]:
-    """Returns the registers and stack of each kernel in an ELF file (cubin) of NVIDIA's compiler.
-    The format is known from the output of `cuobjdump --dump-elf`."""
+    """Of each kernel in a cubin, an ELF file; format by `cuobjdump --dump-elf`."""
     sections = _sections(cubin)
     registers, stacks = (
         _attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES)
@@ -183,7 +173,7 @@ def usages(cubin: bytes) -> list[Usage]:
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:
-    """Returns the start and the size of each section of an ELF file, by name."""
+    """Start and size of each section, by name."""
     start, size, count, names_at = (
         _number(elf, 40, 8),
         _number(elf, 58, 2),
@@ -223,9 +213,7 @@ def _number(data: bytes, at: int, size: int) -> int:
 
 
 def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
-    """Compiles a source for all GPU generations. Returns a line for each kernel with its registers
-    and stack on each generation. Prints a message and returns None if the compiler refuses the
-    source."""
+    """A line per kernel. None, with a message, if the compiler refuses the source."""
     found: dict[str, list[str]] = {}
     for architecture in compiler.architectures:
         try:

@@ -1,14 +1,12 @@
-"""Compares the connector's uses of vLLM's API with the sources of every supported version. Uses the
-sources of the installed vLLM and source distributions of the package index.
+"""Compares the connector's uses of vLLM's API with every supported version: the installed vLLM and
+the package index's source distributions.
 
-Checks, on syntax trees: imported names, attributes of vLLM's objects and calls as far as type
-annotations allow, and signatures of overridden callbacks (the methods of a connector that vLLM
-calls). Each callback of vLLM's base class must be overridden or be listed in `NOT_OVERRIDDEN`. If
-the index can't be reached, prints the missing versions and checks the rest.
+On syntax trees: imported names, attributes and calls of vLLM's objects as far as annotations allow,
+signatures of overridden callbacks. Each callback of vLLM's base class is overridden or in
+`NOT_OVERRIDDEN`. Without the index, the missing versions are printed and the rest checked.
 
-Also checks that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and that
-other modules import only the names in `PUBLIC`. import-linter sees vLLM as a single package, so it
-can't check this finer rule.
+Only `hotkv_vllm.compat` and `FREE` read vLLM's internals; others import only `PUBLIC`.
+import-linter sees vLLM as one package, so it can't check this.
 """
 
 import ast
@@ -35,11 +33,10 @@ PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
-"""Oldest release line of vLLM, such as (0, 31) for 0.31.x, that is compared. Lines between this one
-and the tested lines are compared too; if one would not work, `LEFT_OUT` must say why."""
+"""Line to compare, such as (0, 31) for 0.31.x. If one between this and the tested ones would not
+work, `LEFT_OUT` says why."""
 FEWEST_CHECKED = 150
-"""If fewer uses of vLLM than this are found in a version, the check itself must have an error, and
-fails."""
+"""With fewer uses found, the check itself must be wrong, and fails."""
 
 NOT_OVERRIDDEN = {
     "bind_gpu_block_pool": "bind_kv_cache_manager takes its place",
@@ -62,8 +59,7 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Callbacks (methods of vLLM's connector class) that hotkv does not override, and why. If vLLM adds
-a callback, read what it demands of connectors, then override it or list it here."""
+"""And why. For a new callback, read what it demands, then override it or list it."""
 
 FREE = {
     "worker/layout.py",
@@ -91,12 +87,12 @@ PUBLIC = (
     "vllm.v1.outputs",
     "vllm.v1.request",
 )
-"""Sources of vLLM that all modules may import: base classes, the values passed to a connector's
-callbacks, and vLLM's API for programs. A name includes its submodules."""
+"""That all modules may import: base classes, callbacks' values, vLLM's API for programs. A name
+includes its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields the line and full name of each import from vLLM."""
+    """Line and full name of each import from vLLM."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -108,8 +104,6 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def internal_imports() -> list[str]:
-    """Returns a message with file and line for each import of vLLM's internals by a module that
-    must not import them (see the module's docstring)."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through "
         "hotkv_vllm.compat or .worker.layout"
@@ -122,9 +116,8 @@ def internal_imports() -> list[str]:
 
 
 def modules(door: str) -> list[Path]:
-    """Returns the modules of a door (one of hotkv's two vLLM connectors). HotKVConnector has all
-    modules except the folders `offloading` and `testing`. HotKVOffloadingConnector has the folder
-    `offloading` and the modules that it imports."""
+    """HotKVConnector: all but `offloading` and `testing`. HotKVOffloadingConnector: `offloading`
+    and what it imports."""
     doubles = PACKAGE / "testing"
     everything = sorted(path for path in PACKAGE.rglob("*.py") if doubles not in path.parents)
     within = [path for path in everything if OFFLOADING in path.relative_to(PACKAGE).parts[:1]]
@@ -138,7 +131,7 @@ def modules(door: str) -> list[Path]:
 
 
 def _imported_modules(path: Path) -> Iterator[Path]:
-    """Yields the modules of `hotkv_vllm` that a module imports, at its top or inside functions."""
+    """Of `hotkv_vllm`, at a module's top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -155,16 +148,13 @@ def _imported_modules(path: Path) -> Iterator[Path]:
 
 
 def supported(door: str = OWN) -> tuple[Line, ...]:
-    """Returns the release lines of vLLM, such as (0, 33), with which a connector is tested. `door`:
-    one of hotkv's two vLLM connectors."""
+    """Lines, such as (0, 33), with which a door is tested."""
     first, last = TESTED[door]
     return tuple((first[0], minor) for minor in range(first[1], last[1] + 1))
 
 
 def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
-    """Yields the sources of the installed vLLM, and those of the release lines `tested` that can be
-    fetched. Each comes with True if it is the newest of these lines. Prints the lines that can't be
-    fetched."""
+    """With True for the newest of the lines. Prints those that can't be fetched."""
     yield installed(), False
     for line in tested:
         try:
@@ -174,8 +164,7 @@ def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
 
 
 def uses_of(names: Sources, door: str) -> Iterator[Uses]:
-    """Yields, for each module of a connector, its uses of vLLM, compared with the vLLM version
-    whose names are in `names`. `door`: one of hotkv's two vLLM connectors."""
+    """Uses in each module of a door."""
     for path in modules(door):
         uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
         uses.check()
@@ -183,12 +172,7 @@ def uses_of(names: Sources, door: str) -> Iterator[Uses]:
 
 
 def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
-    """Compares a vLLM version with the uses of vLLM by a connector. Returns the differences.
-
-    source: the version's sources.
-    is_newest: whether it is the newest tested version.
-    door: one of hotkv's two vLLM connectors.
-    """
+    """Returns the differences. is_newest: of the tested versions."""
     names = Sources(source, is_whole=True)
     problems, num_checked = [], 0
     for uses in uses_of(names, door):
@@ -210,9 +194,8 @@ def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
 
 
 def others(door: str) -> list[str]:
-    """Compares the release lines of vLLM with which a door (one of hotkv's two vLLM connectors) is
-    not tested. Each older line with differences must have a message in `LEFT_OUT`. Differences of
-    newer lines are only printed."""
+    """Lines with which a door is not tested: older ones with differences need a message in
+    `LEFT_OUT`; newer ones' are printed."""
     first, last = TESTED[door]
     try:
         newer = [line for line in lines() if line > last]
@@ -236,9 +219,7 @@ def others(door: str) -> list[str]:
 
 
 def callback_problems(names: Sources, *, is_newest: bool) -> list[str]:
-    """Returns a message for each callback (method of vLLM's connector class) that is neither
-    overridden nor listed in `NOT_OVERRIDDEN`. For the newest version, also for overridden and
-    listed callbacks that no longer exist."""
+    """Neither overridden nor listed; for the newest version also those that are gone."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")

@@ -1,11 +1,9 @@
-"""Finds each place in vLLM's sources where vLLM itself forbids reuse of a prefix's KV, so that
-hotkv does not load KV that vLLM would not reuse. Compares these places with `ANSWERS`, which
-records how hotkv handles each place.
+"""Finds where vLLM itself forbids reuse of a prefix's KV, so that hotkv loads none that vLLM would
+not, and compares with `ANSWERS`, how hotkv handles each.
 
-Reads the sources of every supported version, as `check_vllm_api` does. A place is a statement that
-sets one of `FLAGS` to a value that may forbid the reuse of KV, together with the conditions of the
-`if` statements around it. A place that is new, or whose condition has changed, has no answer. In
-this case read the place, handle it in `hotkv_vllm.compat.reuse`, and list it here.
+A place is a statement that sets one of `FLAGS` to a value that may forbid reuse, with the
+conditions around it, in any supported version (as in `check_vllm_api`). A new or changed place
+has no answer: read it, handle it in `hotkv_vllm.compat.reuse`, list it here.
 """
 
 import ast
@@ -26,16 +24,12 @@ FLAGS: dict[str, tuple[bool | None, ...]] = {
     "skip_reading_prefix_cache": (False, None),
     "non_causal": (False, None),
 }
-"""Names in vLLM's sources (attributes, variables, parameters, keys) whose value may forbid the
-reuse of a prefix's KV. Each has the values that allow reuse."""
+"""Attributes, variables, parameters, keys; with the values that allow reuse."""
 
 
 class Place(NamedTuple):
-    """A place in vLLM's source that may forbid reuse.
-
-    scope: the classes and function around the place.
-    text: the statement, followed by the conditions of the `if` statements around it in the
-        function.
+    """scope: classes and function around it.
+    text: the statement, then the conditions around it in the function.
     """
 
     path: str
@@ -186,7 +180,6 @@ ANSWERS: dict[Place, str] = {
 
 
 def places(source: Source) -> Iterator[Place]:
-    """Yields the places in the sources of a vLLM version that may forbid the reuse of KV."""
     for path in source.paths():
         text = source.read(path) or ""
         if any(flag in text for flag in FLAGS):
@@ -197,11 +190,7 @@ def places(source: Source) -> Iterator[Place]:
 def _found(
     node: ast.AST, scope: tuple[str, ...], conditions: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (scope, text) of each place in a syntax tree that may forbid the reuse of KV.
-
-    scope: names of the classes and the function around the tree.
-    conditions: conditions of the `if` statements around it.
-    """
+    """(scope, text) of each place in a tree. scope, conditions: around it."""
     for text in _stores(node):
         yield scope, f"{text} if {' and '.join(conditions)}" if conditions else text
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -217,9 +206,7 @@ def _found(
 
 
 def _stores(node: ast.AST) -> Iterator[str]:
-    """Yields the text of each assignment to one of `FLAGS`, in this syntax node alone, that may
-    forbid the reuse of KV. An argument or dictionary item with the flag's name counts as an
-    assignment."""
+    """Assignments in this node alone, also as arguments and dictionary items."""
     pairs: Sequence[tuple[str, ast.expr | None]] = ()
     if isinstance(node, ast.Assign):
         pairs = [(_stored(target), node.value) for target in node.targets]
@@ -238,31 +225,27 @@ def _stores(node: ast.AST) -> Iterator[str]:
 
 
 def _stored(target: ast.expr) -> str:
-    """Returns the name to which a statement assigns: an attribute, a key, or a variable."""
+    """The name assigned to: an attribute, a key, or a variable."""
     if isinstance(target, ast.Subscript):
         return _text(target.slice)
     return getattr(target, "attr", getattr(target, "id", ""))
 
 
 def _text(node: ast.expr | None) -> str:
-    """Returns the value of a string literal; an empty string for any other expression."""
+    """Value of a string literal; empty for others."""
     return str(node.value) if isinstance(node, ast.Constant) else ""
 
 
 def _permits(name: str, value: ast.expr) -> bool:
-    """Returns True if the value that is assigned to the flag `name` does not forbid reuse: it is a
-    constant that allows reuse, or another variable of the same name, which this tool finds where
-    that one is set."""
+    """A constant that allows reuse, or a variable of the same name, which is found where it is
+    set."""
     if isinstance(value, ast.Constant):
         return value.value in FLAGS[name]
     return _stored(value) == name
 
 
 def compare(source: Source, *, all_places: bool = False) -> list[str]:
-    """Returns a message for each place of a vLLM version that has no answer in `ANSWERS`.
-
-    all_places: also for answers whose place does not exist in this version.
-    """
+    """Places without an answer. all_places: answers without a place too."""
     found = set(places(source))
     problems = [f"{place}: no answer in ANSWERS" for place in sorted(found - ANSWERS.keys())]
     if all_places:

@@ -1,8 +1,9 @@
-"""Writes docs/connector.md, the reference of the connector's settings, from the classes that hold
-the settings. Names and defaults come from the classes' fields, texts from their docstrings.
+"""Writes docs/connector.md from the classes of the connector's settings: names and defaults are
+fields, texts docstrings.
 
-`python -m tools.connector_settings` writes docs/connector.md; `--check` fails if the page is out of
-date. A setting without a text, or without a topic on the page, is an error."""
+`python -m tools.connector_settings` writes it; `--check` fails if it is out of date. A setting
+without text or topic is an error.
+"""
 
 import argparse
 import inspect
@@ -66,13 +67,13 @@ TOPICS = {
     "Traces and timing": "tracing tracing_sample_ratio callback_timing_file device_order",
 }
 UNUSED = {"copy_method"}
-"""Fields of SparseConfig that engines ignore."""
+"""Fields that engines ignore."""
 ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
-"""An entry of a docstring that describes fields: their names, and the text in indented lines."""
+"""Names of fields, and the text in indented lines."""
 
 
 def texts(owner: type) -> dict[str, str]:
-    """Returns the description of each field of a class, from the class's docstring."""
+    """Texts of fields, from the class's docstring."""
     found = {}
     for names, text in ENTRY.findall(inspect.getdoc(owner) or ""):
         for name in names.split(", "):
@@ -81,18 +82,14 @@ def texts(owner: type) -> dict[str, str]:
 
 
 def shown(field: Field[Any]) -> str:
-    """Returns the default of a field as JSON in backticks. Returns an empty string if the default
-    is None or empty text."""
+    """A default as JSON in backticks; empty for None and empty text."""
     made: Any = field.default if field.default_factory is MISSING else field.default_factory()
     return "" if made is None or made == "" else f"`{json.dumps(made)}`"
 
 
 def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
-    """Yields the rows of a table of the settings `names`, which are fields of the class `owner`.
-    Settings with the same text share a row. Raises KeyError for a field without a text.
-
-    prefix: text before each name, such as `hotkv.`.
-    """
+    """Settings with the same text share a row. Raises KeyError without a text. prefix: such as
+    `hotkv.`."""
     by_name = {field.name: field for field in fields(owner)}
     known = texts(owner)
     while names:
@@ -104,7 +101,7 @@ def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """Returns the content of docs/connector.md. Raises ValueError if a setting has no topic."""
+    """Raises ValueError if a setting has no topic."""
     placed = [name for names in TOPICS.values() for name in names.split()]
     settings = [field.name for field in fields(ConnectorConfig)]
     if sorted(placed) != sorted(settings):
@@ -119,7 +116,7 @@ def page() -> str:
 
 
 def listed(settings: Mapping[str, Any]) -> str:
-    """Returns the settings and their values as part of a sentence."""
+    """Settings and values as part of a sentence."""
     *first, last = (f"`{name}` {json.dumps(value)}" for name, value in settings.items())
     return f"{', '.join(first)} and {last}"
 

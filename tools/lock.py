@@ -1,12 +1,11 @@
-"""Updates requirements-dev.txt: the versions of the packages that `make setup` installs, for Python
-3.10 and newer, on amd64 and arm64.
+"""Updates requirements-dev.txt: what `make setup` installs, for Python 3.10 and newer, on amd64 and
+arm64.
 
     python -m tools.lock [options of `uv pip compile`, such as --upgrade-package NAME]
 
-uv keeps the versions that requirements-dev.txt has, as far as pyproject.toml and vLLM's CPU build
-allow, and adds new packages. The file omits the packages in LEFT_OUT: the builds of torch, which
-the Makefile chooses, and packages that `make setup` does not install. vLLM requires Python 3.11;
-for older versions of Python the file has all packages except vLLM's.
+uv keeps the present versions as far as pyproject.toml and vLLM's CPU build allow. LEFT_OUT are
+torch's builds, which the Makefile chooses, and what `make setup` does not install. vLLM requires
+Python 3.11; older ones get all but vLLM's packages.
 """
 
 import re
@@ -28,14 +27,13 @@ NEVER = "sys_platform == 'never'"
 
 
 def wanted(makefile: str) -> list[str]:
-    """Returns the packages that the Makefile installs besides hotkv, as requirements for the Python
-    versions that vLLM supports."""
+    """What the Makefile installs besides hotkv, for vLLM's versions of Python."""
     found = sorted({a or b for a, b in VLLM.findall(makefile)})
     return [f"{name}; python_version >= '3.11'" for name in found]
 
 
 def compile_lock(options: Sequence[str]) -> int:
-    """Updates the file. Returns uv's exit status."""
+    """Returns uv's exit status."""
     with tempfile.TemporaryDirectory(prefix="hotkv-lock-") as folder:
         asked, never = Path(folder) / "asked.in", Path(folder) / "never.txt"
         asked.write_text("\n".join(wanted((ROOT / "Makefile").read_text())) + "\n")

@@ -1,7 +1,5 @@
-"""Prints the modules of over 600 lines. For each of them, a reviewer should ask whether it is still
-about one subject.
-
-The output is a hint; the tool never fails. Generated code is left out."""
+"""Prints hand-written modules of over 600 lines, for a reviewer to ask if each is one subject.
+Never fails."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ MODULE_LINES = 600
 
 
 def long_modules() -> Iterator[str]:
-    """Yields a message for each hand-written module of over 600 lines, with its number of lines."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             num_lines = len(path.read_text().splitlines())

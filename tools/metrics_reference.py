@@ -1,7 +1,7 @@
 """Writes docs/metrics.md, the reference of all metrics, from the code that exports them.
 
-`python -m tools.metrics_reference` writes docs/metrics.md; `--check` fails if the page is out of
-date."""
+`python -m tools.metrics_reference` writes it; `--check` fails if it is out of date.
+"""
 
 import argparse
 import asyncio
@@ -58,7 +58,7 @@ sparse decode are [above](#sparse-decode-by-layer).
 
 
 class NoCopies:
-    """A stand-in for the copy engine, which copies nothing."""
+    """A copy engine that copies nothing."""
 
     num_queued, num_lanes, busy_s = 0, 1, 0.0
 
@@ -78,9 +78,8 @@ async def _read(folder: Path, policy: str) -> list[Metric]:
 
 
 def families() -> dict[str, Metric]:
-    """Starts a node (a server without its sockets) under each eviction policy, and returns all
-    metrics that it exports, by full name. Tiers and devices have no samples, because the node has
-    none."""
+    """By full name, of a node under each eviction policy; it has no tiers and devices, so these
+    have no samples."""
     found: dict[str, Metric] = {}
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
@@ -90,8 +89,7 @@ def families() -> dict[str, Metric]:
 
 
 def series() -> set[str]:
-    """Returns the names of all time series that a server exports, as queries name them. A histogram
-    has three."""
+    """As queries name them; a histogram has three."""
     names = set[str]()
     for name, metric in families().items():
         parts = ("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",)
@@ -107,7 +105,6 @@ def _rows(found: Mapping[str, Metric], texts: Mapping[str, str]) -> Iterator[str
 
 
 def item(name: str, text: str, kind: str = "") -> str:
-    """Returns the item of a list that describes one metric or label."""
     told = textwrap.fill(
         f"- `{name}`{kind}: {text}",
         100,

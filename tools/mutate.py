@@ -5,10 +5,11 @@ to the changed file. Measures how many of the changes the tests detect.
     python -m tools.mutate --only proto/hotkv_proto/order.py --number 999
     python -m tools.mutate --only proto/hotkv_proto/order.py --every    # which tests are needed
 
-Invariant: a mutant (a changed source) exists only in a copy of the tree, never in the checkout;
-each worker has its own copy. A mutant is killed if a test fails that passes without it, or if its
-tests do not end. Otherwise it is a survivor, unless `mutate_equivalents.txt` lists it with the
-reason why no test could detect it. The score is killed / (mutants that ran - equivalent ones)."""
+A mutant exists only in a worker's copy of the tree, never in the checkout. It is killed if a
+test fails that passes without it, or its tests do not end; else it survives, unless
+`mutate_equivalents.txt` says why no test could detect it. Score: killed / (mutants that ran -
+equivalent ones).
+"""
 
 import argparse
 import ast
@@ -32,8 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MIN_SCORE = 0.95
 MOST_IMPORTERS = 7
-"""The tests that import a source file are run for it only if they are at most this many files. If
-there are more, most of them are not about that source file."""
+"""If more test files import a source, most are not about it."""
 
 LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
@@ -42,35 +42,32 @@ LEFT_OUT = (
     "client/hotkv_client/testing/",
     "connector_vllm/hotkv_vllm/testing/",
 )
-"""Beginnings of the paths of source files that are not mutated: code that prints output for people,
-and code outside of the product."""
+"""Beginnings of paths: output for people, and what is no product."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Results of the mutants (changed sources) that ran. The workers (threads that run tests) share
-    it, under `lock`."""
+    """Workers share it, under `lock`."""
 
     killed: list[Mutant] = field(default_factory=list)
     survivors: list[Mutant] = field(default_factory=list)
     equivalent: list[Mutant] = field(default_factory=list)
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Number of killed mutants, by test."""
+    """Killed mutants by test."""
     only_kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Number of mutants that were killed by this test only, by test."""
+    """Mutants that only this test killed."""
     only_file: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Number of mutants that only tests of this file killed, by test file."""
+    """Mutants that only tests of this file killed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def score(self) -> float:
-        """Returns the share of mutants that were killed, leaving out known equivalents. Returns 1
-        if no mutant ran."""
+        """Known equivalents do not count; 1 if none ran."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 
     def add(self, mutant: Mutant, failed: Sequence[str]) -> None:
-        """Counts a mutant: as killed if tests failed, otherwise as a survivor."""
+        """Killed if tests failed."""
         with self.lock:
             (self.killed if failed else self.survivors).append(mutant)
             tests = {line.partition("[")[0].rpartition(" ")[2] for line in failed}
@@ -80,7 +77,6 @@ class Tally:
             self.only_file.update(files if len(files) == 1 else ())
 
     def print_tests(self) -> None:
-        """Prints how many mutants each test killed, grouped by test file."""
         print("killed, killed by this test only, test")
         for file in sorted({test.partition("::")[0] for test in self.kills}):
             print(f"{file}: {self.only_file[file]} by this file only")
@@ -90,8 +86,7 @@ class Tally:
 
 
 def tests_of(path: str) -> list[str]:
-    """Returns the test files to run for a source file: those that the table TESTS names, and then
-    those that import the source file, unless these are more than MOST_IMPORTERS."""
+    """Those of TESTS, then its importers, unless these are more than MOST_IMPORTERS."""
     entry = max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)
     module = ".".join(Path(path).with_suffix("").parts[1:])
     importers = [test for test, modules in _imports().items() if module in modules]
@@ -101,8 +96,7 @@ def tests_of(path: str) -> list[str]:
 
 @functools.cache
 def _imports() -> dict[str, set[str]]:
-    """Returns, by the path of each test file, the full names of modules and members that it
-    imports. Omits tests that need a GPU."""
+    """Per test file, full names of modules and members; without tests for GPUs."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if "gpu" in path.parts:
@@ -118,8 +112,7 @@ def _imports() -> dict[str, set[str]]:
 
 
 def sources(only: Sequence[str]) -> list[str]:
-    """Returns the source files to mutate, sorted by path. `only`: prefixes of paths that restrict
-    the result."""
+    """`only`: prefixes of wanted paths."""
     found = {
         str(path.relative_to(ROOT))
         for prefix in TESTS
@@ -135,14 +128,12 @@ def sources(only: Sequence[str]) -> list[str]:
 
 
 def equivalents() -> set[str]:
-    """Returns the names of mutants that `mutate_equivalents.txt` lists."""
     lines = EQUIVALENTS.read_text().splitlines()
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
 
 def stale_entries() -> list[str]:
-    """Returns a message for each entry of `mutate_equivalents.txt` or of the table TESTS that names
-    a mutant, a source file or a test file that no longer exists."""
+    """Of `mutate_equivalents.txt` or TESTS, that name what no longer exists."""
     paths, known = sources(()), equivalents()
     files = {name.partition(":")[0] for name in known}
     mutants = {
@@ -159,7 +150,7 @@ def stale_entries() -> list[str]:
 
 
 def main() -> int:
-    """Runs mutants, and prints the survivors and the score. Returns 1 if the score is too low."""
+    """Returns 1 if the score is too low."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=30, help="begins no mutant after that")
     parser.add_argument("--number", type=int, default=100_000, help="at most so many mutants")

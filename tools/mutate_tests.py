@@ -1,4 +1,4 @@
-"""The tests that belong to each source file. `tools.mutate` runs them for the file's mutants."""
+"""The tests of each source file, for `tools.mutate`."""
 
 CORE = (
     "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "
@@ -58,11 +58,9 @@ REQUESTS = (
     "tests/vllm/test_resident_hits.py "
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
-"""Tests of the connector's scheduler side: first those without an engine, then those with an
-engine."""
+"""Tests of the connector's scheduler side, those without an engine first."""
 RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
-"""Tests of the connector's worker side: first those without an engine, then those with an
-engine."""
+"""Tests of its worker side, those without an engine first."""
 RESIDENTS = (
     "tests/vllm/test_residents.py tests/vllm/test_resident_manager.py "
     "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "
@@ -74,7 +72,7 @@ TIERS = (
     "tests/tiers/test_reads.py "
     "tests/server/test_tiers.py tests/server/test_shared_tiers.py"
 )
-"""Tests of tiers in the server, with a tier in memory."""
+"""Tests of tiers in the server, with tiers in memory."""
 DISK = (
     "tests/tiers/test_slab_file.py tests/tiers/test_disk_tier.py tests/tiers/test_disk_encoded.py "
     "tests/tiers/test_disk_calls.py tests/tiers/test_disk_kernels.py"
@@ -96,7 +94,7 @@ CALLS = (
     f"{WIRE} tests/server/test_hostile.py tests/server/test_client_memory.py "
     "tests/server/test_security.py tests/server/test_life.py"
 )
-"""Tests of the server's gRPC calls."""
+"""Tests of gRPC calls."""
 NODE = (
     f"{LIFE} tests/server/test_ranks.py tests/server/test_restart.py tests/server/test_flush.py "
     "tests/server/test_health.py tests/server/test_audit.py"
@@ -471,5 +469,4 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_estimate.py tests/sparse/test_sketches.py"
     ),
 }
-"""The test files to run for the mutants of a source file, fast tests first. Keys are beginnings of
-paths; the longest that fits the source file applies."""
+"""By beginning of the path (the longest counts), fast tests first."""

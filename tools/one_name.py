@@ -1,5 +1,5 @@
-"""Checks that a name stands for one thing: prints public classes that two modules of the product
-define, and file names that more than three modules have. Exits with 1 if there are any.
+"""Checks that a name stands for one thing: public classes that two modules of the product define,
+and file names that more than three have. Exits with 1 if there are any.
 
     python tools/one_name.py               the check
     python tools/one_name.py --functions   also lists functions that several modules define
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("proto", "sparse", "client", "server", "connector_vllm")
 MAX_SAME_FILES = 3
 SAME_BY_DESIGN = {"__init__", "calls", "capability", "drive", "figures", "service", "tier"}
-"""Files that each capability, or each tier, may have."""
+"""Each capability, or each tier, may have them."""
 
 
 def modules() -> list[Path]:
@@ -23,7 +23,7 @@ def modules() -> list[Path]:
 
 
 def definitions(kinds: tuple[type[ast.stmt], ...]) -> dict[str, list[Path]]:
-    """Returns the modules that define each public name at their top level."""
+    """Modules by the public name that they define."""
     places = defaultdict[str, list[Path]](list)
     for file in modules():
         for node in ast.parse(file.read_text()).body:

@@ -1,8 +1,8 @@
-"""Writes the section of docs/deployments.md about pairs of features from `tests/pairs/table.py`,
-which says how each two features work together.
+"""Writes docs/deployments.md's section about pairs of features, from `tests/pairs/table.py`.
 
-`python -m tools.pairs_table` writes the section about pairs of features. `--check` fails if a pair
-has no answer, if an answer names a test that does not exist, or if the page is out of date."""
+`python -m tools.pairs_table` writes it; `--check` fails if a pair has no answer, an answer names
+no test, or the page is out of date.
+"""
 
 import argparse
 import ast
@@ -49,9 +49,7 @@ Of the {counts}. A pair works unless the tables say
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields the lines of three tables of feature pairs (two features of vLLM that are used
-    together with hotkv): pairs that tests run in real engines, pairs that hotkv refuses, and pairs
-    that cannot occur together. For pairs in real engines, names only the test files."""
+    """Three tables: tested in real engines (test files only), refused, impossible together."""
     yield "\n| pairs in real engines | tests |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
     yield "\n| refused pairs | message | test |\n|---|---|---|"
@@ -73,7 +71,7 @@ def _rows(answers: dict[Pair, Answer], kind: Kind, told: Callable[[Answer], str]
 
 
 def section(answers: dict[Pair, Answer]) -> str:
-    """Returns the content of the section on pairs of features, without its markers."""
+    """The section without its markers."""
     kinds = [one.kind for one in answers.values()]
     counts = (
         f"{len(kinds)} pairs {kinds.count(Kind.HARNESS)} run in the harness, "
@@ -92,8 +90,7 @@ def section(answers: dict[Pair, Answer]) -> str:
 
 
 def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields a message for each pair of features whose answer names a test that does not exist, or
-    lacks the test or the reason that an answer of its kind needs."""
+    """Answers whose test does not exist, or that lack a test or reason of their kind."""
     for test in sorted({_plain(one.test) for one in answers.values() if one.test}):
         file, _, name = test.partition("::")
         if name not in _tests_of(file):
@@ -106,7 +103,7 @@ def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
 
 
 def _plain(test: str) -> str:
-    """Returns a test's name without its parameters."""
+    """The test's name without parameters."""
     return test.partition("[")[0]
 
 

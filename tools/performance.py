@@ -1,8 +1,8 @@
 """Writes docs/performance.md from the last recorded figures: `bench/records.json`, and
-`bench/gpu/records.json`, which a person writes from the output of a GPU machine.
+`bench/gpu/records.json`, which a person writes from a GPU machine's output.
 
-`python -m tools.performance` writes docs/performance.md. `--check` fails if the page is out of
-date."""
+`python -m tools.performance` writes it; `--check` fails if it is out of date.
+"""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from bench.targets import Record, read_records, shown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BUSY_LOAD = 1.0
-"""Load per core above which a machine is called busy."""
+"""Per core; above it, a machine is busy."""
 HEAD = """# Measured against targets
 
 `make bench` runs a short form of every benchmark that has a target. It prints hit or miss, beside
@@ -115,8 +115,7 @@ MEANINGS = {
         "time to select blocks in a context of 128k, µs per layer"
     ),
 }
-"""What each figure that has a target measures, in a few words. "a / b" is a ratio of two
-measurements."""
+"""Of figures with a target. "a / b" is a ratio of two measurements."""
 GPU_RECORDS = Path(__file__).resolve().parent.parent / "bench" / "gpu" / "records.json"
 TABLE_HEAD = "| figure | measured | target |\n|---|---|---|"
 GPU_HEAD = """
@@ -144,7 +143,6 @@ def page(records: dict[str, Record]) -> str:
 
 
 def gpu_part() -> list[str]:
-    """Returns the lines of the page about figures measured on a GPU."""
     records = json.loads(GPU_RECORDS.read_text())
     machines = dict.fromkeys(one["machine"] for one in records)
     parts = [GPU_HEAD, *(f"Machine: {one}.\n" for one in machines)]
@@ -166,18 +164,15 @@ def gpu_part() -> list[str]:
 
 
 def head_row(command: str, date: str) -> str:
-    """Returns the table row above a benchmark's figures: its command and the date of the run."""
     return f"| **`{command}`** {date} | | |"
 
 
 def row(name: str, measured: str, target: str) -> str:
-    """Returns the table row that shows a figure."""
     return f"| {meaning(name)} | {measured} | {target} |"
 
 
 def meaning(name: str) -> str:
-    """Returns what the figure `name` measures, in words. A name of several words is returned as it
-    is. Raises KeyError if MEANINGS lacks the name."""
+    """A name of several words is its own. Raises KeyError if MEANINGS lacks it."""
     is_key = " " not in name
     return f"{MEANINGS[name]} (`{name}`)" if is_key else MEANINGS.get(name, name)
 

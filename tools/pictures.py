@@ -1,11 +1,10 @@
-"""Makes the pictures of docs/images again: the status page and the documentation's site in a
-browser, light and dark, and `hotkv top` in a terminal. They show a real server under the traffic of
-two real vLLM engines with SmolLM2.
+"""Makes docs/images again: the status page and the documentation's site in a browser, light and
+dark, and `hotkv top` in a terminal, of a real server with two vLLM engines of SmolLM2.
 
-`python -m tools.pictures [--minutes 6] [--folder docs/images]`. Needs Debian's chromium, and the
-environment of `make setup`. Two engines run conversations that begin with the same system prompt.
-The arena is small and has a disk tier below it, so that hits, misses and evictions occur. At the
-end all processes have ended."""
+`python -m tools.pictures [--minutes 6] [--folder docs/images]`. Needs Debian's chromium and
+`make setup`. The engines' conversations share a system prompt; a small arena over a disk tier
+gives hits, misses and evictions. At the end all processes have ended.
+"""
 
 import argparse
 import contextlib
@@ -46,21 +45,19 @@ ARENA, DISK = "192MiB", "512MiB"
 WIDTH, HEIGHT = 1200, 960
 COLORS = 96
 CALM, CALM_S = "Is it working?   Yes", 120.0
-"""The beginning of the output of `hotkv status` without problems, and the seconds to wait for it
-before the screenshots."""
+"""How `hotkv status` begins without problems, and seconds to wait for it."""
 SYSTEM_TOKENS, TURN_TOKENS, MAX_TOKENS = 512, 130, 2200
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Environment variables of the two engines, which share a small machine."""
+"""Two engines share a small machine."""
 SMALL = {
     "served_model_name": "SmolLM2-135M-Instruct",
     "max_model_len": 2560,
     "kv_cache_memory_bytes": 64 << 20,
 }
-"""Settings of an engine whose own memory holds only one long conversation; the other conversations
-hit in the server."""
+"""One long conversation fits; the others hit in the server."""
 COLUMNS, LINES = 100, 24
 CELL = (8.4, 18.0)
-"""Width and height of a character, in pixels."""
+"""A character's width and height in pixels."""
 TERMINAL = {
     "default": "#d6dde4",
     "black": "#3b4650",
@@ -77,8 +74,8 @@ HAS_RATES = re.compile(r"prompts [1-9][\d,]* tokens/s")
 
 
 class Conversations(threading.Thread):
-    """A thread that sends the turns of `count` conversations to an engine, in random order, until
-    it is stopped. A conversation that has grown too long starts again."""
+    """Sends turns of `count` conversations in random order, until stopped; one that is too long
+    starts again."""
 
     def __init__(self, engine: Engine, model: Path, seed: int, count: int) -> None:
         super().__init__(daemon=True)
@@ -109,12 +106,8 @@ class Conversations(threading.Thread):
 
 @contextlib.contextmanager
 def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversations]]:
-    """Starts two engines, and yields their conversations, which continue until the context ends.
-
-    The engines get the last core for themselves. Otherwise they slow the server down: vLLM's
-    processes wait for each other by sched_yield, and the kernel let the server wait for a core for
-    0.2 s and more.
-    """
+    """Engines get the last core for themselves: vLLM's processes wait by sched_yield, for which
+    the kernel let the server wait 0.2 s and more."""
     cores = os.sched_getaffinity(0)
     with contextlib.ExitStack() as stack:
         settings = EngineSettings(
@@ -140,8 +133,7 @@ def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversa
 
 
 def photograph(url: str, folder: Path) -> None:
-    """Writes screenshots of the status page, light and dark. If `make docs` has built the site,
-    writes screenshots of its first page too."""
+    """Of the status page and, if `make docs` has built it, the site's first page."""
     from playwright.sync_api import ViewportSize, sync_playwright
 
     with sync_playwright() as driver:
@@ -167,7 +159,7 @@ def photograph(url: str, folder: Path) -> None:
 
 
 def save(picture: bytes, path: Path) -> None:
-    """Writes a picture with a small palette of colours, which takes a third of the bytes."""
+    """A small palette takes a third of the bytes."""
     from PIL import Image
 
     few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
@@ -175,8 +167,8 @@ def save(picture: bytes, path: Path) -> None:
 
 
 def terminal(server: Server, seconds: float) -> Any:
-    """Runs `hotkv top` in a terminal. Returns its screen (pyte) one second after it first shows a
-    rate of prompt tokens, or after `seconds`."""
+    """The screen (pyte) of `hotkv top`, a second after its first rate of prompt tokens, or after
+    `seconds`."""
     import pyte
 
     screen = pyte.Screen(COLUMNS, LINES)
@@ -192,7 +184,7 @@ def terminal(server: Server, seconds: float) -> Any:
         if select.select([descriptor], [], [], 0.1)[0]:
             stream.feed(os.read(descriptor, 1 << 16))
         if not has_rates and HAS_RATES.search("\n".join(screen.display)):
-            # Goes on for a second, so that the rest of the screen arrives.
+            # The rest of the screen arrives.
             has_rates, end_s = True, time.monotonic() + 1.0
     os.kill(pid, signal.SIGTERM)
     os.close(descriptor)
@@ -201,8 +193,8 @@ def terminal(server: Server, seconds: float) -> Any:
 
 
 def as_svg(screen: Any) -> str:
-    """Returns a terminal's screen as SVG. Each run of characters with the same style is a separate
-    text element, as wide as in the terminal with any font. Omits empty lines at the end."""
+    """Each run of one style is a text element, as wide as in the terminal with any font. Without
+    empty lines at the end."""
     width, height = CELL
     num_lines = max(row for row, line in enumerate(screen.display, 1) if line.strip())
     size = f"{screen.columns * width + 16:.0f} {num_lines * height + 16:.0f}"

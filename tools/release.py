@@ -3,17 +3,19 @@
     python -m tools.release [--out DIR] [--tag vVERSION] [PART …]
 
 Parts, by default all in this order:
+
 - `packages`: sdist and wheel;
 - `chart`: the Helm chart's package;
 - `deploy`: an archive of systemd units, settings, manifests and dashboards;
-- `sbom`: a CycloneDX list of the image's Python packages, with the versions of this build;
+- `sbom`: a CycloneDX list of the image's Python packages, with this build's versions;
 - `notes`: this version's section of CHANGELOG.md;
-- `image`: an OCI archive for this machine's processor, built by buildah from the Dockerfile;
-- `checksums`: checksums of all files of the folder.
+- `image`: an OCI archive for this processor, by buildah from the Dockerfile; without buildah a
+  message;
+- `checksums`: of all files of the folder.
 
-On a machine without buildah, the tool makes no image and prints a message. With `--tag` it refuses
-to make a release unless the tag, the version and the dated section of CHANGELOG.md agree and the
-working tree has no changes."""
+`--tag` refuses unless tag, version and the dated section of CHANGELOG.md agree and the working
+tree has no changes.
+"""
 
 import argparse
 import ast
@@ -38,24 +40,21 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "hotkv"
 DEPLOYED = ("deploy", "compose.yaml", "compose.gpu.yaml", "compose.offloading.yaml", "LICENSE")
 IMAGE_EXTRAS = "server,events,s3,otel"
-"""The extras that the Dockerfile installs for its variant `cpu`."""
+"""The Dockerfile's extras for its variant `cpu`."""
 SUMS, NOTES = "SHA256SUMS", "NOTES.md"
 UNDATED = "not released yet"
 PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Names of processors in images, by the kernel's names."""
+"""Images' names by the kernel's."""
 
 
 class ReleaseError(Exception):
-    """The release can't be made. The message gives the reason."""
+    """The release can't be made; says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release that is being built.
-
-    out: the folder of its files.
-    buildah: the command that runs buildah.
-    bud: options of the command `buildah bud`, which builds the image.
+    """buildah: the command.
+    bud: options of `buildah bud`.
     """
 
     version: str
@@ -63,8 +62,8 @@ class Release:
     buildah: tuple[str, ...] = ("buildah",)
     bud: tuple[str, ...] = ()
     epoch_s: int = field(default_factory=lambda: int(git("log", "-1", "--format=%ct")))
-    """Time of the last commit in seconds since 1970. Archives carry it as their files' time, so
-    that the same commit gives the same bytes."""
+    """Of the last commit. Archives carry it as their files' time: the same commit gives the same
+    bytes."""
 
     @property
     def wheel(self) -> Path:
@@ -76,7 +75,7 @@ class Release:
 
     @property
     def chart(self) -> Path:
-        """Returns the path of the chart's package, with the name that Helm gives it."""
+        """Named as Helm names it."""
         return self.out / f"hotkv-{self.version}.tgz"
 
     @property
@@ -101,19 +100,19 @@ class Release:
 
 
 def processor() -> str:
-    """Returns the type of this machine's processor, by the name that images use."""
+    """The name that images use."""
     return PROCESSORS.get(platform.machine(), platform.machine())
 
 
 def git(*arguments: str) -> str:
-    """Runs git in this repository and returns its output."""
+    """Output of git in this repository."""
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 
 def run(*command: str | Path, **environment: str) -> None:
-    """Runs a command. Raises ReleaseError with the end of its output if it fails."""
+    """Raises ReleaseError with the end of its output."""
     words = [str(word) for word in command]
     variables = {**os.environ, **environment}
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=variables)
@@ -123,7 +122,7 @@ def run(*command: str | Path, **environment: str) -> None:
 
 
 def version_of(source: str) -> str:
-    """Returns the `__version__` that a module's source sets. Raises ReleaseError."""
+    """`__version__` of a module's source. Raises ReleaseError."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return str(ast.literal_eval(node.value))
@@ -131,8 +130,7 @@ def version_of(source: str) -> str:
 
 
 def section(changelog: str, version: str) -> tuple[str, str]:
-    """Returns the heading and the text of a version's section in the changelog. Raises ReleaseError
-    if the section is missing or empty."""
+    """Heading and text. Raises ReleaseError if missing or empty."""
     parts = re.split(r"^## +(.*)$", changelog, flags=re.MULTILINE)
     for heading, text in zip(parts[1::2], parts[2::2], strict=True):
         if heading.partition(",")[0].strip() == version and text.strip():
@@ -141,12 +139,8 @@ def section(changelog: str, version: str) -> tuple[str, str]:
 
 
 def check_tag(tag: str, version: str, heading: str, changes: str) -> None:
-    """Raises ReleaseError unless this tree may be released under the tag: the tag must fit the
-    version, the changelog's section must have a date, and there must be no changes.
-
-    heading: heading of the version's section in the changelog.
-    changes: output of `git status` for changed files.
-    """
+    """Raises ReleaseError unless the tag fits the version, the section has a date, and nothing
+    is changed. changes: of `git status`."""
     if tag != f"v{version}":
         raise ReleaseError(f"the tag is {tag}, the version {version}: expected v{version}")
     if UNDATED in heading:
@@ -156,7 +150,6 @@ def check_tag(tag: str, version: str, heading: str, changes: str) -> None:
 
 
 def packages(release: Release) -> None:
-    """Builds sdist and wheel."""
     run(
         *(sys.executable, "-m", "build", "--outdir", release.out, ROOT),
         SOURCE_DATE_EPOCH=str(release.epoch_s),
@@ -166,8 +159,7 @@ def packages(release: Release) -> None:
 
 
 def chart(release: Release) -> None:
-    """Builds the chart's package. Raises ReleaseError if the chart has another version, or if Helm
-    refuses the chart."""
+    """Raises ReleaseError if the chart has another version, or Helm refuses it."""
     named = dict(
         re.findall(r"^(version|appVersion): (\S+)$", (CHART / "Chart.yaml").read_text(), re.M)
     )
@@ -179,8 +171,7 @@ def chart(release: Release) -> None:
 
 
 def deploy(release: Release) -> None:
-    """Builds the archive of deployment files (systemd units, settings, manifests, dashboards),
-    which the Python package does not have."""
+    """Packs what the Python package does not have."""
     names = git("ls-files", "--", *DEPLOYED).splitlines()
     head = f"hotkv-{release.version}-deploy"
 
@@ -200,16 +191,15 @@ def deploy(release: Release) -> None:
 
 
 def sbom(release: Release) -> None:
-    """Writes the SBOM: installs the wheel with the image's extras in a new environment, and lists
-    its packages. The image's Debian packages are not included."""
+    """Of the wheel with the image's extras in a new environment, without the image's Debian
+    packages."""
     with tempfile.TemporaryDirectory(prefix="hotkv-sbom-") as folder:
         venv.create(folder, with_pip=False)
         python = Path(folder) / "bin" / "python"
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
-        # The SBOM tool reads hotkv's version from pyproject.toml, but not if Python code computes
-        # it there. So it gets a copy of the file with the version as text.
+        # The SBOM tool needs the version as text, not computed.
         project = Path(folder) / "pyproject.toml"
         text = (ROOT / "pyproject.toml").read_text()
         project.write_text(text.replace('dynamic = ["version"]', f'version = "{release.version}"'))
@@ -219,12 +209,11 @@ def sbom(release: Release) -> None:
 
 
 def notes(release: Release) -> None:
-    """Writes this version's section of CHANGELOG.md."""
     release.notes.write_text(section((ROOT / "CHANGELOG.md").read_text(), release.version)[1])
 
 
 def image(release: Release) -> None:
-    """Builds the image into an OCI archive. Without buildah it prints a message instead."""
+    """Without buildah, prints a message."""
     if shutil.which(release.buildah[0]) is None:
         say("image", "none: buildah is not installed (Debian's package buildah)")
         return
@@ -237,7 +226,7 @@ def image(release: Release) -> None:
 
 
 def checksums(release: Release) -> None:
-    """Writes the SHA-256 of each file of the folder, in the format of `sha256sum --check`."""
+    """In the format of `sha256sum --check`."""
     lines = []
     for path in sorted(release.out.iterdir()):
         if path.name != SUMS:
@@ -261,8 +250,7 @@ def say(part: str, came: str) -> None:
 
 
 def empty(out: Path) -> None:
-    """Empties the folder of an earlier run. Raises ReleaseError, and removes nothing, if something
-    else is in the folder."""
+    """Of an earlier run. Raises ReleaseError, and removes nothing, if something else is there."""
     out.mkdir(parents=True, exist_ok=True)
     files = list(out.iterdir())
     foreign = [
@@ -277,7 +265,7 @@ def empty(out: Path) -> None:
 
 
 def make(release: Release, parts: Sequence[str]) -> None:
-    """Builds the given parts of the release. Raises ReleaseError or helm.HelmError."""
+    """Raises ReleaseError or helm.HelmError."""
     for part in parts:
         before = {path.name: path.stat().st_mtime_ns for path in release.out.iterdir()}
         PARTS[part](release)

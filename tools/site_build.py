@@ -1,11 +1,11 @@
-"""Builds the documentation's site: the pages of docs/ and the files to which they link, as HTML
-with a search. A warning of Sphinx, such as a broken link or anchor, is an error.
+"""Builds the documentation's site: docs/ and the files to which it links, as HTML with a search. A
+warning of Sphinx, such as a broken link or anchor, is an error.
 
-Invariant: a page has the same text on the site as on GitHub. The only exception are links whose
-text is the linked file's name (`[tiers.md](tiers.md)`): on the site their text is the page's title.
-Links to files outside docs/ lead to pages below `source/` that show these files. Pictures and
-diagrams exist in two versions, for light and for dark pages. The tool writes only two folders, each
-from scratch: the pages for Sphinx, and the site."""
+A page has the same text as on GitHub, but for links named by their file
+(`[tiers.md](tiers.md)`), which get the page's title. Files outside docs/ are shown below
+`source/`. Pictures and diagrams exist for light and for dark pages. Only two folders are
+written, from scratch: the pages for Sphinx, and the site.
+"""
 
 import argparse
 import posixpath
@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs"
 FRONT_PAGE = "docs/README.md"
 SOURCE = "source"
-"""Folder of the site that shows files outside docs/."""
+"""Folder of the site with files outside docs/."""
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[\w-]+)?)\)")
 FILE_NAME = re.compile(r"\[([\w/]+\.md)$")
-"""The name of a page's file as the text of a link, in front of the link's target."""
+"""A file's name as a link's text, before the target."""
 TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 IMAGES = {".png", ".svg"}
 IMAGE = re.compile(r"(!\[[^\]]*\])\(([^)#\s]+)\)")
@@ -34,10 +34,9 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
-"""A picture in two versions, as GitHub shows it. Groups: the version for dark pages, the picture's
-description, the version for light pages."""
+"""As GitHub shows it. Groups: for dark pages, description, for light pages."""
 THEMES = {"light": "neutral", "dark": "dark"}
-"""Mermaid's theme for a light and a dark page."""
+"""Mermaid's theme of light and dark pages."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMED_PARAGRAPH = re.compile(r'^(.*)<a name="([\w-]+)"></a>', re.MULTILINE)
 LANGUAGES = {
@@ -55,20 +54,17 @@ STYLE = """\
 """
 
 Draw = Callable[[str, str], str]
-"""A function (diagram in Mermaid's language, name of a theme of Mermaid) that returns the diagram
-as SVG."""
+"""Maps a diagram and Mermaid's theme to SVG."""
 
 
 class SiteError(Exception):
-    """The pages can't be assembled. The message gives page and reason."""
+    """Names page and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the table of contents.
-
-    pages: paths of its files, relative to the repository's root.
-    titles: titles in the table of contents for pages whose own title is not used.
+    """pages: relative to the repository's root.
+    titles: for pages whose own title is not used.
     """
 
     title: str
@@ -77,8 +73,7 @@ class Section:
 
 
 def read_nav(root: Path) -> list[Section]:
-    """Returns the table of contents. Raises SiteError if the table omits a page of docs/, lists it
-    twice, or lists a page that does not exist."""
+    """Raises SiteError if a page of docs/ is left out or listed twice, or one does not exist."""
     content = tomllib.loads((root / DOCS / "nav.toml").read_text())
     sections = []
     for one in content["section"]:
@@ -110,7 +105,7 @@ def read_nav(root: Path) -> list[Section]:
 
 
 def page_of(path: str) -> str:
-    """Returns the path of the site's page, in Markdown, that shows a file of the repository."""
+    """The site's page, in Markdown, of a file."""
     if path == FRONT_PAGE:
         return "index.md"
     if path.startswith(f"{DOCS}/"):
@@ -120,13 +115,12 @@ def page_of(path: str) -> str:
 
 
 def resolved(path: str, link: str) -> str:
-    """Returns the path of a link's target, relative to the repository's root."""
+    """Relative to the repository's root."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 
 def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Yields the links of a page to files of the repository, without images: (regular-expression
-    match of the link, path of the file)."""
+    """(match, path) of links to files of the repository, without images."""
     for match in LINK.finditer(text):
         target = resolved(path, match[1])
         is_image = Path(target).suffix in IMAGES
@@ -135,21 +129,18 @@ def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str
 
 
 def images(path: str, text: str) -> Iterator[str]:
-    """Yields the paths of the images in a page."""
     yield from (resolved(path, match[2]) for match in IMAGE.finditer(text))
     for match in PICTURE.finditer(text):
         yield from (resolved(path, match[1]), resolved(path, match[3]))
 
 
 def place_of(path: str) -> str:
-    """Returns the path that an image has on the site."""
     inside = path.removeprefix(f"{DOCS}/")
     return inside if inside != path else posixpath.join(SOURCE, path)
 
 
 def shown_files(root: Path, sections: list[Section]) -> list[str]:
-    """Returns all files that get a page on the site: the pages of docs/ in the table of contents,
-    and all files to which they link."""
+    """All of docs/ in the contents, and what they link to."""
     waiting = [FRONT_PAGE, *(page for section in sections for page in section.pages)]
     found = set(waiting)
     while waiting:
@@ -163,7 +154,7 @@ def shown_files(root: Path, sections: list[Section]) -> list[str]:
 
 
 def with_links(root: Path, path: str, text: str) -> str:
-    """Returns the text of a page with its links changed to pages of the site."""
+    """Links lead to pages of the site."""
     folder = posixpath.dirname(page_of(path)) or "."
     parts, end = [], 0
     for match, target in links(root, path, text):
@@ -177,14 +168,13 @@ def with_links(root: Path, path: str, text: str) -> str:
 
 
 def title_of(root: Path, path: str) -> str:
-    """Returns the title of a page. Returns the page's path if it has no title."""
+    """The path if the page has no title."""
     found = TITLE.search((root / path).read_text())
     return found[1] if found else path
 
 
 def both(alternative: str, light: str, dark: str) -> str:
-    """Returns Sphinx's markup for an image in two versions: `light` for light pages, `dark` for
-    dark pages."""
+    """Sphinx's markup for an image in two versions."""
     return "\n\n".join(
         f"```{{image}} {address}\n:alt: {alternative}\n:class: only-{kind}\n```"
         for kind, address in (("light", light), ("dark", dark))
@@ -192,8 +182,7 @@ def both(alternative: str, light: str, dark: str) -> str:
 
 
 def with_pictures(path: str, text: str) -> str:
-    """Returns the text of a page with its images at their addresses on the site. Pictures are shown
-    in the version that fits the page's colours."""
+    """At their addresses on the site, in the version of the page's colours."""
     folder = posixpath.dirname(page_of(path)) or "."
 
     def address(link: str) -> str:
@@ -204,8 +193,7 @@ def with_pictures(path: str, text: str) -> str:
 
 
 def with_diagrams(text: str, page: Path, draw: Draw) -> str:
-    """Returns the text of a page with pictures in place of its diagrams. Writes the pictures beside
-    the page."""
+    """Pictures replace diagrams, and lie beside the page."""
 
     def drawn(match: re.Match[str]) -> str:
         name = f"{page.stem}_{text.count('```mermaid', 0, match.start())}"
@@ -217,7 +205,6 @@ def with_diagrams(text: str, page: Path, draw: Draw) -> str:
 
 
 def as_markdown(root: Path, path: str) -> str:
-    """Returns the text of the site's page for a file of the repository, in Markdown."""
     text = (root / path).read_text()
     if path.endswith(".md"):
         text = with_pictures(path, with_links(root, path, text))
@@ -228,13 +215,13 @@ def as_markdown(root: Path, path: str) -> str:
 
 
 def entry(section: Section, page: str) -> str:
-    """Returns a page's line in the table of contents, in Sphinx's syntax."""
+    """In Sphinx's syntax."""
     title = section.titles.get(page)
     return f"{title} <{page_of(page)}>" if title else page_of(page)
 
 
 def table_of_contents(sections: list[Section]) -> str:
-    """Returns the table of contents for the front page, in Sphinx's syntax."""
+    """For the front page, in Sphinx's syntax."""
     return "\n".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {section.title}\n\n"
         + "\n".join(entry(section, page) for page in section.pages)
@@ -244,7 +231,7 @@ def table_of_contents(sections: list[Section]) -> str:
 
 
 def stage(root: Path, folder: Path, draw: Draw) -> int:
-    """Writes the pages for Sphinx. Returns their number. Raises SiteError."""
+    """Returns the number of pages. Raises SiteError."""
     sections = read_nav(root)
     listed = {page for section in sections for page in section.pages}
     shutil.rmtree(folder, ignore_errors=True)
@@ -269,15 +256,14 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
 
 
 def draw(diagram: str, theme: str) -> str:
-    """Returns the SVG of a Mermaid diagram, in one of Mermaid's themes."""
-    # `mermaidx` is imported here, because only the environment of `make docs` has it.
+    # Only the environment of `make docs` has it.
     import mermaidx
 
     return str(mermaidx.render(diagram, theme=theme).svg())
 
 
 def build(folder: Path, site: Path) -> int:
-    """Runs Sphinx; returns its exit status."""
+    """Sphinx's exit status."""
     shutil.rmtree(site, ignore_errors=True)
     doctrees = folder.with_name("doctrees")
     shutil.rmtree(doctrees, ignore_errors=True)
@@ -287,7 +273,7 @@ def build(folder: Path, site: Path) -> int:
 
 
 def main() -> int:
-    """Builds the site. Returns 1 if the pages have an error."""
+    """1 if the pages have an error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the repository (default: this one)"

@@ -1,8 +1,6 @@
-"""Checks a built site: every internal link and anchor has a target, pages load resources only from
-the site, no Markdown syntax remains in the text, no title is the name of a Markdown file, and the
-search index has every page.
-
-The tool only reads the site's files. It does not follow links to other hosts."""
+"""Checks a built site: internal links and anchors have targets, pages load only from the site,
+no Markdown is left in texts, no title is a Markdown file's name, and the search index has every
+page. Reads only the site's files."""
 
 import json
 import re
@@ -13,28 +11,24 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
-"""HTML elements whose address a browser loads together with the page, and the attribute that has
-the address."""
+"""Elements whose address a browser loads with the page, and its attribute."""
 TITLED = {"title", "a"}
-"""HTML elements whose text is the title of a page."""
+"""Elements whose text is a page's title."""
 NOT_LOADED = {"canonical", "prev", "next", "alternate"}
-"""Values of `rel` whose `link` elements a browser does not load."""
+"""Values of `rel` that a browser does not load."""
 STYLE_URL = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])((?:https?:)?//[^'")]+)""")
 LEFT_OVER = re.compile(r"^(?:\||[-*] |\d+\. |```)", re.MULTILINE)
-"""Finds Markdown syntax of a list, a table or a code fence in the text of a paragraph: Sphinx has
-not understood it there."""
+"""A list, table or code fence that Sphinx has not understood."""
 INDEX = Path("searchindex.js")
 UNSEARCHED = {"search.html"}
 
 
 @dataclass
 class Page(HTMLParser):
-    """An HTML parser that collects a page's links, anchors, titles and loaded addresses."""
-
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     titles: list[str] = field(default_factory=list)
-    """Texts of the page's title and links."""
+    """Texts of the title and of links."""
     loaded: list[str] = field(default_factory=list)
     paragraphs: list[str] = field(default_factory=list)
     _in_paragraph: bool = False
@@ -81,8 +75,7 @@ def read_pages(site: Path) -> dict[Path, Page]:
 
 
 def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> str | None:
-    """Returns a message if a link of a page is broken. Returns None if the link is valid, or leads
-    to another host."""
+    """None if valid, or to another host."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
@@ -99,7 +92,7 @@ def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> s
 
 
 def check(site: Path) -> tuple[list[str], int, int]:
-    """Checks a site. Returns (problems, number of pages, number of links)."""
+    """(problems, number of pages, number of links)."""
     pages = read_pages(site)
     problems = []
     for path, page in pages.items():
@@ -131,7 +124,6 @@ def check(site: Path) -> tuple[list[str], int, int]:
 
 
 def not_indexed(site: Path, pages: dict[Path, Page]) -> list[str]:
-    """Returns the pages that are missing in the site's search index."""
     index = site / INDEX
     text = index.read_text() if index.is_file() else "{}"
     known = set(json.loads(text[text.index("{") : text.rindex("}") + 1]).get("docnames", ()))
@@ -140,7 +132,7 @@ def not_indexed(site: Path, pages: dict[Path, Page]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the problems of the site in a folder; returns 1 if there are any."""
+    """1 if there are problems."""
     site = Path(arguments[0] if arguments else "site")
     problems, num_pages, num_links = check(site)
     for problem in problems:

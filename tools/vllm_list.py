@@ -1,11 +1,9 @@
-"""Generates `hotkv_vllm/compat/uses.json`, the list of the names in vLLM that the connectors use,
-from the sources of the tested vLLM versions. The list is shipped with the connectors. When an
-engine starts, they compare the list with the installed vLLM.
+"""Generates `hotkv_vllm/compat/uses.json`, the names in vLLM that the connectors use, from the
+tested versions' sources; engines compare it with the installed vLLM when they start.
 
-`--check` fails if `uses.json` is out of date: if it differs from the list that is generated now
-from the sources of its versions and from the connectors' modules. `--newest` compares `uses.json`
-with the newest release on the package index, as an engine does when it starts. If a source can't be
-fetched, `--check` only compares the uses of the installed vLLM.
+`--check` fails if it is out of date with its versions' sources and the connectors' modules; if a
+source can't be fetched, only the installed vLLM's uses are compared. `--newest` compares it with
+the newest release, as an engine does.
 """
 
 import argparse
@@ -36,17 +34,11 @@ from tools.vllm_sources import Source, Unreachable, exact, installed, lines, rel
 
 CORE = "vllm.v1.engine.core"
 CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
-"""Methods of vLLM for which the list also has their callers, because
-`hotkv_vllm.compat.checks.is_pausing` tells a pause of the engine from other calls by the caller."""
+"""Also listed with their callers, by which `hotkv_vllm.compat.checks.is_pausing` tells a pause."""
 
 
 def forms(names: Sources, door: str) -> dict[tuple[str, str], Form]:
-    """Returns what a connector uses of vLLM, by module and name, each with its form (the calls that
-    the connector makes, and the signature) in one version of vLLM.
-
-    names: the names in the sources of this version.
-    door: one of hotkv's two vLLM connectors.
-    """
+    """By module and name, in one version: calls that the connector makes, and the signature."""
     found: dict[tuple[str, str], Form] = {}
     for uses in uses_of(names, door):
         for key, form in uses.forms.items():
@@ -66,8 +58,7 @@ def forms(names: Sources, door: str) -> dict[tuple[str, str], Form]:
 
 
 def made(sources: Sequence[Source]) -> str:
-    """Returns the content of `uses.json` as text: each use of vLLM with its forms (calls and
-    signatures) in all versions. A form is None if a version lacks the use."""
+    """Each use with its forms in all versions; None: a version lacks it."""
     every = [Sources(source, is_whole=True) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):
@@ -95,8 +86,7 @@ def made(sources: Sequence[Source]) -> str:
 
 
 def written(value: dict[str, Any]) -> str:
-    """Returns the text of `uses.json` with one use of vLLM per line, so that a diff shows changed
-    uses."""
+    """One use per line, so that a diff shows changed uses."""
     text = json.dumps({**value, "doors": {}}, indent=1).removesuffix("{}\n}")
     doors = []
     for door, listed in value["doors"].items():
@@ -109,8 +99,7 @@ def written(value: dict[str, Any]) -> str:
 
 
 def stale() -> str:
-    """Returns the reason why `uses.json` (the shipped list of uses of vLLM) is out of date; an
-    empty string if it is up to date."""
+    """Why `uses.json` is out of date; empty if it is not."""
     text = LIST.read_text()
     uses = ApiUses.read(text)
     tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}
@@ -129,8 +118,7 @@ def stale() -> str:
 
 
 def newest() -> list[str]:
-    """Returns the differences between `uses.json` (the shipped list of uses of vLLM) and the newest
-    release of vLLM on the package index."""
+    """Differences to the newest release."""
     source = release(lines()[-1], CACHE)
     uses = ApiUses.read(LIST.read_text())
     found = [f"{door}: {line}" for door in uses.doors for line in differences(source, door, uses)]

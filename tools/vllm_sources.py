@@ -1,9 +1,8 @@
-"""Reads vLLM's Python sources without importing vLLM: the sources of the installed vLLM, and source
-distributions from the package index.
+"""vLLM's Python sources, without importing it: the installed ones, and source distributions.
 
-A source distribution (some 45 MB) is fetched once; its Python files are kept in the folder `cache`.
-If the index can't be reached, the kept files are used. If no kept files exist either, raises
-`Unreachable` with the reason."""
+A distribution (45 MB) is fetched once; its Python files stay in `cache`, also for when the index
+can't be reached. Without either: `Unreachable`.
+"""
 
 import importlib.util
 import os
@@ -24,23 +23,23 @@ ARCHIVE = re.compile(r'href="([^"#]*/vllm-((\d+)\.(\d+)\.(\d+)(?:\.post\d+)?)\.t
 
 
 class Unreachable(Exception):
-    """The package index does not answer, or does not have the wanted release."""
+    """The index does not answer, or lacks the release."""
 
 
 class Source(Protocol):
-    """The source files of a vLLM version. Their paths begin with `vllm/`."""
+    """Paths begin with `vllm/`."""
 
     name: str
 
     def read(self, path: str) -> str | None:
-        """Returns a file's text; None if the file does not exist."""
+        """None if there is no such file."""
 
     def paths(self) -> list[str]:
-        """Returns the paths of all Python files, sorted."""
+        """Sorted."""
 
 
 class Folder(Files):
-    """The sources of a vLLM version in a folder that has a subfolder `vllm`."""
+    """Has a subfolder `vllm`."""
 
     def __init__(self, name: str, root: Path) -> None:
         super().__init__(root)
@@ -52,7 +51,7 @@ class Folder(Files):
 
 
 def installed() -> Folder:
-    """Returns the sources of the installed vLLM. Raises Unreachable."""
+    """Raises Unreachable."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise Unreachable("vLLM is not installed here")
@@ -60,7 +59,7 @@ def installed() -> Folder:
 
 
 def release(line: Line, cache: Path) -> Folder:
-    """Returns the sources of the newest release of a line such as (0, 33). Raises Unreachable."""
+    """The newest of a line such as (0, 33). Raises Unreachable."""
     try:
         found = [one for one in _releases() if one[0][:2] == line]
         if not found:
@@ -75,7 +74,7 @@ def release(line: Line, cache: Path) -> Folder:
 
 
 def exact(version: str, cache: Path) -> Folder:
-    """Returns the sources of a release such as 0.33.0. Raises Unreachable."""
+    """Sources of a release such as 0.33.0. Raises Unreachable."""
     folder = cache / f"vllm-{version}"
     if folder.exists():
         return _folder(folder)
@@ -89,8 +88,7 @@ def exact(version: str, cache: Path) -> Folder:
 
 
 def lines() -> list[Line]:
-    """Returns the release lines on the package index, such as (0, 33), oldest first. Raises
-    Unreachable."""
+    """On the index, oldest first. Raises Unreachable."""
     try:
         return sorted({(major, minor) for (major, minor, _), _, _ in _releases()})
     except OSError as error:
@@ -98,7 +96,7 @@ def lines() -> list[Line]:
 
 
 def _kept(version: str, url: str, cache: Path) -> Folder:
-    """Returns a release's sources. Fetches them if they are not in `cache`. Raises OSError."""
+    """Fetches what is not in `cache`. Raises OSError."""
     folder = cache / f"vllm-{version}"
     if not folder.exists():
         _fetch(url, folder)
@@ -110,8 +108,7 @@ def _folder(path: Path) -> Folder:
 
 
 def _fetch(url: str, folder: Path) -> None:
-    """Fetches a source distribution and writes its Python files to `folder`. The folder appears
-    only when it is complete. Raises OSError."""
+    """The folder appears when it is complete. Raises OSError."""
     print(f"fetching {url}", flush=True)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -130,8 +127,7 @@ def _fetch(url: str, folder: Path) -> None:
 
 
 def _releases() -> list[tuple[tuple[int, int, int], str, str]]:
-    """Returns number, version and address of each source distribution on the package index. Raises
-    OSError."""
+    """Number, version and address of each. Raises OSError."""
     request = urllib.request.Request(f"{INDEX.rstrip('/')}/vllm/", headers={"Accept": "text/html"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as page:
         found = ARCHIVE.findall(page.read().decode())

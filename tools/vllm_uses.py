@@ -1,9 +1,8 @@
-"""Finds a connector module's uses of vLLM and compares them with a vLLM version's sources: imports,
-calls, attributes, overridden methods.
+"""A connector module's uses of vLLM, compared with a version's sources: imports, calls, attributes,
+overridden methods.
 
-The types of values are inferred from the names in `PARAMETERS`, annotations, assignments and loops.
-Values of unknown type are skipped; `Uses.num_checked` counts the uses that were compared.
-`Uses.forms` has each use in the format of the list that is shipped with the connector
+Types come from `PARAMETERS`, annotations, assignments and loops; unknown ones are skipped,
+`Uses.num_checked` counts the rest. `Uses.forms`: as in the list shipped with the connector
 (`hotkv_vllm.compat.uses`).
 """
 
@@ -38,21 +37,18 @@ PARAMETERS = {
     "connector_output": "vllm.v1.outputs.KVConnectorOutput",
     "blocks": "vllm.v1.core.kv_cache_manager.KVCacheBlocks",
 }
-"""Classes of vLLM by the names of parameters and attributes that hold their objects. These names
-need an entry because they are annotated `Any`, or belong to another object (`state.request`)."""
+"""vLLM's classes by names that hold their objects; these are annotated `Any`, or belong to
+another object (`state.request`)."""
 
 OWNERS = {"self", "state", "engine", "_engine"}
-"""Sources of variables that hold hotkv's objects. Attributes of these objects that `PARAMETERS`
-names hold objects of vLLM."""
+"""Variables of hotkv's objects, whose attributes in `PARAMETERS` hold vLLM's."""
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
-"""Empty classes of vLLM whose values are instances of hotkv's subclasses."""
+"""Empty classes of vLLM; the values are hotkv's subclasses."""
 
 
 class Uses:
-    """The uses of vLLM in one module, compared with a vLLM version.
-
-    problems: a message for each use that this version does not support.
-    num_checked: number of compared uses.
+    """problems: uses that this version does not support.
+    num_checked: compared uses.
     """
 
     def __init__(self, names: Sources, path: str, tree: ast.Module) -> None:
@@ -91,8 +87,7 @@ class Uses:
                 self._follow(node, {})
 
     def _use(self, module: str, name: str, found: Definition) -> tuple[str, str]:
-        """Records that the module uses the member `name` of vLLM's `module`. Returns its key in
-        `forms`."""
+        """Returns the key in `forms`."""
         key = (module, name)
         if key not in self.forms:
             self.forms[key] = form_of(self._names, found, is_member="." in name)
@@ -158,8 +153,7 @@ class Uses:
         self._follow(function, types)
 
     def _follow(self, scope: ast.AST, types: dict[str, Type]) -> None:
-        """Walks through a function, a class body or a module, infers the types of its variables,
-        and so finds its uses of vLLM. Leaves out functions and classes defined in it."""
+        """Infers variables' types in a function, class or module, without what is defined in it."""
         for node in self._in_order(scope):
             if isinstance(node, ast.Assign):
                 value = self._type(node.value, types)
@@ -174,9 +168,8 @@ class Uses:
                 self._type(node, types)
 
     def _in_order(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yields the syntax nodes below a node in the order in which Python evaluates them, so that
-        the type of a variable is known before its use: the loops of a comprehension before its
-        element."""
+        """As Python evaluates, so a variable's type is known before its use: a comprehension's
+        loops before its element."""
         for child in sorted(
             ast.iter_child_nodes(node), key=lambda child: not isinstance(child, ast.comprehension)
         ):
@@ -199,8 +192,7 @@ class Uses:
                 self._bind(element, item, None, types)
 
     def _type(self, node: ast.expr, types: dict[str, Type]) -> Type:
-        """Returns the type of an expression. Records attributes and calls that vLLM does not
-        have."""
+        """Records attributes and calls that vLLM does not have."""
         if isinstance(node, ast.Name):
             return types[node.id] if node.id in types else self._imported(node.id)
         if isinstance(node, ast.Attribute):
@@ -216,7 +208,7 @@ class Uses:
         return None
 
     def _imported(self, name: str) -> Type:
-        """Returns the type of an imported name: a class or module itself, or a variable's type."""
+        """A class or module itself, or a variable's type."""
         full = self._imports.get(name, "")
         found = self._names.find(full) if full else None
         if found is None or isinstance(found.node, FunctionDef):
@@ -233,9 +225,7 @@ class Uses:
         return self._names.value(found) if found is not None else None
 
     def _member(self, node: ast.Attribute, kind: Type) -> Definition | None:
-        """Looks up an attribute of a value of this type in vLLM's sources, and records its use.
-        Returns its definition; None if the type is unknown. If vLLM lacks the attribute, records a
-        problem and returns None."""
+        """Records the use, or a problem if vLLM lacks it. None if the type is unknown."""
         if isinstance(kind, Scope) and kind.found.node is Module.node:
             owner, name = None, node.attr
             module = kind.name
@@ -307,11 +297,8 @@ class Uses:
     def _call_of(
         self, node: ast.Call, use: tuple[str, str], found: Definition, *, is_member: bool
     ) -> Type:
-        """Checks a call of a class or function of vLLM against its parameters, and records the
-        call. Returns the type of the result.
-
-        use: the key of the called name in `forms`.
-        is_member: whether it is called on an object, so that `self` is given.
+        """Checks and records the call; returns the result's type. use: key in `forms`.
+        is_member: `self` is given.
         """
         has_self = True
         parameters: ast.arguments | None
@@ -335,13 +322,12 @@ class Uses:
 
 
 def _last_name(node: ast.expr) -> str:
-    """Returns `c` for the expression `a.b.c`; an empty string for other expressions."""
+    """`c` of `a.b.c`; else empty."""
     return getattr(node, "id", getattr(node, "attr", ""))
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
-    """Compares a method of hotkv with the method of vLLM that it overrides. Returns a text about
-    calls that vLLM's method accepts and hotkv's does not; an empty string if there are none."""
+    """Calls that vLLM's method takes and ours does not; empty if none."""
     if kind_of(ours) != kind_of(theirs):
         return f"is a {kind_of(theirs)} in vLLM"
     mine, base = ours.args, theirs.args
@@ -366,9 +352,8 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Sources) -> str:
-    """Checks the assumptions of `hotkv_vllm.compat.checks.is_pausing`, which finds out from the
-    calling method whether an engine is being paused. Returns a message about the first assumption
-    that does not hold in a vLLM version; an empty string if all hold."""
+    """The first assumption of `hotkv_vllm.compat.checks.is_pausing` that does not hold; empty if
+    all do."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"
@@ -394,8 +379,7 @@ def pauses_by(names: Sources) -> str:
 
 
 def callbacks_of(names: Sources, cls: Definition) -> set[str]:
-    """Returns the names of the public methods and properties of a class and its bases, which a
-    subclass may override."""
+    """Public methods and properties, with bases', that a subclass may override."""
     return {
         name
         for one in names.bases(cls)

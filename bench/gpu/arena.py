@@ -1,12 +1,10 @@
-"""Measures how fast a GPU reads the server's arena (host memory with all blocks) directly, in
-fragments of 8 KiB, in each way that the device allows. Plain copies from pinned memory take turns
-with these reads as a comparison.
+"""Measures how fast a GPU reads the server's arena directly, in fragments of 8 KiB, in each way
+that the device allows, in turns with plain copies from pinned memory.
 
-`python -m bench.gpu.arena [--json]`, on a machine with CuPy. It takes some seconds and 64 MiB of
-host memory. An engine maps the arena read-only. Its device reads the mapping in one of two ways:
-registered with CUDA as read-only memory, or as pageable memory. `writable` is the mapping of
-engines that `security.arena_writers` lists, which every GPU can register. Every byte that the
-device has read is compared. No server runs.
+`python -m bench.gpu.arena [--json]`, with CuPy; seconds, 64 MiB of host memory, no server. An
+engine maps the arena read-only; its device reads it registered read-only, or as pageable memory.
+`writable` is the mapping of engines in `security.arena_writers`, which every GPU can register.
+All bytes are compared.
 """
 
 import mmap
@@ -33,8 +31,7 @@ from hotkv_sparse.cuda.mapped_arena import (
 
 KV_HEADS, BLOCK_TOKENS, HEAD_SIZE = 8, 16, 128
 FRAGMENT_BYTES = BLOCK_TOKENS * HEAD_SIZE * 2 * 2
-"""K and V of a block in one KV head, in float16: 8 KiB, the smallest piece that a kernel copies
-from the arena."""
+"""K and V of a block in one KV head, in float16: the smallest piece that a kernel copies."""
 SEQUENCES, LOADS = 64, 4
 ROUNDS = 20
 PULL_TARGET = 0.6
@@ -42,8 +39,8 @@ READ_ONLY, PAGEABLE, WRITABLE = "registered read-only", "pageable", "registered 
 
 
 class Mapping:
-    """The server's arena, as shared memory of `num_bytes`: mapped as the server maps it (`server`),
-    and as engines do, writable (`writable`) and read-only (`read_only`)."""
+    """Shared memory as the server maps it (`server`), and as engines do (`writable`,
+    `read_only`)."""
 
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("arena")
@@ -58,9 +55,9 @@ class Mapping:
 
 
 class Puller:
-    """Copies scattered fragments of the arena into pages on the device with the kernel
-    `pull_blocks`, as a decode step over contexts in host memory does: some blocks of each of many
-    sequences."""
+    """Copies scattered fragments to the device by the kernel `pull_blocks`, as a decode step
+    does: some blocks of each of many sequences.
+    """
 
     def __init__(self, kernels: "CudaArrays | HostArrays", sequences: int) -> None:
         self._kernels, self._sequences = kernels, sequences
@@ -77,12 +74,10 @@ class Puller:
         self._targets = rng.permutation(count).astype(np.int32)
 
     def pull(self) -> None:
-        """Starts the kernel that copies all blocks of all sequences from the arena."""
         self._kernels.device.launch("pull_blocks", (LOADS, 2, self._sequences), 256, self._given)
 
     def aim(self, address: int) -> None:
-        """Makes later calls of `pull` read the arena at this address, at which one of the compared
-        mappings begins."""
+        """Later pulls read the arena at this address."""
         xp, base = self._kernels.xp, self._kernels.address(self._pages)
         places = [
             Fragment(i * FRAGMENT_BYTES, base + i * FRAGMENT_BYTES, FRAGMENT_BYTES)
@@ -102,13 +97,11 @@ class Puller:
         )  # fmt: skip
 
     def copy(self) -> None:
-        """Copies as many bytes as `pull` does from pinned memory, by CUDA's plain copy call, for
-        comparison."""
+        """As many bytes, from pinned memory, by CUDA's plain call."""
         self._kernels.copy_in(self._flat, self._pinned)
 
     def check(self, content: U8) -> None:
-        """Raises ValueError unless every byte of the pages is that of its block in `content` (the
-        arena). Then clears the pages."""
+        """Compares all pages with `content`, then clears them. Raises ValueError."""
         held = self._kernels.device.read(self._pages).reshape(len(self._targets), -1)
         expected = content.reshape(-1, self._block_bytes)[self._sources.reshape(-1)]
         if not np.array_equal(held[self._targets], expected):
@@ -117,8 +110,7 @@ class Puller:
 
 
 def allowed() -> tuple[bool, bool]:
-    """Returns in which ways the device can read a read-only mapping: (True if after registration
-    with CUDA as read-only memory, True if as pageable memory without registration)."""
+    """(registered read-only, pageable): can the device read so?"""
     runtime = cupy_module().cuda.runtime
     registers, same, pageable = (
         bool(runtime.deviceGetAttribute(attribute, 0))
@@ -128,8 +120,7 @@ def allowed() -> tuple[bool, bool]:
 
 
 def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int) -> float:
-    """Measures the kernel that reads the arena and plain copies in turns. Returns the rate of the
-    kernel divided by the rate of plain copies."""
+    """Rate of the kernel, divided by that of plain copies."""
     pulls, copies = [], []
     for number in range(rounds + 2):
         pull_ms = kernels.milliseconds(puller.pull)
@@ -141,8 +132,7 @@ def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int
 
 
 def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> list[Figure]:
-    """Measures reads of the arena in all ways that the device allows, by `sequences` sequences.
-    Returns the figures; only the way that engines use on this device has a target."""
+    """Only the way that engines use on this device has a target."""
     puller = Puller(kernels, sequences)
     mapping = Mapping(2 * puller.num_bytes)
     registers, pageable = allowed()

@@ -1,12 +1,8 @@
-"""Sequences whose blocks are only in host memory, except the sinks (first blocks) and the recent
-window. Runs the kernels of sparse decode without an engine, and passes to the device the data that
-an engine's worker would pass.
+"""Sequences whose blocks, but sinks and recent window, are only in host memory: sparse decode's
+kernels without an engine, given what a worker gives.
 
-To save host memory, all layers and sequences read the same host pages. On the device, each layer
-and sequence has its own pages, so as many bytes are copied as with separate host pages. Each
-sequence and layer also has its own sketches (compact forms of blocks' keys, for scoring).
-
-Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D channels.
+All layers and sequences read the same host pages, to save memory; device pages and sketches are
+their own. Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values, D channels.
 """
 
 import mmap
@@ -37,18 +33,17 @@ SMALL_CONFIG = SparseConfig(
     min_context_tokens=0,
     residency="host",
 )
-"""Settings of sparse decode for short runs on a simulated device (the CPU in place of a GPU)."""
+"""For short runs on the CPU in place of a GPU."""
 U8 = npt.NDArray[np.uint8]
 
 
 def page_bytes_of(shape: ModelShape) -> int:
-    """Returns the bytes of a block's keys and values in one layer."""
     return BLOCK_TOKENS * shape.kv_heads * 2 * shape.head_size * 2
 
 
 def random_pages(num_blocks: int, page_bytes: int) -> U8:
-    """Returns random keys and values in float16, with random signs and absolute values from 0.5 to
-    1: uint8 [blocks, bytes]. They are in memory that can be registered with CUDA."""
+    """float16 of random sign, absolute values from 0.5 to 1: uint8 [blocks, bytes]. CUDA can
+    register the memory."""
     memory = np.frombuffer(mmap.mmap(-1, num_blocks * page_bytes), np.uint8)
     rng, words = np.random.default_rng(1), memory.view(np.uint64)
     for start in range(0, len(words), 1 << 22):
@@ -61,8 +56,7 @@ def random_pages(num_blocks: int, page_bytes: int) -> U8:
 
 
 def registered(pages: U8) -> MappedArena:
-    """Registers the pages with CUDA, so that the device can read them. Ends the program if they
-    can't be registered."""
+    """Ends the program if the pages can't be registered."""
     arena = MappedArena(pages.reshape(-1), is_writable=True)
     arena.start()
     if not arena.wait():
@@ -71,11 +65,10 @@ def registered(pages: U8) -> MappedArena:
 
 
 class Context:
-    """Sequences of equal length that decode together, each a row of the batch.
+    """Sequences of equal length, each a row of the batch.
 
-    place: returns the address of an array on the device.
-    is_away: if True, old blocks are only in host memory. If False, all blocks are on the device,
-        but steps select blocks and attend in the same way.
+    place: address of an array on the device.
+    is_away: old blocks are only in host memory; else all are on the device, selected alike.
     """
 
     def __init__(
@@ -94,15 +87,11 @@ class Context:
         is_away: bool = True,
         query_kind: str = "float32",
     ) -> None:
-        """Sets the sequences up.
-
-        num_tokens: tokens of each sequence before the first step.
-        arena, address: the host memory with the blocks, uint8 [blocks, page bytes], and the address
-            at which the device reads it.
-        num_layers: None: as many as `shape` has.
-        steps: most steps that will follow.
-        rows: number of sequences.
-        query_kind: dtype of the queries.
+        """num_tokens: of each sequence before the first step.
+        arena, address: the blocks, uint8 [blocks, page bytes], and where the device reads them.
+        num_layers: None: as `shape`.
+        steps: at most.
+        rows: sequences.
         """
         self.device, self.config, self.arena, self.shape = device, config, arena, shape
         self.num_tokens, self.num_rows, self._place = num_tokens, rows, place
@@ -185,17 +174,13 @@ class Context:
                 self.residents.give_back(row, self.freed)
 
     def fill(self, content: Callable[[int, np.ndarray], None]) -> None:
-        """Puts the blocks on the device that are there before the first step: all blocks, or only
-        the sinks (first blocks) and the recent window if old blocks are in host memory. Calls
-        `content(layer, pages)` for each layer, which must write block b of the arena to the device
-        page `pages[row, b]`. `pages` is int32 [rows, blocks]; page 0 is not used, and stands for a
-        block that is not on the device."""
+        """`content(layer, pages)` writes block b of the arena to page `pages[row, b]`, int32
+        [rows, blocks]; page 0: not on the device."""
         for layer in range(len(self.caches)):
             content(layer, self._table[:, : len(self.arena)])
 
     def rename(self) -> None:
-        """Writes to the device which request each row of the next step belongs to. The kernels find
-        the request by the block (page) into which the row's new token is written."""
+        """Names the next step's rows: kernels find a request by the page of its new token."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
             {
@@ -208,21 +193,18 @@ class Context:
         return PagePlaces(self._place(self.caches[layer]), self.page_bytes, 0)
 
     def catch_up(self) -> None:
-        """Builds the sketches (compact forms of keys) of all blocks of all sequences, in all
-        layers, from keys in the arena and in device pages. Call it once before the first step."""
+        """Builds all sketches. Once, before the first step."""
         self.work.begin_batch(self.batch)
         count, found = self.num_tokens // BLOCK_TOKENS, self.residents
         for number, layer in enumerate(self.layers):
             for row in range(self.num_rows):
                 found.locate_keys(row, count, self.places(number), self.work.arena, self.work.rows)
                 layer.build(None, found.found_rows, count, found.addresses)
-        # `catch_up` does not count as a step. The next step is the first, which fills the hot sets
-        # (the blocks on the device to which a step attends).
+        # Not a step: the next is the first, and fills the hot sets.
         self._start_rows()
 
     def advance(self, *, asks: bool = True) -> None:
-        """Does the host's work between two steps: lengthens each context by a token. Draws new
-        random queries if `asks`."""
+        """The host's work between steps: a token more; new queries if `asks`."""
         self._lengths += 1
         self.device.write(self.tokens, (0,), self._lengths)
         if asks:
@@ -232,22 +214,18 @@ class Context:
         self.rename()
 
     def step(self) -> None:
-        """Queues a decode step on the device. No part of the step needs the host."""
+        """Queues a decode step, which needs nothing of the host."""
         self.begin_step()
         for number in range(len(self.layers)):
             self.layer_step(number, self.query, self._kind)
 
     def begin_step(self) -> None:
-        """Queues the part of a step that comes before the first layer."""
+        """What comes before the first layer."""
         self.work.begin_batch(self.batch)
 
     def layer_step(self, number: int, query: Array, kind: str) -> None:
-        """Queues a layer's part of a step: builds sketches (compact forms of keys) of newly
-        completed blocks, selects blocks by the queries, and writes the block table for attention.
-
-        number: index of the layer.
-        query: [rows, query heads, channels], of dtype `kind`.
-        """
+        """Builds sketches of completed blocks, selects, writes the block table. query: [rows,
+        query heads, channels]."""
         layer, residents, rows = self.layers[number], self.residents, self.num_rows
         size = self.shape.head_size
         layer.build(
@@ -257,8 +235,8 @@ class Context:
         layer.step(Queries(query, kind, self.shape.heads * size, size))
 
     def stage(self, target: Array, count: int | None = None) -> None:
-        """Copies the blocks of layer 0 of the first sequence to `target`, one after the other, as a
-        prefill needs them: all that are in host memory, or the first `count`."""
+        """Copies layer 0 of the first sequence to `target`, as a prefill needs it: what is in
+        host memory, or `count` blocks."""
         self.residents.stage(
             0,
             self.freed if count is None else count,
@@ -271,14 +249,12 @@ class Context:
         )
 
     def pulled(self) -> int:
-        """Returns the number of pages that steps have copied from the arena so far."""
+        """Pages copied from the arena so far."""
         return int(self.device.read(self.work.faults)[2])
 
     def check(self) -> int:
-        """Compares, in all layers, the blocks that steps have copied from host memory into hot
-        slots (places on the device) with the arena. Returns the number of such slots. Raises
-        ValueError if a slot differs, or if the kernels have counted faults (no slot, or no copy in
-        the arena, for a block)."""
+        """Compares hot slots with the arena; returns their number. Raises ValueError if one
+        differs, or the kernels count faults."""
         count = 0
         faults = self.device.read(self.work.faults)
         if faults[0] or faults[1]:

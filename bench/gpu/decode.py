@@ -1,18 +1,15 @@
-"""Compares decoding over contexts in host memory with decoding over contexts that are wholly on the
-device. Uses a dummy model with the shape of an 8B model, and torch's attention.
+"""Compares decoding over contexts in host memory with contexts wholly on the device: a dummy 8B
+model, torch's attention.
 
-`python -m bench.gpu.decode [--json] [--quick]`, on a machine with torch and CuPy. It takes a
-minute, 30 GB of device memory and 1 GiB of host memory. The model has 32 layers with 8 KV heads of
-128 channels, and 4 query heads per KV head. A step selects 2048 tokens, and is replayed as a CUDA
-graph. The reported memory is what a real model would need: for `dense`, whole contexts in all
-layers; for residency (contexts in host memory), the pages on the device and the sketches
-(compact forms of blocks' keys). Queries come from random weights, so a step copies more blocks from
-host memory than with a real model.
+`python -m bench.gpu.decode [--json] [--quick]`, with torch and CuPy; a minute, 30 GB of device
+memory, 1 GiB of host memory. 32 layers, 8 KV heads of 128 channels, 4 query heads per KV head; a
+step selects 2048 tokens, in a CUDA graph. Memory is what a real model would need: for `dense` whole
+contexts, for residency device pages and sketches. Queries of random weights make a step copy more
+blocks than a real model.
 
-Checks the tokens too: they must equal those of the same selection with all blocks on the device,
-and those of dense attention if the budget covers the context. Measures also the time that residency
-adds to a prefill in chunks of 8k tokens, in which each layer copies its context from host memory
-and builds sketches. That time does not include stores to the server.
+Tokens must equal those of the same selection with all blocks on the device, and of dense
+attention if the budget covers the context. Also what residency adds to a prefill in chunks of
+8k, where each layer copies its context and builds sketches; without stores to the server.
 """
 
 import sys
@@ -38,25 +35,20 @@ from hotkv_sparse.config import SparseConfig
 
 BATCHES = (1, 3, 8)
 DENSE_ROWS = 3
-"""Number of whole contexts that fit into the device memory of the comparison (`dense`). Residency
-gets as much memory for its contexts."""
+"""Whole contexts in `dense`'s memory; residency gets as much."""
 NUM_TOKENS, EQUAL_TOKENS, EQUAL_STEPS, STEPS = 1 << 17, 4096, 16, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 RATIO_TARGET = 1.66
-"""The smallest speed-up over vLLM that SPIN (a publication) reports."""
+"""The smallest speed-up over vLLM that SPIN reports."""
 COVERED_TARGET = 0.95
-"""Least share of tokens that must equal those of dense attention if the budget covers the context.
-Below 1, because sums in another order may change a token if two tokens are almost equally
-likely."""
+"""Share of tokens equal to dense attention's; sums in another order may flip near ties."""
 OVERHEAD_TARGET = 0.55
-"""The overhead that ShadowKV (a publication) reports, as a share of the time to first token."""
+"""What ShadowKV reports, of the time to first token."""
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Decodes over contexts in host memory, and compares the tokens with those of two references.
-    Returns the share of equal tokens for each. The first reference makes the same selection, but
-    has all blocks on the device. The second is dense attention; for this comparison the budget
-    covers the context."""
+    """Shares of equal tokens: against the same selection with all blocks on the device, and
+    against dense attention under a budget that covers."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=2048)
     host = HostPages(model.shape, count)
@@ -84,8 +76,7 @@ def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
 
 
 def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, steps: int) -> float:
-    """Returns the tokens per second of decode with dense attention, for `rows` sequences of
-    `num_tokens` tokens, over `steps` steps."""
+    """Tokens per second."""
     cache = DenseCache(model, rows, num_tokens, 1)
     ids = torch.ones(rows, dtype=torch.int64, device=model.device)
     positions = torch.full_like(ids, num_tokens - 1)
@@ -101,8 +92,7 @@ def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, ste
 def resident_rate(
     kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, rows: int, steps: int
 ) -> tuple[float, int]:
-    """Returns the tokens per second of decode over `rows` contexts in host memory, and the bytes of
-    device memory for their KV and sketches (compact forms of keys)."""
+    """Tokens per second, and device bytes of KV and sketches."""
     one = Resident(kernels, model, host, config, rows=rows, steps=steps + 4)
     context = one.context
     context.catch_up()
@@ -116,9 +106,7 @@ def resident_rate(
 
 
 def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns the decode rates for each batch size, with dense attention and with residency
-    (contexts in host memory). For residency, returns also its memory as a share of the memory of
-    `DENSE_ROWS` whole contexts."""
+    """Residency's memory as a share of DENSE_ROWS whole contexts."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     whole_bytes = host.num_tokens * model.shape.token_bytes
     figures, dense, resident = list[Figure](), list[float](), list[float]()
@@ -148,8 +136,6 @@ def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> lis
 def prefill_overhead(
     kernels: Some, model: DummyModel, host: HostPages, small: bool
 ) -> list[Figure]:
-    """Returns the time of a whole dense prefill, and the time that residency (contexts in host
-    memory) adds to it, as a share."""
     config = SMALL_CONFIG if small else CONFIG
     kernels.clear()
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()

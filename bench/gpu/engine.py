@@ -1,12 +1,9 @@
-"""A stand-in for a vLLM engine: it has KV in torch tensors on a GPU, which the connector's own code
-registers with a real server. The module also has plain CUDA copies, with which benchmarks compare
-the server's copies.
+"""A stand-in for a vLLM engine: KV in torch tensors on a GPU, registered with a real server by the
+connector's code; and plain CUDA copies to compare with.
 
-Always true: a transfer begins only after the device's earlier work on the same memory has ended.
-Either the engine waits for that work before it calls the server, or the server waits for a mark (a
-point in the device's queue, such as a CUDA event) that the call names. With a `MadeUp` device,
-engine and server run without a GPU. The checks of bytes are then valid, but the times are
-meaningless.
+A transfer begins only after the device's earlier work on the same memory: the engine waits
+before the call, or the server waits for the call's mark. With a `MadeUp` device all runs without
+a GPU: bytes count, times mean nothing.
 """
 
 import contextlib
@@ -54,14 +51,9 @@ HEADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of KV memory: `num_blocks` blocks of `layers` pages each. A page is a block's bytes
-    in one layer.
-
-    layout: the order of the axes in memory, outermost first: B blocks, L layers, H heads, N tokens,
-        C channels, and K if keys and values are apart. It decides which bytes are contiguous, and
-        so how many pieces a copy has: a whole block in `BLHNC`, a page in `LBHNC`, half a page in
-        `LKBNHC`, a head's part of a page in `LHBNC`.
-    """
+    """layout: order of the axes, outermost first: B blocks, L layers, H heads, N tokens, C
+    channels, K if keys and values are apart. It decides the pieces of a copy: a block in
+    `BLHNC`, a page in `LBHNC`, half a page in `LKBNHC`, a head's part of a page in `LHBNC`."""
 
     page_bytes: int
     layers: int
@@ -97,67 +89,55 @@ class Shape:
 
 
 # --------------------------------------------------------------------------------------- The device
-# The engine's device in the benchmarks: the first GPU, or host memory that stands for a GPU.
-# Always true: a `MadeUp` device does all work at once, so its bytes can be checked, but its times
-# are meaningless.
 
 
 class Cuda:
-    """The first GPU, as the device of a benchmark."""
+    """The first GPU."""
 
     is_made_up = False
-    """If True, times on this device are meaningless."""
+    """If so, times mean nothing."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
         self.name = str(torch.cuda.get_device_name(self.device))
 
     def server_command(self) -> list[str]:
-        """Returns the command that starts a server with this device, without flags."""
+        """The server's command without flags."""
         return [sys.executable, "-m", "hotkv_server.cli", "run", "--copy.cuda", "on"]
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
-        """Returns uint8 [bytes] on the device, and the handle with which the server opens it."""
+        """uint8 [bytes], and the handle with which the server opens it."""
         memory = self.scratch(num_bytes)
         return memory, cuda_handle("kv", memory.untyped_storage())
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        """Returns uint8 [bytes] on the device, which is not shared with the server."""
+        """uint8 [bytes], not shared."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Returns uint8 [bytes] of pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def marks(self, wanted: str) -> Marks:
-        """Returns a source of marks. A mark is the current end of the current stream, for which a
-        transfer can be made to wait.
-
-        wanted: a value of the connector's setting `device_order`, which chooses the kind of mark.
-        """
+        """Marks of the current stream. wanted: of the setting `device_order`."""
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
-        """Returns a context manager of a new stream. Work that is queued in its `with` block goes
-        to that stream."""
+        """A context manager that makes a new stream current."""
         return torch.cuda.stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
-        """Waits for all work that this process has queued on the device."""
         torch.cuda.synchronize(self.device)
 
     def wait_stream(self) -> None:
-        """Waits for all work on the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def free_bytes(self) -> int:
-        """Returns the free bytes of the device's memory, over all processes."""
+        """Counts all processes."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
 
 class MadeUp:
-    """A simulated device of `hotkv_server.testing`: its memory is host memory, and queued work is
-    done at once."""
+    """`hotkv_server.testing`'s device: host memory; queued work is done at once."""
 
     name, is_made_up = "no GPU, a made-up device", True
 
@@ -192,7 +172,6 @@ class MadeUp:
         pass
 
     def free_bytes(self) -> int:
-        """Returns the bytes of the simulated device that no process has allocated."""
         held = {}
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
@@ -205,8 +184,7 @@ class MadeUp:
 
 
 class _Queue:
-    """The queue of a simulated device, with the methods that `hotkv_vllm.worker.device_order` needs
-    of a device (`MarkedDevice`). It does queued work immediately."""
+    """A `MarkedDevice` that does work at once."""
 
     uuid, stream = uuid_of(0), 0
 
@@ -247,13 +225,12 @@ Side = Cuda | MadeUp
 
 
 def about(side: Side) -> dict[str, object]:
-    """Returns the fields of a report that describe the device."""
+    """What a report says about the device."""
     return {"device": side.name, "made_up": side.is_made_up}
 
 
 def find_side(made_up: bool) -> Side:
-    """Returns the first GPU, or a simulated one if `made_up`. Ends the program if a GPU is wanted
-    and there is none."""
+    """Ends the program if a GPU is wanted and missing."""
     if made_up:
         print("made-up device: bytes are checked, times mean nothing", file=sys.stderr)
         return MadeUp()
@@ -272,8 +249,7 @@ LEASE_S = 600.0
 
 
 class GpuServer(Server):
-    """A `demo.processes.Server` (a server as a child process) whose only device is the GPU or the
-    simulated device."""
+    """Its only device is the GPU or the simulated one."""
 
     def __init__(self, side: Side, folder: Path, arena_bytes: int, *flags: str) -> None:
         self.arena_bytes = arena_bytes
@@ -286,14 +262,13 @@ class GpuServer(Server):
         return self
 
     def devices(self) -> dict[str, Any]:
-        """Returns the fields that `hotkv devices --json` prints for the server's only device,
-        together with the fields about the arena."""
+        """`hotkv devices --json`: the device's and the arena's fields in one."""
         answer: dict[str, Any] = json.loads(self.cli("devices", "--json"))
         return {**answer.pop("devices")[0], **answer}
 
     def wait_settled(self, *, calibrated: bool, timeout_s: float = 90.0) -> dict[str, Any]:
-        """Waits until the whole arena is pinned (registered with the device) and, if `calibrated`,
-        the server has measured its copies. Returns the same as `devices`. Raises ChildError."""
+        """Until the arena is pinned and, if `calibrated`, copies are measured. Returns
+        `devices`. Raises ChildError."""
         self.wait_ready(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -308,7 +283,6 @@ class GpuServer(Server):
         raise self._child.error(f"not settled: {found}")
 
     def kill(self) -> None:
-        """Kills the process with SIGKILL, as in a crash."""
         self._child.process.kill()
         self._child.process.wait()
 
@@ -317,12 +291,8 @@ class GpuServer(Server):
 def settled(
     side: Side, arena_bytes: int, *flags: str, is_calibrated: bool = True
 ) -> Iterator[GpuServer]:
-    """Starts a server, and waits until its arena is pinned and it has measured its copies, after
-    which its speed no longer changes. Skips the measurement if the device is simulated or
-    `is_calibrated` is False. At the end, removes the server and its folder.
-
-    flags: flags of the server in addition.
-    """
+    """A server whose speed no longer changes. Without a measurement if simulated, or not
+    `is_calibrated`."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes) as folder,
@@ -333,8 +303,8 @@ def settled(
 
 
 class Engine:
-    """A worker's session with the server over `memory` (uint8 [bytes] on the device). Its transfers
-    wait for marks (points in the device's queue) of the kind that the server chose."""
+    """A worker's session over `memory`, uint8 [bytes]. Transfers wait for marks of the server's
+    kind."""
 
     def __init__(
         self, side: Side, target: str, shape: Shape, *, order: str = "host", model: str = ""
@@ -372,43 +342,38 @@ class Engine:
         self.session.start()
 
     def connected(self) -> "Engine":
-        """Waits until the session is connected. Raises TimeoutError with the server's message."""
+        """Raises TimeoutError with the server's message."""
         if not self.session.wait_connected(DEADLINE_S):
             raise TimeoutError(f"not connected: {self.session!r}: {self.said[-1:]}")
         return self
 
     def close(self) -> None:
-        """Ends the session and releases the memory."""
         self.session.close()
         self._views.clear()
         del self.memory
         if not self.side.is_made_up:
-            # torch frees memory that was exported to another process only after it has checked that
-            # the other process has closed it.
+            # torch frees exported memory only once it has seen that others have closed it.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     # Bytes
 
     def fill(self) -> None:
-        """Fills the memory with random bytes."""
         self.memory.random_(0, 256)
         self.side.synchronize()
 
     def clear(self, ids: Int32s) -> None:
-        """Writes zeros to these blocks."""
         at = self._at(ids)
         for view in self._views:
             view[at] = 0
         self.side.synchronize()
 
     def equal(self, one: Int32s, other: Int32s) -> bool:
-        """Returns True if these blocks have the same bytes."""
         a, b = self._at(one), self._at(other)
         return all(torch.equal(view[a], view[b]) for view in self._views)
 
     def content(self, ids: Int32s) -> bytes:
-        """Returns all bytes of these blocks, one tensor after the other."""
+        """All bytes, one tensor after the other."""
         at = self._at(ids)
         return b"".join(view[at].cpu().numpy().tobytes() for view in self._views)
 
@@ -424,7 +389,7 @@ class Engine:
         return self.session.store(name, name, [BlockRun(0, hashes, ids)], DEADLINE_S, after=after)
 
     def lease(self, hashes: Sequence[bytes]) -> str:
-        """Acquires a lease on blocks that must be ready. Returns the lease's id."""
+        """Raises AssertionError unless all are ready. Returns the lease's id."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)], LEASE_S).result(DEADLINE_S)
         if not grant.pinned[0].all():
@@ -434,9 +399,7 @@ class Engine:
         return name
 
     def load(self, lease: str, ids: Int32s, after: After | None = None) -> "Future[TransferResult]":
-        """Starts a load of the first blocks of the lease into the device blocks `ids`. `after`: the
-        mark (point in the device's queue) for which the server waits before it copies; None: no
-        mark."""
+        """The lease's first blocks into `ids`. `after`: the mark that the server waits for."""
         positions = np.arange(len(ids), dtype=np.int32)
         return self.session.load(
             os.urandom(8).hex(), lease, [LoadRun(0, positions, ids)], DEADLINE_S, after=after
@@ -444,7 +407,7 @@ class Engine:
 
 
 def done(transfer: "Future[TransferResult]") -> TransferResult:
-    """Waits for a transfer. Returns its result; raises AssertionError if it failed."""
+    """Raises AssertionError if the transfer failed."""
     result = transfer.result(DEADLINE_S)
     if result.status is not TransferStatus.DONE:
         raise AssertionError(f"a transfer ended as {result}")
@@ -455,22 +418,19 @@ def done(transfer: "Future[TransferResult]") -> TransferResult:
 def half_leased(
     side: Side, target: str, shape: Shape, *, order: str = "host", is_scattered: bool = False
 ) -> Iterator[tuple[Engine, Int32s, Int32s, str]]:
-    """Connects an engine with random bytes, stores half of its blocks and leases them. Yields
-    (engine, ids of the stored half, ids of the other half, lease).
+    """Yields (engine, ids of the stored half, ids of the other, lease). The caller loads the lease
+    into the other half; raises AssertionError if they differ at the end. Everything stored is
+    deleted.
 
-    The caller must load the leased blocks into the other half. At the end, raises AssertionError if
-    the halves differ, and deletes everything that was stored.
-
-    order: how transfers wait for the device (the connector's setting `device_order`).
-    is_scattered: blocks are at random places, instead of one after the other.
+    order: the setting `device_order`.
+    is_scattered: at random places.
     """
     engine = Engine(side, target, shape, order=order).connected()
     try:
         engine.fill()
         ids = np.arange(shape.num_blocks, dtype=np.int32)
         if is_scattered:
-            # Puts the blocks at random places on both sides of the copy, as
-            # in an engine's block pool.
+            # As in an engine's block pool.
             ids = np.random.default_rng(1).permutation(ids)
         stored, others = ids[: len(ids) // 2], ids[len(ids) // 2 :]
         names = new_hashes(len(stored))
@@ -486,8 +446,7 @@ def half_leased(
 
 
 class PlainCopies:
-    """Copies `num_bytes` contiguous bytes between pinned and device memory by CUDA's plain call.
-    The server's copies can't be faster, so benchmarks compare them with these copies."""
+    """CUDA's plain call on contiguous bytes: the server can't be faster."""
 
     def __init__(self, side: Side, num_bytes: int) -> None:
         self._side = side
@@ -496,8 +455,7 @@ class PlainCopies:
         self._streams = [side.stream() for _ in range(2)]
 
     def seconds(self, *, load: bool, store: bool) -> float:
-        """Makes a copy in each chosen direction: `load` to the device, `store` from it; with both,
-        the two copies run at once. Returns the seconds."""
+        """Of a copy to the device (`load`), from it (`store`), or both at once."""
         self._side.synchronize()
         start_s = time.perf_counter()
         self.give(load=load, store=store)
@@ -505,7 +463,7 @@ class PlainCopies:
         return time.perf_counter() - start_s
 
     def give(self, *, load: bool, store: bool) -> None:
-        """Submits a copy in each chosen direction, and returns without waiting."""
+        """Submits the copies without waiting."""
         if load:
             with self._streams[0]:
                 self._device[0].copy_(self._host[0], non_blocking=True)
@@ -514,14 +472,14 @@ class PlainCopies:
                 self._host[1].copy_(self._device[1], non_blocking=True)
 
     def copy_in(self, stream: Any) -> None:
-        """Copies to the device on the stream, and waits for it."""
+        """Copies to the device, and waits."""
         with stream:
             self._device[0].copy_(self._host[0], non_blocking=True)
             self._side.wait_stream()
 
 
 def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Blocks until `reached` returns true. Raises TimeoutError, with `what` in its message."""
+    """Raises TimeoutError with `what`."""
     end_s = time.monotonic() + deadline_s
     while not reached():
         if time.monotonic() > end_s:
@@ -530,8 +488,7 @@ def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
 
 
 def operation_bytes(wanted_bytes: int, arenas: int) -> int:
-    """Returns the number of bytes that a measured operation copies: `wanted_bytes`, halved until an
-    arena of `arenas` times as many bytes fits into shared memory."""
+    """`wanted_bytes`, halved until `arenas` times as many fit into shared memory."""
     free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     found = wanted_bytes
     while found > 16 * MIB and free < arenas * found + 256 * MIB:
@@ -546,9 +503,8 @@ def operation_bytes(wanted_bytes: int, arenas: int) -> int:
 
 
 def main() -> None:
-    """Runs an engine that a test kills, to see whether the server survives it: `python -m
-    bench.gpu.engine TARGET BYTES [made-up]`. The engine allocates BYTES, and then stores and loads
-    until it is killed."""
+    """`python -m bench.gpu.engine TARGET BYTES [made-up]`: stores and loads until a test kills
+    it."""
     side = MadeUp() if "made-up" in sys.argv[3:] else Cuda()
     num_blocks = int(sys.argv[2]) >> 20
     engine = Engine(

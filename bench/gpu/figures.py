@@ -1,9 +1,7 @@
-"""The results of the benchmarks of `bench.gpu`: figures, each with its target, and a table of all
-figures.
+"""Figures of `bench.gpu`, with targets, and a table of all.
 
-`python -m bench.gpu.figures FOLDER` reads `reports.txt` in FOLDER, writes `summary.json` beside it
-and prints the table. Each line of `reports.txt` has a benchmark's name and the JSON object that the
-benchmark printed last.
+`python -m bench.gpu.figures FOLDER` reads `reports.txt` (per line a benchmark's name and its
+JSON object), writes `summary.json` beside it and prints the table.
 """
 
 import argparse
@@ -19,10 +17,7 @@ from hotkv_client.command.tables import table
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured figure.
-
-    target: the least acceptable value, or the greatest if `at_most`; None without a target.
-    """
+    """target: the least, or with `at_most` the greatest, acceptable value."""
 
     name: str
     measured: float
@@ -37,7 +32,7 @@ class Figure:
 
 
 def gpu_parser(description: str) -> argparse.ArgumentParser:
-    """Returns a parser with the options that the benchmarks of a GPU share."""
+    """Has the options that all benchmarks of a GPU share."""
     options = parser(description)
     options.add_argument(
         "--quick", action="store_true", help="less of everything: to see that it runs"
@@ -51,7 +46,6 @@ def gpu_parser(description: str) -> argparse.ArgumentParser:
 
 
 def print_figures(figures: Sequence[Figure], details: dict[str, object], *, as_json: bool) -> None:
-    """Prints the table and, with `--json`, a JSON object as the last line."""
     print(
         table(("figure", "measured", "target", "met"), [_row(figure) for figure in figures]),
         flush=True,
@@ -73,8 +67,7 @@ def _row(figure: Figure) -> tuple[object, ...]:
 
 
 def read(report: str) -> list[Figure]:
-    """Returns the figures in a benchmark's report; an empty list if the benchmark was ended while
-    it wrote them."""
+    """Empty if the benchmark was ended while it wrote."""
     try:
         found = json.loads(report)
     except json.JSONDecodeError:

@@ -1,12 +1,10 @@
 """Answers the two most important questions about a GPU in half a minute: how fast stores and loads
 are beside plain pinned copies, and how much they slow the engine down.
 
-`python -m bench.gpu.first [--json]`, on a machine with a GPU. It takes 2 GiB of device memory and 2
-GiB of host memory. Uses one server, 256 MiB per operation, and the memory layout LBHNC, in which a
-page (a block's bytes in one layer) is a contiguous run. Measures pages of 64 and of 16 KiB, in each
-direction and in both at once, in turns with plain copies. Measures also the time from submission to
-first byte, and the slow-down of a loop of matrix products. `bench.gpu.transfer`, `latency` and
-`methods` measure the rest.
+`python -m bench.gpu.first [--json]`, on a machine with a GPU, 2 GiB of device and of host
+memory. One server, 256 MiB per operation, layout LBHNC, pages of 64 and 16 KiB, each direction
+and both, in turns with plain copies; also submission to first byte, and the slow-down of matrix
+products. `bench.gpu.transfer`, `latency` and `methods` measure the rest.
 """
 
 import sys
@@ -24,15 +22,13 @@ LEAST_ARENA_BYTES = 256 * MIB
 
 
 def shape_of(run_bytes: int, op_bytes: int) -> Shape:
-    """Returns the sizes of KV memory that has as many blocks as two operations of `op_bytes` need.
-    A page (a block's bytes in one layer) has `run_bytes` and is contiguous."""
+    """As many blocks as two operations need; a page of `run_bytes` is contiguous."""
     layers = layers_of(run_bytes, op_bytes)
     return Shape(run_bytes, layers, 2 * op_bytes // layers // run_bytes, "LBHNC")
 
 
 def copies(side: Side, target: str, op_bytes: int, rounds: int) -> list[Figure]:
-    """Measures stores and loads of `op_bytes` through the server. Returns their rates, as shares of
-    the rate of plain copies."""
+    """Rates through the server, as shares of plain copies'."""
     plain, figures = PlainCopies(side, op_bytes), []
     for run_bytes in RUNS:
         times = measure(side, target, plain, shape_of(run_bytes, op_bytes), rounds)

@@ -1,10 +1,6 @@
-"""The devices on which the benchmarks run the CUDA kernels of sparse decode: the first GPU, or the
-CPU in place of a GPU (`tests.device.cuda_on_cpu` compiles the kernels with g++ for the CPU).
-
-Each exists twice: for benchmarks that use arrays of CuPy (on the CPU numpy), and for benchmarks
-that use tensors of torch. A benchmark runs on the GPU and on the CPU alike. The CPU does all work
-at once, so its bytes can be checked, but its times are meaningless.
-"""
+"""Where benchmarks run sparse decode's CUDA kernels: the first GPU, or the CPU
+(`tests.device.cuda_on_cpu`), each for arrays (CuPy, numpy) and for torch's tensors. The CPU does
+work at once: its times mean nothing."""
 
 import gc
 import sys
@@ -22,11 +18,11 @@ U8 = npt.NDArray[np.uint8]
 
 
 class CudaArrays:
-    """The first GPU, with arrays of CuPy. Creates a stream and makes it the current stream."""
+    """Makes a new stream the current one."""
 
     is_made_up = False
     xp: Any
-    """The module of the arrays: CuPy, numpy or torch."""
+    """The module of arrays: CuPy, numpy or torch."""
 
     def __init__(self) -> None:
         import cupy
@@ -42,7 +38,7 @@ class CudaArrays:
         return address_of(array)
 
     def milliseconds(self, run: Callable[[], None]) -> float:
-        """Returns the time that the stream takes for the work queued by `run`, in milliseconds."""
+        """Time of the work that `run` queues."""
         start, end = (self.xp.cuda.Event() for _ in range(2))
         start.record(self.stream)
         run()
@@ -51,19 +47,17 @@ class CudaArrays:
         return float(self.xp.cuda.get_elapsed_time(start, end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Captures the work that `run` queues as a CUDA graph. Each call of the returned function
-        replays the graph."""
+        """Calls replay a CUDA graph of the work that `run` queues."""
         self.stream.begin_capture()
         run()
         graph = self.stream.end_capture()
         return lambda: graph.launch(self.stream)
 
     def pinned(self, num_bytes: int) -> U8:
-        """Returns pinned host memory."""
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
 
     def copy_in(self, target: Any, source: U8) -> None:
-        """Copies all of a pinned array to the device, by CUDA's plain call."""
+        """Copies by CUDA's plain call."""
         target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self.stream)
 
     def copy(self, target: Any, source: Any) -> None:
@@ -72,8 +66,7 @@ class CudaArrays:
 
 
 class _Host:
-    """The CPU, which runs the CUDA kernels in place of a GPU. Ends the program if there is no g++
-    to compile the kernels."""
+    """The CPU in place of a GPU. Ends the program without g++."""
 
     is_made_up = True
 
@@ -94,8 +87,7 @@ class _Host:
 
 
 class HostArrays(_Host):
-    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are numpy's. Has the methods
-    of `CudaArrays`."""
+    """As `CudaArrays`, with numpy."""
 
     def __init__(self) -> None:
         from tests.sparse.cuda_support import CpuDevice
@@ -118,9 +110,7 @@ class HostArrays(_Host):
 
 
 def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
-    """Returns the device for kernels over arrays: the first GPU with arrays of CuPy or, if
-    `made_up`, the CPU, which runs the same kernels over numpy arrays. Ends the program if CuPy is
-    missing, or g++, which compiles the kernels for the CPU."""
+    """Ends the program without CuPy or, if `made_up`, g++."""
     if made_up:
         return HostArrays()
     try:
@@ -133,7 +123,7 @@ def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
 
 
 class CudaTensors:
-    """The first GPU, with tensors of torch, as a CUDA engine uses them."""
+    """As `CudaArrays`, with torch, as engines use it."""
 
     is_made_up = False
 
@@ -159,7 +149,7 @@ class CudaTensors:
         return float(start.elapsed_time(end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Before torch captures code as a graph, the code must have run once on a separate stream.
+        # torch captures only what has run once on a separate stream.
         stream = self.xp.cuda.Stream(self.place)
         stream.wait_stream(self.xp.cuda.current_stream(self.place))
         with self.xp.cuda.stream(stream):
@@ -171,15 +161,14 @@ class CudaTensors:
         return lambda: graph.replay()
 
     def clear(self) -> None:
-        """Frees the device memory that torch has cached."""
+        """Frees what torch has cached."""
         gc.collect()
         self.xp.cuda.synchronize()
         self.xp.cuda.empty_cache()
 
 
 class HostTensors(_Host):
-    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are tensors of torch. Has the
-    methods of `CudaTensors`."""
+    """As `CudaTensors`, on the CPU."""
 
     def __init__(self) -> None:
         import torch
@@ -198,9 +187,7 @@ class HostTensors(_Host):
 
 
 def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
-    """Returns the device for kernels over torch tensors: the first GPU or, if `made_up`, the CPU,
-    which runs the same kernels. Ends the program if there is no GPU, or no g++, which compiles the
-    kernels for the CPU."""
+    """Ends the program without a GPU or, if `made_up`, g++."""
     import torch
 
     if made_up:
@@ -211,8 +198,7 @@ def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
 
 
 def _made_up_cupy() -> ModuleType:
-    """Returns a stand-in for the part of CuPy that `MappedArena` uses, for a device that supports
-    every way to read the arena."""
+    """What `MappedArena` uses of CuPy, for a device that can read in every way."""
 
     class Device:
         def __init__(self, number: int) -> None:

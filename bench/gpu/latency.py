@@ -1,16 +1,14 @@
-"""Measures three short times on a GPU: from a load's submission to its first byte on the device, a
-round trip to the server, and the time that a step takes in an engine's thread.
+"""Measures three short times on a GPU: a load's submission to its first byte, a round trip to the
+server, and a step's time in an engine's thread.
 
-`python -m bench.gpu.latency [--json]`, on a machine with a GPU. It takes about half a minute. A
-transfer must wait for the device's earlier work on the same memory. There are three ways, called
-orders, and each gets a separate engine: `events` (the server waits for a CUDA event), `flags` (the
-server waits until the device has written a number into its memory), and `host` (the engine itself
-waits for the device before it submits the transfer).
+`python -m bench.gpu.latency [--json]`, on a machine with a GPU, half a minute. A separate engine
+for each order of waiting for the device's earlier work: `events` (the server waits for a CUDA
+event), `flags` (for a number that the device writes into its memory), `host` (the engine waits
+before it submits).
 
-The first byte is detected by polling the device on a separate stream. `read` is the time of a poll
-and its pause, which bounds the error. A step is the work of the connector's worker in the engine's
-thread, without vLLM: it makes a mark (a point in the device's queue), sends a store and a load that
-wait for it, and looks for ended transfers.
+The first byte is polled on a separate stream; `read`, a poll with its pause, bounds the error. A
+step is the connector's work in the engine's thread without vLLM: a mark, a store and a load that
+wait for it, and a look for ended transfers.
 """
 
 import ctypes
@@ -44,7 +42,7 @@ from hotkv_client.command.tables import table
 ORDERS = ("events", "flags", "host")
 PAGE_BYTES, LAYERS = 64 << 10, 32
 SIZES = {"1 block": 1, "16 blocks": 16, "64 blocks": 64}
-"""Sizes of loads in blocks of 2 MiB; 16 blocks hold 256 tokens."""
+"""Blocks of 2 MiB; 16 hold 256 tokens."""
 HEADLINE = "16 blocks"
 STEP_STORE_BLOCKS, STEP_LOAD_BLOCKS = 4, 4
 STEP_S, MAX_FLYING = 0.002, 32
@@ -54,25 +52,19 @@ FIRST_BYTE_TARGET_US, STEP_TARGET_US = 300.0, 100.0
 
 
 class FirstBytes:
-    """Measures when the first byte of a load is on the device, by polling this byte until it
-    changes."""
+    """Polls a load's first byte until it changes."""
 
     def __init__(self, side: Side, engine: Engine) -> None:
         self._side, self._engine, self._stream = side, engine, side.stream()
 
     def read(self, block: int) -> int:
-        """Waits for the device, and returns the block's first byte."""
+        """Waits for the device. The block's first byte."""
         with self._stream:
             return int(self._engine.memory[block * PAGE_BYTES].item())
 
     def of_load(self, lease: str, sources: np.ndarray, ids: np.ndarray) -> tuple[float, float]:
-        """Loads the blocks of a lease into the device blocks `ids`. Returns two times in seconds:
-        from the submission until the first byte is on the device, and until the server has
-        answered.
-
-        sources: the device blocks from which the lease's blocks were stored, which have the same
-            bytes.
-        """
+        """Seconds from submission to the first byte, and to the server's answer. sources: the
+        blocks from which the lease was stored."""
         engine = self._engine
         block, end_s = int(ids[0]), time.monotonic() + DEADLINE_S
         engine.memory[block * PAGE_BYTES] = 255 - self.read(int(sources[0]))
@@ -84,7 +76,7 @@ class FirstBytes:
             self._side.synchronize()
         transfer = engine.load(lease, ids, mark.after)
         while self.read(block) == before and time.monotonic() < end_s:
-            # Sleeps between two polls, so that the session's thread can get the GIL.
+            # The session's thread needs the GIL.
             time.sleep(POLL_S)
         first_s = perf_counter() - start_s
         done(transfer)
@@ -96,8 +88,7 @@ class FirstBytes:
 
 
 def first_byte_us(side: Side, target: str, rounds: int) -> float:
-    """Returns the median microseconds from submission to the first byte of a load (of the size
-    `HEADLINE` in `SIZES`), with the order (see the module) that the server chooses by itself."""
+    """Median, for a load of HEADLINE, in the order that the server chooses."""
     count = SIZES[HEADLINE]
     shape = Shape(PAGE_BYTES, LAYERS, 2 * count, "LBHNC")
     with half_leased(side, target, shape, order="auto") as (engine, ids, others, lease):
@@ -106,9 +97,7 @@ def first_byte_us(side: Side, target: str, rounds: int) -> float:
 
 
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
-    """Runs `count` steps (stores and loads that a worker submits, see the module), two milliseconds
-    apart. Returns the time that each takes in the engine's thread, in microseconds; the first tenth
-    is left out."""
+    """Each step's time in the engine's thread, two milliseconds apart, without the first tenth."""
     flying: list[tuple[Future[TransferResult], object]] = []
     marks = engine.marks
     found = []
@@ -142,8 +131,7 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
-    """Measures all times with one order (`events`, `flags` or `host`, see the module). Raises
-    AssertionError if a load has wrong bytes."""
+    """Raises AssertionError if a load has wrong bytes."""
     shape = Shape(PAGE_BYTES, LAYERS, 2 * max(SIZES.values()), "LBHNC")
     with half_leased(side, target, shape, order=order) as (engine, ids, others, lease):
         probe = FirstBytes(side, engine)
@@ -174,7 +162,6 @@ def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
 
 
 def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> None:
-    """Prints the times of each order as a table, and the figures with their targets."""
     rows: list[tuple[object, ...]] = []
     figures = []
     for order, one in found.items():
@@ -216,7 +203,7 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
 
 def main() -> int:
     options = gpu_parser("Time first bytes, round trips and an engine thread's steps.").parse_args()
-    # By default Linux may end a sleep 50 us late. This makes the sleeps of this thread end on time.
+    # Linux may otherwise end a sleep 50 us late.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     side, rounds = find_side(options.made_up), 20 if options.quick or options.made_up else 150
     arena_bytes = operation_bytes(GIB, 1)

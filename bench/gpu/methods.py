@@ -1,12 +1,10 @@
-"""Compares the server's methods of submitting copies to the device (setting `copy.method`) with the
-method `auto`: the speed of copies, and how much loads slow down matrix products in the engine.
+"""Compares the server's methods of copying (setting `copy.method`) with `auto`: speed, and how much
+loads slow down matrix products in the engine.
 
-`python -m bench.gpu.methods [--json]`, on a machine with a GPU. It takes about 20 s per method.
-Each method gets a separate server. An operation copies 1 GiB in contiguous pages (a page is a
-block's bytes in one layer). The bytes of every load are compared. The matrix products run in a loop
-in the engine's process, in bfloat16; the copies run in the server's process. Time windows with and
-without loads take turns. The row `plain` has the slow-down by plain copies to the device, made by
-this process: loads slow the products down at least as much.
+`python -m bench.gpu.methods [--json]`, on a machine with a GPU, 20 s and a server per method. An
+operation copies 1 GiB in contiguous pages; every load's bytes are compared. The products run in
+the engine's process in bfloat16, in windows with and without loads. The row `plain` has the
+slow-down by this process' plain copies: no load costs less.
 """
 
 import sys
@@ -43,11 +41,11 @@ LOSS_PAGE = 64 << 10
 LOSS_TARGET = 0.03
 PRODUCT_SIZE = 8192
 WINDOW_PRODUCTS = 60
-"""Number of matrix products in a time window, which takes about 80 ms on an H200."""
+"""Of a window: about 80 ms on an H200."""
 
 
 class Products:
-    """A loop of matrix products on a separate stream."""
+    """Matrix products on a separate stream."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -58,8 +56,7 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """Runs a fixed number of matrix products. Returns their time in milliseconds, measured by
-        device events if the device has them."""
+        """Measured by device events if there are any."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
@@ -75,37 +72,26 @@ class Products:
 
 @dataclass(slots=True)
 class Loss:
-    """Times of windows (fixed numbers of matrix products), which show how much copies slow the
-    products down.
-
-    alone_ms, beside_ms: times of windows without copies, and with copies at the same time.
-    copies: number of copies that ended while windows were timed.
-    """
+    """Windows alone and beside copies; `copies` ended meanwhile."""
 
     alone_ms: list[float] = field(default_factory=list)
     beside_ms: list[float] = field(default_factory=list)
     copies: int = 0
 
     def share(self) -> float:
-        """Returns the share of its speed that the loop of matrix products loses while the copies
-        run."""
+        """Of its speed, lost by the loop beside copies."""
         return 1 - median(self.alone_ms) / median(self.beside_ms)
 
     def rate(self, num_bytes: int) -> float:
-        """Returns the rate in GB/s of the copies, of `num_bytes` each, that run while windows of
-        matrix products are timed."""
+        """GB/s of the copies, of `num_bytes` each."""
         return self.copies * num_bytes / sum(self.beside_ms) / 1e6
 
 
 def loss_of(
     products: Products, background: Callable[[Callable[[], None]], "Background"], rounds: int
 ) -> Loss:
-    """Measures windows (fixed numbers of matrix products) in turns: alone, and while the background
-    operation runs.
-
-    background: makes the operation that is repeated in the background, from a function that it
-        calls after each repetition.
-    """
+    """Windows in turns: alone, and in the background's company. `background`: made from a
+    function to call after each repetition."""
     found = Loss()
     products.window_ms()
     for _ in range(rounds):
@@ -120,7 +106,7 @@ def loss_of(
 
 
 class Background:
-    """Repeats an operation on two threads, as load for a measurement in the foreground."""
+    """Repeats an operation on two threads."""
 
     def __init__(self, operation: Callable[[], None], ended: Callable[[], None]) -> None:
         self._operation, self._ended = operation, ended
@@ -130,8 +116,7 @@ class Background:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Repeats the operation on two threads while the `with` block runs. The block begins when
-        the first operation has ended. Raises the error of a failed operation."""
+        """The block begins once the first operation has ended. Raises a failed one's error."""
         threads = [threading.Thread(target=self._run) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -160,8 +145,7 @@ class Background:
 def loss_beside_loads(
     side: Side, target: str, products: Products, shape: Shape, rounds: int
 ) -> Loss:
-    """Measures how much matrix products in this process slow down while the server repeats a load:
-    half of the shape's blocks, which are stored at first."""
+    """The server loads half of the shape's blocks again and again."""
     with half_leased(side, target, shape) as (engine, _, others, lease):
 
         def load() -> None:
@@ -171,7 +155,6 @@ def loss_beside_loads(
 
 
 def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds: int) -> Loss:
-    """Measures how much matrix products slow down during repeated plain copies to the device."""
     own = threading.local()
 
     def copy() -> None:
@@ -184,12 +167,9 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
 
 @dataclass(slots=True)
 class Found:
-    """The figures measured so far.
-
-    ratios: speed of the copies, divided by the speed of plain copies; by method, page bytes and
-        direction (store or load).
-    losses: share of its speed that the loop of matrix products loses while loads run; by method.
-    rates_gb_s: speed of these loads, in GB/s; by method.
+    """ratios: to plain copies' speed, by method, page bytes and direction.
+    losses: share of the products' speed lost beside loads, by method.
+    rates_gb_s: of these loads.
     """
 
     side: Side
@@ -239,8 +219,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The sizes of this run: bytes of an operation, rounds of copies, and windows of matrix
-    products."""
+    """windows: time windows of matrix products."""
 
     op_bytes: int
     rounds: int
@@ -254,15 +233,7 @@ class Plan:
 def measure_method(
     found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
 ) -> None:
-    """Starts a server with one copy method (setting `copy.method`), measures the method and adds
-    the figures to `found`: the share of their speed that matrix products lose while the server
-    repeats loads, and the speed of stores and loads divided by that of plain copies.
-
-    method: one of METHODS.
-    plan: bytes of an operation, rounds of copies, and time windows of matrix products.
-    plain: makes the plain copies, in turns with the server's copies.
-    products: runs the matrix products.
-    """
+    """Adds a method's figures to `found`, with a server of its own."""
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
     flags = ("--copy.method", method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:

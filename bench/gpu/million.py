@@ -1,15 +1,14 @@
-"""Measures a context of a million tokens in host memory, with the shape of Qwen2.5-14B: the time to
-the first token of a prefix hit, the time per token, and the time of a whole prefill.
+"""Measures a context of a million tokens in host memory, with the shape of Qwen2.5-14B: time to a
+hit's first token, per token, and of a whole prefill.
 
-`python -m bench.gpu.million [--json] [--quick]`, on a machine with torch and CuPy. It takes a
-minute, 40 GB of device memory and 4 GiB of host memory (all layers read the same pages). The model
-has 48 layers with 8 KV heads of 128 channels, 5 query heads per KV head, random weights and torch's
-attention. A step attends to 2048 selected tokens, and is replayed as a CUDA graph.
+`python -m bench.gpu.million [--json] [--quick]`, with torch and CuPy; a minute, 40 GB of device
+memory, 4 GiB of host memory (all layers read the same pages). 48 layers, 8 KV heads of 128
+channels, 5 query heads per KV head, random weights, torch's attention; a step selects 2048 tokens,
+in a CUDA graph.
 
-The time to the first token of a hit has two parts: building the sketches (compact forms of
-blocks' keys) of all layers from keys in the arena, and a first step. The time of a whole prefill is
-extrapolated from a layer's times for a chunk of 8k tokens at three places: at the start, after half
-of the context, and after the whole context.
+A hit's first token takes all layers' sketches, from keys in the arena, and a step. A whole
+prefill is extrapolated from a layer's times for a chunk of 8k at the start, the middle and the
+end.
 """
 
 import sys
@@ -27,12 +26,11 @@ from bench.report import median
 NUM_TOKENS, STEPS = 1 << 20, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 OVERHEAD_TARGET = 0.55
-"""The overhead that ShadowKV (a publication) reports, as a share of the time to first token."""
+"""What ShadowKV reports, of the time to first token."""
 
 
 def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Measures decode over the context in host memory. Returns the time to a hit's first token, the
-    time per later token, and the number of pages that a token's step copies from the arena."""
+    """Also the pages that a token's step copies from the arena."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     one = Resident(kernels, model, host, config, rows=1, steps=steps + 4)
     context, began_s = one.context, perf_counter()
@@ -51,8 +49,6 @@ def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> li
 
 
 def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns the time of a whole dense prefill, extrapolated from chunks, and the time that
-    residency (contexts in host memory) adds to it, as a share."""
     config = SMALL_CONFIG if small else CONFIG
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
     total_s = found.dense_s + found.added_s

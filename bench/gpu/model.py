@@ -1,10 +1,8 @@
-"""Dummy models in torch with the shapes of real models: random weights, tokens in, tokens out.
+"""Dummy models in torch with the shapes of real ones: random weights, tokens in, tokens out.
 
-Always true: all layers share the same weights. The weights of a layer are larger than a GPU's
-caches, so each layer still reads them from device memory, and an 8B model needs only 3 GB.
-
-Shapes: B rows of a step, Q query heads, H KV heads, G = Q / H, D channels, C tokens of a chunk, T
-of a context.
+All layers share the same weights, which are larger than a GPU's caches: each layer still reads
+them, and an 8B model needs 3 GB. Shapes: B rows of a step, Q query heads, H KV heads, G = Q / H,
+D channels, C tokens of a chunk, T of a context.
 """
 
 import math
@@ -15,14 +13,12 @@ import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A layer's attention in a decode step: maps the layer's number, q [B, Q, D], k and v [B, H, D] to
-the output [B, Q, D]."""
+"""A layer's attention in a step: its number, q [B, Q, D], k and v [B, H, D] to [B, Q, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder with SwiGLU and grouped-query attention. `group`: number of query
-    heads that share a KV head."""
+    """SwiGLU and grouped-query attention. `group`: query heads per KV head."""
 
     name: str
     layers: int
@@ -35,26 +31,22 @@ class ModelShape:
 
     @property
     def heads(self) -> int:
-        """Returns the number of query heads."""
         return self.kv_heads * self.group
 
     @property
     def token_bytes(self) -> int:
-        """Returns the KV bytes of a token in all layers, with two bytes per value."""
+        """In all layers, two bytes a value."""
         return self.layers * self.kv_heads * self.head_size * 4
 
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 8, 4, 128, 14336, 128256)
 QWEN_14B = ModelShape("14B", 48, 5120, 8, 5, 128, 13824, 152064)
 TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, 97)
-"""A tiny shape for runs on a simulated device (the CPU in place of a GPU)."""
+"""For the CPU in place of a GPU."""
 
 
 class DummyModel:
-    """A decoder with random weights.
-
-    kind: dtype of the weights: float16 on a GPU, float32 on a CPU.
-    """
+    """kind: float16 on a GPU, float32 on a CPU."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -76,8 +68,7 @@ class DummyModel:
         return weight.normal_(std=1 / math.sqrt(rows))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Returns the next token of each row, [rows], given the last tokens `tokens` at
-        `positions`, both int64 [rows]."""
+        """Next tokens [B], given the last ones at `positions`, both int64 [B]."""
         x = self._embedding[tokens]
         for layer in range(self.shape.layers):
             q, k, v = self.heads_of(x, positions)
@@ -87,15 +78,14 @@ class DummyModel:
     def heads_of(
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q [rows, query heads, channels], k and v [rows, KV heads, channels] of a layer's
-        input [rows, hidden]."""
+        """q [B, Q, D], k and v [B, H, D] of a layer's input [B, hidden]."""
         shape = self.shape
         found = (self._norm(x) @ self._qkv).view(len(x), -1, shape.head_size)
         q, k, v = found.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
         return self._turned(q, positions), self._turned(k, positions), v
 
     def rest_of(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Returns a layer's output, from its input and the output of its attention."""
+        """A layer's output, from its input and its attention's output."""
         x = x + attended.reshape(len(x), -1).to(self.kind) @ self._out
         gate, up = (self._norm(x) @ self._up).chunk(2, dim=-1)
         return x + (silu(gate) * up) @ self._down
@@ -110,11 +100,10 @@ class DummyModel:
         return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(self.kind)
 
     def chunk(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Computes a layer for a chunk of a prefill, x [tokens, hidden], which follows a context.
-        The context's `keys` and `values` are [KV heads, tokens, channels].
+        """A layer for a prefill chunk x [C, hidden] behind `keys` and `values` [H, T, D].
 
-        Torch's attention runs over context and chunk separately. The two results are only added,
-        not joined exactly: only the time matters here, and joining takes almost none.
+        Attention over context and chunk are only added, not joined exactly: only the time
+        matters, and joining takes almost none.
         """
         shape = self.shape
         q, k, v = self.heads_of(x, torch.arange(len(x), device=self.device))
@@ -133,9 +122,8 @@ class DummyModel:
 
 
 class DenseCache:
-    """The keys and values of whole contexts on the device, [layers, rows, KV heads, tokens,
-    channels] each. If the cache has fewer layers than the model, several layers of the model use
-    the same layer of the cache, which costs a device the same time."""
+    """Keys and values [layers, B, H, T, D]. With fewer layers than the model, several share one,
+    which costs the same time."""
 
     def __init__(self, model: DummyModel, rows: int, num_tokens: int, layers: int) -> None:
         shape = model.shape
@@ -146,8 +134,7 @@ class DenseCache:
         self._group, self.length = shape.group, num_tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Writes the last token to the cache, and attends over the first `length` tokens. Has the
-        signature of `Attend`."""
+        """An `Attend` over the first `length` tokens."""
         at, count = layer % len(self.keys), self.length
         keys, values = self.keys[at][:, :, :count], self.values[at][:, :, :count]
         keys[:, :, count - 1], values[:, :, count - 1] = k, v

@@ -1,11 +1,10 @@
-"""Measures the time per token for contexts of 16k to a million tokens in host memory, of which each
-step selects 2,048 tokens. Compares it with dense attention over the whole context on the device.
+"""Measures the time per token for contexts of 16k to a million tokens in host memory, of which a
+step selects 2,048, against dense attention on the device.
 
-`python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy. It takes a
-minute, 40 GB of device memory and 4 GiB of host memory. Uses one sequence and a model with random
-weights and the shape of an 8B model; steps are replayed as CUDA graphs. Only the context of a
-single layer is in memory, and all layers read it. So contexts can be timed whose whole KV would not
-fit on the device.
+`python -m bench.gpu.per_token [--json] [--quick]`, with torch and CuPy; a minute, 40 GB of
+device memory, 4 GiB of host memory. One sequence, random weights in the shape of an 8B model,
+CUDA graphs. All layers read one layer's context, so contexts can be timed whose KV would not
+fit.
 """
 
 import copy
@@ -27,7 +26,7 @@ STEPS, QUICK_STEPS, SMALL_STEPS = 24, 8, 3
 
 
 def beginning(host: HostPages, num_tokens: int) -> HostPages:
-    """Returns the first `num_tokens` of the context in `host`, as a view of the same pages."""
+    """The first `num_tokens`, as a view of the same pages."""
     part = copy.copy(host)
     part.num_tokens, part.pages = num_tokens, host.pages[: num_tokens // BLOCK_TOKENS]
     return part

@@ -1,13 +1,12 @@
-"""Measures contexts in host memory on a GPU, with the shape of an 8B model: the time of a decode
-step, the number of pages (blocks of a layer) that it copies from the arena, and the time to copy a
-layer's whole context to the device, as a prefill needs.
+"""Measures contexts in host memory on a GPU, with the shape of an 8B model: a decode step's time,
+the pages that it copies from the arena, and the copy of a layer's whole context, as a prefill
+needs.
 
-`python -m bench.gpu.residency [--json] [--quick]`, on a machine with CuPy. It takes 20 s, 4 GB of
-device memory and 512 MiB of host memory. The model has 32 layers with 8 KV heads of 128 channels,
-and 4 query heads per KV head. One sequence has 128k tokens in blocks of 16; a step attends to 2048
-selected tokens. Keys and queries are random, which is the hard case: real queries change less from
-step to step. Attention and the model are not timed; `bench.gpu.decode` times both. At the end, the
-device's copy of each block is compared with the arena.
+`python -m bench.gpu.residency [--json] [--quick]`, with CuPy; 20 s, 4 GB of device memory, 512
+MiB of host memory. 32 layers, 8 KV heads of 128 channels, 4 query heads per KV head, one
+sequence of 128k tokens in blocks of 16; a step selects 2048. Random keys and queries are the
+hard case: real queries change less. `bench.gpu.decode` times attention and the model. At the
+end, device copies are compared with the arena.
 """
 
 import sys
@@ -36,10 +35,7 @@ SMALL_TOKENS, SMALL_STEPS = 768, 6
 def measure(
     kernels: "CudaArrays | HostArrays", num_tokens: int, *, small: bool = False
 ) -> list[Figure]:
-    """Returns all figures for a context of `num_tokens`.
-
-    small: True: a tiny model and few steps, for a simulated device.
-    """
+    """small: a tiny model and few steps, for the CPU."""
     device, shape = kernels.device, TINY if small else LLAMA_8B
     count, steps = (SMALL_TOKENS, SMALL_STEPS) if small else (num_tokens, STEPS)
     config, page_bytes = SMALL_CONFIG if small else CONFIG, page_bytes_of(shape)

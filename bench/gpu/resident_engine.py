@@ -1,31 +1,29 @@
-"""Compares vLLM engines that keep old blocks only in host memory (residency) with an engine that
-has the whole context on the GPU: are the tokens equal, and how long do they take?
+"""Compares vLLM engines with residency with one that has the whole context on the GPU: equal
+tokens, and times.
 
-`python -m bench.gpu.resident_engine [--json] [--quick] [--graphs]`, on a machine with a GPU and
-vLLM (about 20 GB of device memory, 10 GiB of host memory). `--graphs` replays decode steps as CUDA
-graphs. `--cpu` runs all of this without a GPU, with a tiny model. The engines have the model of
-`bench.offloading --gpu` and answer the same prompts, one engine after the other:
+`python -m bench.gpu.resident_engine [--json] [--quick] [--graphs]`, with a GPU and vLLM (20 GB of
+device memory, 10 GiB of host memory). `--graphs` replays decode steps as CUDA graphs; `--cpu` runs
+it with a tiny model without a GPU. The engines have the model of `bench.offloading --gpu` and
+answer the same prompts, one engine after the other:
 
-- `dense`: no hotkv; the whole context is on the device. It answers each prompt a second time, which
-  hits vLLM's own prefix cache.
-- `resident`: residency; a step attends to 4096 tokens (the budget), and the device has
-  space for 8192 tokens, a quarter of the context.
-- `resident-again`: the same in a second engine, which hits the prompts that `resident` has stored.
-- `covered`: residency with so large a budget that each step attends to the whole context, so its
-  tokens should equal those of `dense`. It also hits the prompts that `resident` has stored.
+- `dense`: no hotkv. Answers each prompt a second time, a hit in vLLM's own prefix cache.
+- `resident`: a budget of 4096 tokens; the device has space for 8192, a quarter of the context.
+- `resident-again`: a second such engine, which hits what `resident` has stored.
+- `covered`: a budget that covers the context, so its tokens should equal those of `dense`; it hits
+  what `resident` has stored.
 
 The figures:
 
-- `covered_equal`: share of the tokens of `covered` that come before the first that differs from
-  those of a hit in `dense`. `covered_logprob_difference`: the largest difference of logprobs up to
-  that token. Numbers in bf16 are rounded, so tokens may differ although nothing is wrong.
-- `dense_equal`, `dense_logprob_difference`: the same for the hits of `dense` and its computed
-  answers: how much rounding alone changes.
-- `resident_step_over_dense`, `resident_first_over_dense`: time per token, and time to the first
-  token, of `resident`, divided by that of `dense`.
+- `covered_equal`: share of the tokens of `covered` before the first that differs from a hit in
+  `dense`. `covered_logprob_difference`: largest difference of logprobs up to it. With bf16's
+  rounding, tokens may differ although nothing is wrong.
+- `dense_equal`, `dense_logprob_difference`: the same for `dense`'s hits and computed answers: what
+  rounding alone changes.
+- `resident_step_over_dense`, `resident_first_over_dense`: time per token, and to the first, of
+  `resident`, divided by that of `dense`.
 - `hit_first_over_dense`: time to the first token of `resident-again`, divided by that of `dense`.
-- `longest_close_s`: the longest time that an idle engine took to end. An engine that does not react
-  to SIGTERM is killed after 40 s.
+- `longest_close_s`: longest end of an idle engine; one that does not react to SIGTERM is killed
+  after 40 s.
 """
 
 import argparse
@@ -44,16 +42,12 @@ from demo.random_llama import write_model
 BLOCK_TOKENS = 32
 ROUNDS = 2
 ON_CUDA = "contexts beyond device memory on CUDA"
-"""A text that an engine with residency (contexts in host memory) logs on a GPU, by which the
-benchmark checks that residency is on."""
+"""An engine with residency logs this on a GPU."""
 
 
 def graphs(*rows: int) -> dict[str, Any]:
-    """Returns the arguments of `vllm.LLM` by which a CUDA graph replays each decode step. Prefill
-    runs without graphs, and no step through torch's compiler.
-
-    rows: the numbers of requests of the steps for which graphs are captured.
-    """
+    """Arguments of `vllm.LLM`: a CUDA graph for each decode step of `rows` requests, none for
+    prefill, no torch compiler."""
     compilation = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -64,8 +58,7 @@ def graphs(*rows: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of tokens: of a context, of the small pool (device memory for blocks), of a budget
-    (tokens to which a step attends), of a prefill chunk and of an answer."""
+    """In tokens. pool: the device's blocks; chunk: of a prefill."""
 
     context: int = 32_768
     pool: int = 8192
@@ -78,14 +71,8 @@ QUICK = Sizes(8192, 3072, 1024, 512, 16)
 
 
 def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -> EngineSettings:
-    """Returns the settings of an engine.
-
-    place: the device (GPU or CPU).
-    model: folder of the model.
-    target: address of the server.
-    budget: tokens to which a step attends; 0 for an engine without hotkv. An engine whose budget is
-        not `sizes.budget` has device memory for two contexts.
-    """
+    """budget: 0: without hotkv. Unless it is `sizes.budget`, the device has memory for two
+    contexts."""
     context = sizes.context + BLOCK_TOKENS
     pool = sizes.pool if budget == sizes.budget else 2 * context
     arguments = {
@@ -112,8 +99,8 @@ def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -
 
 
 def answers(engine: Engine, place: Place, sizes: Sizes, times: int = 1) -> list[list[Answer]]:
-    """Lets the engine answer each of `ROUNDS` prompts `times` times in a row, after an unmeasured
-    first prompt. Returns the answers of each time."""
+    """ROUNDS prompts, `times` times in a row each, after an unmeasured one. The answers of each
+    time."""
     found: list[list[Answer]] = [[] for _ in range(times)]
     for number in range(ROUNDS + 1):
         prompt = place.prompt(number, sizes.context - sizes.answer)
@@ -130,31 +117,27 @@ def answers(engine: Engine, place: Place, sizes: Sizes, times: int = 1) -> list[
 
 
 def closed_s(engine: Engine) -> float:
-    """Ends the engine, and returns how many seconds this took."""
     begin_s = time.monotonic()
     engine.close()
     return time.monotonic() - begin_s
 
 
 def step_s(answer: Answer) -> float:
-    """Returns the seconds per token of an answer, from its second token on."""
+    """Time per token, from the second on."""
     return (answer.total_s - answer.ttft_s) / (len(answer.token_ids) - 1)
 
 
 def equal_share(one: Answer, other: Answer) -> float:
-    """Returns the share of the tokens of answer `one` that come before its first difference from
-    `other`."""
+    """Share of the tokens of `one` before the first difference."""
     pairs = list(zip(one.token_ids, other.token_ids, strict=True))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs)
 
 
 def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
-    """Starts the engines, lets each answer all prompts, and returns the figures of the module's
-    docstring."""
+    """The module's figures."""
     folder = server.log.parent
     model = write_model(folder / "model", sizes.context + 64, place.shape, place.device)
-    # The engines with residency share their KV in the server. `resident` must compute the prompts,
-    # so `covered`, which would store them too, answers last.
+    # `covered` would store the prompts that `resident` must compute, so it comes last.
     budgets = {
         "dense": 0,
         "resident": sizes.budget,
@@ -194,7 +177,6 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
 
 
 def options_of(title: str) -> argparse.Namespace:
-    """Returns the options of a benchmark of engines with residency. `title`: its description."""
     flags = parser(title)
     flags.add_argument("--quick", action="store_true", help="shorter contexts")
     flags.add_argument("--graphs", action="store_true", help="decode in CUDA graphs")
@@ -203,7 +185,6 @@ def options_of(title: str) -> argparse.Namespace:
 
 
 def serving_on(place: Place) -> contextlib.AbstractContextManager[Server]:
-    """Starts a server for the engines of `place`."""
     return serving(place.arena_bytes) if place.device == "cpu" else on_gpu(place)
 
 

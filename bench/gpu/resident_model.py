@@ -1,8 +1,8 @@
-"""A dummy model that decodes over contexts in host memory, with torch's attention. For comparison,
-the same model also decodes over contexts that are wholly on the device.
+"""A dummy model that decodes over contexts in host memory, with torch's attention, and over
+contexts wholly on the device.
 
-Torch's attention does not support block tables. So in each layer, the pages of the hot set (the
-blocks to attend to) are first copied into one tensor. vLLM's kernels need no such copy.
+torch has no block tables, so each layer first copies the hot set's pages into one tensor; vLLM's
+kernels need no such copy.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,7 @@ Some = CudaTensors | HostTensors
 
 
 class HostPages:
-    """The pages of one layer's context in host memory that is registered with CUDA, so that the
-    device reads it. All layers use the same pages."""
+    """One layer's context in memory that the device reads; all layers use it."""
 
     def __init__(self, shape: ModelShape, num_tokens: int) -> None:
         self.shape, self.num_tokens = shape, num_tokens
@@ -38,7 +37,7 @@ class HostPages:
         self._arena.close()
 
     def parts(self, model: DummyModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys and the values on the device, [KV heads, tokens, channels] each."""
+        """Keys and values on the device, [KV heads, tokens, channels]."""
         held = torch.from_numpy(self.pages.view(np.float16)).to(model.device)
         paged = held.view(-1, self.shape.kv_heads, BLOCK_TOKENS, 2, self.shape.head_size)
         keys, values = (
@@ -49,18 +48,15 @@ class HostPages:
 
 @dataclass(slots=True)
 class Tokens:
-    """The input tokens of a step and their positions, in device memory."""
+    """A step's input on the device."""
 
     ids: torch.Tensor
     positions: torch.Tensor
 
 
 class Resident:
-    """Sequences that `model` decodes, one for each of `rows`, over the context `host`.
-
-    is_away: if True, old blocks are only in host memory. If False, all blocks are on the device,
-        but steps select the same blocks.
-    """
+    """Decodes a sequence per row over `host`. Not `is_away`: all blocks are on the device,
+    selected alike."""
 
     def __init__(
         self,
@@ -83,8 +79,7 @@ class Resident:
             torch.zeros(rows, dtype=torch.int64, device=model.device),
             torch.full((rows,), host.num_tokens, dtype=torch.int64, device=model.device),
         )
-        # Copies the blocks that are always on the device (the first blocks and the recent window),
-        # which a real engine would have computed.
+        # Sinks and recent window, which a real engine would have computed.
         content = torch.from_numpy(host.pages.view(np.float16))
 
         def copy(layer: int, table: np.ndarray) -> None:
@@ -99,25 +94,22 @@ class Resident:
         self.context.fill(copy)
 
     def advance(self) -> None:
-        """Does the host's part before a step: extends the context by the token that the step
-        computes."""
+        """The host's part before a step."""
         self.context.advance(asks=False)
 
     def step(self) -> torch.Tensor:
-        """Runs a decode step. Returns the next token of each sequence, int64 [rows]. The step's
-        input are `tokens.ids` at `tokens.positions`."""
+        """Next tokens, int64 [rows], of `tokens`."""
         self.context.begin_step()
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 
     def go_on(self) -> None:
-        """Runs a step, and makes its output tokens the input of the next step."""
+        """Makes a step's output the next one's input."""
         self.tokens.ids.copy_(self.step())
         self.tokens.positions.add_(1)
 
     def step_times_ms(self, count: int) -> list[float]:
-        """Captures a step as a CUDA graph and replays it `count` times. Returns the milliseconds of
-        each replay. Each step continues from the tokens of the step before, so the caller must have
-        run a step first. At the end, checks the blocks that were copied from host memory."""
+        """Of a CUDA graph's replays. The caller must have run a step. Checks what was copied
+        from host memory."""
         self.advance()
         run, times_ms = self._kernels.captured(self.go_on), []
         for _ in range(count):
@@ -127,9 +119,8 @@ class Resident:
         return times_ms
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Computes a layer's attention in a step: writes the new token, selects blocks, copies
-        missing blocks from the arena, and attends over the hot set (the selected blocks of recent
-        steps). Has the signature of `Attend`."""
+        """An `Attend`: writes the token, selects, copies what is missing, attends over the hot
+        set."""
         context, shape = self.context, self.model.shape
         cache: Any = context.caches[layer]
         paged = cache.view(-1, shape.kv_heads, BLOCK_TOKENS, 2, shape.head_size)
@@ -155,9 +146,7 @@ class Resident:
 def dense_tokens(
     model: DummyModel, host: HostPages, ids: list[torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
-    """Decodes over whole contexts on the device, with dense attention and the input tokens `ids` of
-    each step. Returns the output tokens of each step, to be compared with those of
-    `resident_tokens`."""
+    """Output tokens of each step over whole contexts, given `ids` as input."""
     cache = DenseCache(model, rows, host.num_tokens + len(ids), model.shape.layers)
     keys, values = host.parts(model)
     cache.keys[:, :, :, : host.num_tokens] = keys
@@ -173,8 +162,7 @@ def dense_tokens(
 def resident_tokens(one: Resident, ids: list[torch.Tensor] | None, steps: int) -> tuple[
     list[torch.Tensor], list[torch.Tensor]
 ]:  # fmt: skip
-    """Decodes `steps` tokens over contexts in host memory. Returns the input tokens and the output
-    tokens of each step. The inputs are `ids`, or each step's previous output if `ids` is None."""
+    """Input and output tokens of each step. `ids`: None: each step's previous output."""
     one.context.catch_up()
     told, answers = [], []
     last = torch.ones_like(one.tokens.ids)
@@ -192,22 +180,18 @@ def resident_tokens(one: Resident, ids: list[torch.Tensor] | None, steps: int) -
 
 
 def equal_share(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Returns the share of tokens that are equal in both lists."""
     return float((torch.stack(one) == torch.stack(other)).double().mean())
 
 
 # ------------------------------------------------------------------------------------------ Prefill
-# The time that contexts in host memory add to a prefill, for a chunk (the tokens of one prefill
-# step): each layer copies the context before the chunk out of the arena, and builds the chunk's
-# sketches (compact forms of keys).
+# Each layer copies the context before the chunk from the arena, and builds the chunk's sketches.
 
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Seconds of a whole prompt's prefill in all layers: of dense attention (`dense_s`), and of the
-    work that contexts in host memory add (`added_s`)."""
+    """Of a whole prompt in all layers: dense attention, and what residency adds."""
 
     dense_s: float
     added_s: float
@@ -218,10 +202,8 @@ class PrefillTimes:
 
 
 class Prefill:
-    """Measures how long a prefill of a whole prompt takes, from three chunks (the tokens of one
-    prefill step): at the start, after half of the context, and after all of it. A chunk's time
-    grows with the context before it. So the time of a whole prompt is extrapolated from the three
-    times by Simpson's rule, for each chunk and layer."""
+    """Three chunks, at the start, the middle and the end; a chunk's time grows with the context
+    before it, so Simpson's rule gives the whole prompt's."""
 
     def __init__(
         self, kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, chunk: int
@@ -239,7 +221,7 @@ class Prefill:
         )
 
     def measured(self) -> PrefillTimes:
-        """Returns the times for a whole prompt. Waits for the device."""
+        """Waits for the device."""
         context, shape = self._context, self._model.shape
         context.catch_up()
         count = context.freed * BLOCK_TOKENS
@@ -272,8 +254,6 @@ class Prefill:
         return median([self._kernels.milliseconds(run) for _ in range(ROUNDS)]) / 1e3
 
     def _build(self) -> None:
-        """Builds the sketches (compact summaries of the blocks' keys) of a prefill chunk,
-        from keys on the device."""
         self._context.layers[0].build(self._pages, self._rows, self._chunk // BLOCK_TOKENS)
 
     def _check(self) -> None:

@@ -1,21 +1,17 @@
-"""Measures the kernels of sparse decode on a GPU: scoring blocks and building sketches
-(compact forms of blocks' keys), in turns with copies on the same device, and the whole selection
-step of a layer.
+"""Measures sparse decode's kernels on a GPU: scoring and building of sketches, in turns with copies
+on the device, and a layer's whole selection step.
 
-`python -m bench.gpu.sparse [--json]`, on a machine with CuPy. It takes some 20 s and 6 GB of device
-memory. The layer has 8 KV heads of 128 channels, 4 query heads per KV head, blocks of 16 tokens,
-and a sequence of a million tokens. Scoring reads four arrays of sketches in turn, so that
-the next one is never in the device's caches.
+`python -m bench.gpu.sparse [--json]`, with CuPy; 20 s, 6 GB of device memory. 8 KV heads of 128
+channels, 4 query heads per KV head, blocks of 16 tokens, a million tokens. Four arrays of sketches
+take turns, beyond the device's caches.
 
-The selection step has a sequence of 128k tokens, in a CUDA graph of four layers. It includes all
-work of the step: building sketches of new blocks, the attention mass of the blocks that are
-always kept, scores, choice, updates of the hot sets (the blocks to attend to) and of the block
-table. Queries do not change, so no blocks are copied from host memory.
+The step has 128k tokens, in a CUDA graph of four layers, with all its work: sketches of new blocks,
+always-kept blocks' mass, scores, choice, hot sets, block table. Queries are constant, so nothing is
+copied from host memory.
 
-Figures are medians, timed by device events. The ratio of scoring: bytes of sketches that are
-scored per second, divided by the bytes that a copy on the device reads and writes per second. The
-ratio of building: its time, divided by the time of a prefill that takes `--prefill-us` microseconds
-per token and layer.
+Figures are medians by device events. Scoring's ratio: bytes scored per second, divided by those
+that a copy reads and writes. Building's: its time, divided by that of a prefill of
+`--prefill-us` microseconds per token and layer.
 """
 
 import sys
@@ -52,7 +48,7 @@ Some = CudaArrays | HostArrays
 
 
 class Clock:
-    """Records the times of operations by name. `median_ms` returns the median of an operation."""
+    """Times by operation."""
 
     def __init__(self, kernels: Some) -> None:
         self._kernels = kernels
@@ -66,8 +62,7 @@ class Clock:
 
 
 class Layer:
-    """A sequence of `num_blocks` blocks with random sketches (compact forms of keys), scored
-    from several arrays (pools) of sketches in turn."""
+    """Random sketches, scored from several pools in turn."""
 
     def __init__(self, kernels: Some, model: ModelShape, num_blocks: int, scorer: str) -> None:
         config, xp, device = SparseConfig(scorer=scorer), kernels.xp, kernels.device
@@ -81,8 +76,7 @@ class Layer:
         for seed in range(NUM_POOLS):
             index = Index(device, format_, num_blocks)
             pool = xp.random.RandomState(seed).randint(0, 256, index.pool.shape, xp.uint8)
-            # Makes the random scales in the sketches (sigmas, float16) finite and positive;
-            # 0x3c is the high byte of 1.0.
+            # Finite, positive sigmas (float16): 0x3c is the high byte of 1.0.
             if scorer.startswith("rot"):
                 rows = pool[:, : heads * format_.head_bytes].reshape(num_blocks, heads, -1)
                 rows[:, :, -32:] = xp.bitwise_and(rows[:, :, -32:], 0x3C)
@@ -106,8 +100,7 @@ class Layer:
 
 
 class Builder:
-    """Builds sketches (compact forms of blocks' keys) of float16 keys in pages with the
-    order [tokens, heads, channels] (NHD)."""
+    """Sketches of float16 keys in pages of [tokens, heads, channels] (NHD)."""
 
     def __init__(self, kernels: Some, model: ModelShape, num_blocks: int) -> None:
         heads, size, xp = model.kv_heads, model.head_size, kernels.xp
@@ -131,8 +124,7 @@ class Builder:
 
 
 def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseConfig) -> float:
-    """Runs whole selection steps (see the module) with constant queries. Returns the median time
-    per layer, in microseconds."""
+    """Median per layer."""
     pages = random_pages(num_tokens // BLOCK_TOKENS, page_bytes_of(model))
     arena = registered(pages)
     layers = min(STEP_LAYERS, model.layers)
@@ -149,8 +141,7 @@ def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseCon
     if not context.check():
         raise ValueError("the hot sets are empty")
     arena.close()
-    # Uses only the second half of the steps, in which the hot sets (the blocks to attend to)
-    # already hold all selected blocks.
+    # By then hot sets hold all that is selected.
     return median(times_ms[len(times_ms) // 2 :]) * 1e3 / layers
 
 
@@ -176,12 +167,8 @@ def measure(
 def figures_of(
     clock: Clock, layers: dict[str, Layer], builder: Builder, copy_bytes: int, prefill_us: float
 ) -> list[Figure]:
-    """Returns the figures: the ratios with their targets, and the times and rates from which they
-    are computed.
-
-    clock: the measured times.
-    copy_bytes: bytes of the copies on the device with which scoring is compared.
-    prefill_us: assumed time of a prefill per token and layer, with which building is compared.
+    """copy_bytes: of the copies on the device.
+    prefill_us: assumed, per token and layer.
     """
     copy_rate, figures = 2 * copy_bytes / clock.median_ms("copy"), []
     for scorer, layer in layers.items():

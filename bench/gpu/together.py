@@ -1,24 +1,21 @@
-"""Runs four long requests at once in a vLLM engine that keeps old blocks only in host memory
-(residency), and in vLLM alone, which has more of the device's memory.
+"""Runs four long requests at once with residency, and in vLLM alone, which has more of the device's
+memory.
 
-`python -m bench.gpu.together [--json] [--quick] [--graphs]`, on a machine with a GPU and vLLM. It
-needs 56 GiB of host memory in /dev/shm. `--graphs` replays decode steps as CUDA graphs. `--cpu`
-runs all of this without a GPU, with a tiny model.
+`python -m bench.gpu.together [--json] [--quick] [--graphs]`, with a GPU, vLLM, and 56 GiB in
+/dev/shm. `--graphs` replays decode steps as CUDA graphs; `--cpu` runs it with a tiny model without
+a GPU.
 
-The requests have prompts of 70,006 tokens. The model has random weights and the sizes of
-gemma-3-4b, but every layer attends to the whole context, because residency on CUDA has no sliding
-windows. The engines take turns:
+Prompts have 70,006 tokens. The model has random weights and gemma-3-4b's sizes, but full attention
+in every layer: residency on CUDA has no sliding windows. The engines take turns:
 
-- `dense`: vLLM alone, with `gpu_memory_utilization = 0.28`. If the memory is too small for four
-  contexts, vLLM lets requests wait.
-- `resident`: residency; a step selects 2048 tokens to attend to, and the device has blocks for
-  40,960 tokens of all requests (5.3 GiB, and 2.6 GiB for sketches and staging). Its second
-  batch has the same prompts, and hits them in the server.
+- `dense`: vLLM alone, `gpu_memory_utilization = 0.28`; requests wait if memory is short.
+- `resident`: a step selects 2048 tokens, the device has blocks for 40,960 of all requests (5.3 GiB,
+  and 2.6 GiB for sketches and staging). Its second batch hits the same prompts in the server.
 
-The figures: `dense_s`, `resident_s` and `again_s`, the seconds from the first prompt to the last
-answer; the same divided by those of `dense`; `dense_step_ms` and `resident_step_ms`, the median
-time of a step that decodes the most requests; `dense_at_once` and `resident_at_once`, the most
-requests that decoded at once.
+The figures: `dense_s`, `resident_s` and `again_s`, seconds from the first prompt to the last
+answer; the same divided by those of `dense`; `dense_step_ms` and `resident_step_ms`, median of
+the steps that decode the most requests; `dense_at_once` and `resident_at_once`, the most that
+decoded at once.
 """
 
 import sys
@@ -40,8 +37,7 @@ REQUESTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of tokens: of a prompt, of the pool with residency (device memory for blocks), of a
-    budget (tokens to which a step attends), of a prefill chunk and of an answer."""
+    """In tokens. pool: the device's blocks with residency; chunk: of a prefill."""
 
     prompt: int = 70_006
     pool: int = 40_960
@@ -59,8 +55,7 @@ TINY = Sizes(2054, 4096, 512, 512, 16)
 
 
 def settings(place: Place, sizes: Sizes, model: str, target: str) -> EngineSettings:
-    """Returns the settings of an engine: with residency if it has a server (`target`), otherwise of
-    vLLM alone."""
+    """With residency if there is a `target`."""
     kv_bytes = sizes.pool * place.shape.kv_token_bytes
     arguments = {
         "load_format": "auto",
@@ -92,7 +87,7 @@ def settings(place: Place, sizes: Sizes, model: str, target: str) -> EngineSetti
 
 
 def told(name: str, batch: Batch) -> Batch:
-    """Prints a line about the batch, and returns the batch."""
+    """Prints a line about the batch."""
     firsts = ", ".join(f"{wall_s:.2f}" for wall_s, _ in batch.first_s)
     say(
         f"{name}: {batch.steps[-1][0]:.2f} s, first tokens after {firsts} s, hits {batch.cached}, "
@@ -104,13 +99,13 @@ def told(name: str, batch: Batch) -> Batch:
 
 
 def step_ms(batch: Batch) -> float:
-    """Returns the median milliseconds of the steps that decode the most requests."""
+    """Median of the steps that decode the most requests."""
     most = max(tokens for _, _, tokens in batch.steps)
     return 1e3 * most / batch.decode_rate(0)
 
 
 def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
-    """Runs the engines one after the other, and returns the figures of the module's docstring."""
+    """The module's figures."""
     folder = server.log.parent
     model = str(write_model(folder / "model", sizes.context + 64, place.shape, place.device))
     prompts = [place.prompt(number, sizes.prompt) for number in range(REQUESTS)]

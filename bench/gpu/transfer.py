@@ -1,11 +1,10 @@
-"""Measures stores and loads through the server on a GPU, 1 GiB per operation, in turns with plain
-pinned copies of as many contiguous bytes.
+"""Measures stores and loads through the server on a GPU, 1 GiB each, in turns with plain pinned
+copies of as many contiguous bytes.
 
-`python -m bench.gpu.transfer [--json]`, on a machine with a GPU. It takes about a minute, 6 GiB of
-device memory and 8 GiB of host memory. Times are from the client's call to the server's answer,
-without the time for leases. Rates are divided by the rate of the plain copy in the same direction.
-A store and a load at once are compared with the sum of the two plain rates, and with plain copies
-in both directions at once. Every load is compared on the device.
+`python -m bench.gpu.transfer [--json]`, on a machine with a GPU; a minute, 6 GiB of device and 8
+GiB of host memory. Times are from call to answer, without leases. Rates are divided by the plain
+copy's in the same direction; both at once by the sum of the two, and by plain copies both ways.
+Every load is compared on the device.
 """
 
 import sys
@@ -35,19 +34,17 @@ LAYOUTS = ("LBHNC", "BLHNC")
 TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
 BOTH_TARGET = 0.8
 ARENA_OPERATIONS = 5
-"""Size of the arena, in multiples of an operation's bytes: space for the leased blocks, and for
-stores beside them. When the space is full, a store evicts as many bytes as it writes."""
+"""The arena, in operations: the leased blocks, and stores, which then evict as much as they
+write."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
-    """Returns the number of layers: 32, or fewer if an operation would have less than 16 blocks."""
+    """32, or fewer if an operation would have less than 16 blocks."""
     return max(1, min(32, operation_bytes // 16 // page_bytes))
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of operations, by their name."""
-
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, what: str, seconds: float) -> None:
@@ -57,7 +54,7 @@ class Times:
         return median(self.seconds[what])
 
     def ratios(self) -> dict[str, float]:
-        """Returns the speed of each direction as a share of the speed of plain copies."""
+        """Speed of each direction, as a share of plain copies'."""
         return {
             what: self.median(f"plain {what}") / self.median(what)
             for what in ("store", "load", "both")
@@ -65,8 +62,7 @@ class Times:
         }
 
     def of_the_sum(self) -> float:
-        """Returns the rate of both directions at once, divided by the sum of the rates of plain
-        copies in each single direction."""
+        """Both at once, divided by the sum of plain copies' single rates."""
         alone = 1 / self.median("plain store") + 1 / self.median("plain load")
         return 2 / self.median("both") / alone
 
@@ -80,12 +76,7 @@ def measure(
     *,
     with_both: bool = True,
 ) -> Times:
-    """Measures stores and loads with one memory layout and page size, in turns with plain copies.
-    Returns their times.
-
-    shape: sizes of the engine's KV memory, which has the blocks of two operations.
-    with_both: also measures a store and a load at once.
-    """
+    """`with_both`: also a store and a load at once."""
     times = Times()
     with half_leased(side, target, shape, is_scattered=True) as (engine, sources, others, lease):
         for number in range(rounds + 1):
@@ -108,8 +99,7 @@ def measure(
 
 
 def figures_of(found: dict[tuple[str, int], Times]) -> list[Figure]:
-    """Returns the figures for each page size. A figure is that of the memory layout in which it is
-    worse."""
+    """Each page size's figure is that of the worse layout."""
     figures = []
     for page_bytes, target in TARGETS.items():
         ratios = [times.ratios() for (_, size), times in found.items() if size == page_bytes]
@@ -137,7 +127,7 @@ def report(
     *,
     as_json: bool,
 ) -> None:
-    """Prints the server's own measurements of its copies, the table and the figures."""
+    """Also prints the server's own measurements."""
     speeds = {
         (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"]
         for s in devices.get("speeds", ())

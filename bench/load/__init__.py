@@ -1,2 +1,1 @@
-"""Modules shared by `bench.soak` and `bench.multi_turn`: clients, conversations, engines and
-caches."""
+"""Clients, conversations, engines and caches of `bench.soak` and `bench.multi_turn`."""

@@ -1,12 +1,10 @@
-"""Runs a vLLM engine, which holds conversations, as a child process: `python chat_engine.py
-SETTINGS`. SETTINGS are arguments of `vllm.LLM` as JSON.
+"""A vLLM engine that holds conversations: `python chat_engine.py SETTINGS` (arguments of `vllm.LLM`
+as JSON).
 
-Reads a JSON request per line from stdin: `conversations`, in the form of
-`bench.load.conversations`, and `clients`, a number of clients. Answers with a JSON line on stdout.
-Needs vLLM but no module of hotkv, because it also runs in the environments of other caches.
-
-Each client takes the conversation that has waited longest, sends its next turn, and then puts the
-conversation back into the queue.
+Reads a JSON request per line: `conversations` (as in `bench.load.conversations`) and `clients`,
+a number; answers with a JSON line. Each client takes the conversation that has waited longest,
+sends its next turn, and puts it back. Imports nothing of hotkv: it also runs in other caches'
+environments.
 """
 
 import json
@@ -18,9 +16,8 @@ from typing import Any
 
 
 def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dict[str, Any]:
-    """Runs all turns of all conversations, with `num_clients` at a time. Returns the seconds that
-    it took, and for each turn: seconds to the first token, tokens of the prompt, cached tokens of
-    the prompt, and tokens of the answer."""
+    """The seconds in all, and per turn: seconds to the first token, tokens of the prompt, of
+    them cached, tokens of the answer."""
     from vllm import SamplingParams
 
     engine, began_s = llm.llm_engine, time.perf_counter()
@@ -54,7 +51,7 @@ def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dic
 
 
 def main() -> int:
-    """Loads the model, reports that it is ready, and then runs conversations until stdin ends."""
+    """Reports when it is ready, and ends with stdin."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import vllm

@@ -1,18 +1,17 @@
-"""Clients of a server under load. Each process runs one kind of client: `python -m
-bench.load.clients KIND TARGET ...`.
+"""Clients of a server under load, one kind a process: `python -m bench.load.clients KIND TARGET
+...`.
 
-`traffic SESSIONS SECONDS RATE SEED`: many sessions that look up, store and load, at full speed or
-at a given rate. Prints a JSON object: number of operations by kind, errors by reason, and latencies
-of lookups in ms. RATE: operations per second over all sessions. An operation begins when it is due,
-and its latency counts from then. RATE 0: each session begins an operation when its last one has
-ended. All sessions draw from the same set of blocks, four times the size of the arena.
+`traffic SESSIONS SECONDS RATE SEED`: sessions that look up, store and load. Prints JSON: operations
+by kind, errors by reason, latencies of lookups in ms. RATE: operations per second of all sessions;
+latency counts from when one is due. 0: each begins when the last has ended. All draw from the same
+blocks, four times the arena.
 
 Hostile clients run until they are killed:
-- `flood`: makes calls without waiting for answers.
-- `garbage`: sends random bytes in place of messages, in single calls and in streams.
-- `deaf`: a session that sends many requests and never reads an answer.
-- `spin`: no client, only a process that keeps a processor busy. The other kinds are compared with
-  it.
+
+- `flood`: calls without waiting for answers.
+- `garbage`: random bytes for messages, in calls and streams.
+- `deaf`: a session that never reads an answer.
+- `spin`: no client; keeps a processor busy, to compare with.
 """
 
 import collections
@@ -45,22 +44,19 @@ CALL_TIMEOUT_S = 10.0
 
 
 def universe() -> list[bytes]:
-    """Returns the hashes of all blocks that clients use; the same in every process."""
+    """Hashes of all blocks, the same in every process."""
     return [random.Random(number).randbytes(32) for number in range(UNIVERSE_BLOCKS)]
 
 
 @dataclass
 class Tally:
-    """The number of operations by kind, the number of errors by reason, and the latencies of
-    lookups, of a session or of several."""
-
     done: "collections.Counter[str]" = field(default_factory=collections.Counter)
     errors: "collections.Counter[str]" = field(default_factory=collections.Counter)
     lookups_ms: list[float] = field(default_factory=list)
 
 
 class Client:
-    """A session with the server that runs random operations on a thread."""
+    """A session that runs random operations on a thread."""
 
     def __init__(self, target: str, number: int, hashes: list[bytes], seed: int) -> None:
         self.tally = Tally()
@@ -77,11 +73,7 @@ class Client:
         self.count = 0
 
     def run(self, until_s: float, rate: float) -> None:
-        """Runs operations until the time `until_s`.
-
-        rate: operations per second of this session; 0: each operation starts when the previous one
-            has ended.
-        """
+        """rate: of this session; 0: each operation begins when the last has ended."""
         due_s = time.monotonic()
         while due_s < until_s:
             if rate:
@@ -144,8 +136,7 @@ class Client:
 
 
 def traffic(target: str, *options: str) -> None:
-    """Connects the sessions, prints `connected`, waits for a line on standard input, and then runs
-    the operations. Prints the counts and latencies as JSON."""
+    """Prints `connected` and waits for a line on standard input before it begins."""
     sessions, seed = int(options[0]), int(options[3])
     seconds, rate = float(options[1]), float(options[2])
     hashes = universe()
@@ -183,7 +174,6 @@ def _as_is(message: bytes) -> bytes:
 
 
 def flood(target: str) -> None:
-    """Hostile client: sends lookups and leases of all blocks, without waiting for answers."""
     engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}").connect(60.0)
     hashes = universe()
     while True:
@@ -197,8 +187,6 @@ def flood(target: str) -> None:
 
 
 def garbage(target: str) -> None:
-    """Hostile client: sends random bytes in place of messages, to a unary method and to the
-    session's stream."""
     with grpc.insecure_channel(target) as channel:
         unary = channel.unary_unary(LOOKUP, request_serializer=_as_is, response_deserializer=_as_is)
         stream = channel.stream_stream(
@@ -212,7 +200,6 @@ def garbage(target: str) -> None:
 
 
 def deaf(target: str) -> None:
-    """Hostile client: opens a session, sends lookups endlessly and reads no answer."""
     from hotkv_client import channels
     from hotkv_client.wire import call_messages as _wire
 
@@ -234,7 +221,6 @@ def deaf(target: str) -> None:
 
 
 def spin(target: str) -> None:
-    """Only keeps a processor busy, for comparison with the hostile clients."""
     while True:
         sum(range(100_000))
 

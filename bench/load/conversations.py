@@ -1,6 +1,5 @@
-"""Generates conversations of several turns, with the shape of vLLM's `benchmarks/multi_turn`: a
-prefix that all conversations share, a prefix of each conversation, and turns. In each turn the
-client sends some tokens and wants an answer of some tokens."""
+"""Conversations in the shape of vLLM's `benchmarks/multi_turn`: a prefix that all share, one of
+each, and turns."""
 
 import math
 import random
@@ -10,36 +9,29 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a conversation: the client sends `tokens`, and wants an answer of `answer_tokens`
-    tokens."""
-
     tokens: list[int]
     answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation of several turns. `prefix`: the tokens before its first turn."""
-
     prefix: list[int]
     turns: list[Turn]
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens of the prefix, all questions and all answers."""
+        """Counts all answers too."""
         said = sum(len(turn.tokens) + turn.answer_tokens for turn in self.turns)
         return len(self.prefix) + said
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of conversations. Pairs are inclusive bounds of uniformly distributed numbers. By
-    default answers are short, so that they take little of a turn's time.
+    """Pairs are bounds, inclusive, of uniform numbers. Short answers take little of a turn's time.
 
-    common_tokens: length of the prefix that all conversations share.
-    prefix_tokens: median and maximum (of a lognormal distribution) of the length of the prefix that
-        only one conversation has.
-    words: the range of the token ids.
+    common_tokens: of the prefix that all share.
+    prefix_tokens: median and maximum (lognormal) of a conversation's own prefix.
+    words: range of token ids.
     """
 
     num_turns: tuple[int, int] = (3, 5)
@@ -57,13 +49,12 @@ UPSTREAM = Shape(
     turn_tokens=(120, 160),
     answer_tokens=(80, 120),
 )
-"""The shape of vLLM's `generate_multi_turn.json`, without prefixes of more than 2,400 tokens: they
-don't fit into 6,144 tokens together with their turns."""
+"""vLLM's `generate_multi_turn.json`, without prefixes of more than 2,400 tokens, which don't fit
+into 6,144 with their turns."""
 
 
 def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conversation]:
-    """Returns conversations with at least `num_tokens` tokens in total. Equal seeds give equal
-    conversations."""
+    """At least `num_tokens` in total; equal seeds give equal conversations."""
     dice = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -82,5 +73,5 @@ def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conver
 
 
 def as_json(some: list[Conversation]) -> list[dict[str, Any]]:
-    """Returns the conversations in the form that `bench.load.chat_engine` reads."""
+    """As `bench.load.chat_engine` reads them."""
     return [asdict(one) for one in some]

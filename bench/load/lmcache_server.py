@@ -1,5 +1,4 @@
-"""Runs LMCache's server in a child process, and returns the settings that a CPU engine needs to use
-it."""
+"""LMCache's server in a child process, and the settings of an engine that uses it."""
 
 import http.client
 import socket
@@ -10,18 +9,14 @@ from typing import Any
 from demo.processes import Child
 
 READY_S = 180.0
-"""Seconds until the server must have started; on a slow machine importing LMCache takes most of
-it."""
+"""On a slow machine importing LMCache takes most of it."""
 HOST = "127.0.0.1"
 START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
-"""Does the same as the command `lmcache`, which may not be installed beside the interpreter."""
+"""The command `lmcache`, which may not be installed beside the interpreter."""
 
 
 class LMCacheServer:
-    """A server of LMCache 0.5.6, with `size_gib` of host memory. Use it in a `with` block.
-
-    python: an interpreter that has LMCache installed.
-    """
+    """LMCache 0.5.6, in a `with` block. python: has LMCache installed."""
 
     def __init__(self, python: str, folder: Path, size_gib: int) -> None:
         self._port, self._http_port = free_ports(2)
@@ -31,7 +26,7 @@ class LMCacheServer:
             "http-port": self._http_port,
             "l1-size-gb": size_gib,
             "eviction-policy": "LRU",
-            # The engine makes the copies, because LMCache's server could make them only with CUDA.
+            # LMCache's server could copy only with CUDA.
             "supported-transfer-mode": "engine_driven",
         }
         command = [python, "-c", START, "server", "--disable-observability"]
@@ -50,11 +45,10 @@ class LMCacheServer:
 
     @property
     def log(self) -> Path:
-        """Returns the file with the server's output."""
         return self._child.log
 
     def wait_ready(self) -> None:
-        """Waits until the server answers. Raises ChildError."""
+        """Raises ChildError."""
         until_s = time.monotonic() + READY_S
         while not self._answers():
             if self._child.process.poll() is not None:
@@ -73,7 +67,6 @@ class LMCacheServer:
         return True
 
     def transfer_config(self) -> dict[str, Any]:
-        """Returns the `kv_transfer_config` for an engine that uses this server."""
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
@@ -85,7 +78,6 @@ class LMCacheServer:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns TCP ports on which no process listens."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports: list[int] = [one.getsockname()[1] for one in sockets]
     for one in sockets:

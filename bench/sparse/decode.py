@@ -1,12 +1,10 @@
-"""Decodes a text's last tokens, teacher-forced, in many variants of sparse attention (ways to
-select blocks) at once. Each variant is compared with the dense pass, the forward pass over the same
-tokens with dense attention.
+"""Decodes a text's last tokens, teacher-forced, in many variants of sparse attention at once, each
+against the dense pass over the same tokens.
 
 Errors accumulate as in real decoding: from the first sparse layer on, each variant has its own
-hidden states, keys and queries. Dense layers come first in the model. Their output is the same in
-every variant, and is copied from the dense pass.
-
-Shapes: L layers, V variants, W vocabulary, Q query heads, D channels, N compared tokens.
+hidden states, keys and queries. The dense layers come first; their output is copied from the
+dense pass. Shapes: L layers, V variants, W vocabulary, Q query heads, D channels, N compared
+tokens.
 """
 
 import math
@@ -42,27 +40,20 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
 # -------------------------------------------------------------------------------------------- Pages
-# Keys and values of a text in many variants (ways to select blocks). All variants have the same
-# prompt, so its KV is stored once, the shared tokens. Each variant has its own tail for the tokens
-# that it decodes.
-#
-# A layer's keys are one array of tokens: first the shared tokens, then a tail for each variant.
-# Each of these parts is a whole number of blocks long. So the array can be indexed by blocks, and
-# attention over selected blocks gathers rows of it.
-#
+# A layer's keys are one array: the shared prompt, then a tail for each variant's decoded tokens.
+# Each part is whole blocks long, so attention over selected blocks gathers rows.
 # Shapes: L layers, H KV heads, Q query heads, D channels, V variants, N tokens of a tail, R rows, S
 # tokens of a context, T tokens of a block.
 
 
 def open_slots(context_tokens: int, block_tokens: int) -> int:
-    """Returns how many tokens the last block of a context still lacks."""
+    """Tokens that the last block still lacks."""
     return -context_tokens % block_tokens
 
 
 class Pages:
-    """The keys and values of a text in all variants (ways to select blocks). All variants share the
-    first `num_shared` tokens of `keys_LHSD` and `values_LHSD`. Each variant has a separate tail of
-    `num_tail` tokens, to which it appends the tokens that it decodes."""
+    """Variants share the first `num_shared` tokens; each appends what it decodes to its tail of
+    `num_tail`."""
 
     def __init__(
         self,
@@ -89,14 +80,13 @@ class Pages:
     def append(
         self, layer: int, step: int, keys_VHD: torch.Tensor, values_VHD: torch.Tensor
     ) -> None:
-        """Appends the token of decode step `step` to the tail of every variant."""
+        """Appends to every variant's tail."""
         self._tails(self._keys[layer])[:, :, step] = keys_VHD.transpose(0, 1)
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 
     def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns the indices of a variant's blocks in a layer's keys and values, for an array
-        whose tokens are grouped in blocks of `block_tokens`. Blocks of the prompt are the same for
-        all variants; blocks behind it are in the variant's tail."""
+        """Indices of a variant's blocks in arrays of blocks: the prompt's are shared, later ones
+        in its tail."""
         beyond = variant * (self.num_tail // block_tokens)
         return torch.from_numpy(
             np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
@@ -105,7 +95,7 @@ class Pages:
         )
 
     def keys(self, layer: int, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns the keys of the given blocks of a variant, [H, len(blocks) * T, D]."""
+        """[H, len(blocks) * T, D]."""
         return self._gather(
             self._keys[layer], self.rows(variant, blocks, block_tokens), block_tokens
         )
@@ -129,10 +119,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> torch.Tensor:
-        """Computes exact attention of a variant's query over the given blocks; [query heads,
-        channels]. The blocks must be ascending and include the last block of the context.
-
-        blocks_of_set: one set of blocks for all KV heads, or one for each.
+        """Exact attention over ascending blocks, the context's last included: [Q, D].
+        blocks_of_set: one for all KV heads, or one for each.
         """
         keys, values = self._keys[layer], self._values[layer]
         kv_heads, _, head_size = keys.shape
@@ -158,11 +146,11 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> F32:
-        """Computes the exact log of the attention mass (sum of exp(q · k * scale)) of every block
-        of a layer, for each of `variants`: float32 [variants, query heads, blocks].
+        """Exact log of the mass (sum of exp(q · k * scale)) of every block: float32 [variants, Q,
+        blocks].
 
-        query_VQD: queries of all variants.
-        context_tokens: tokens of the context, with those that the variants have decoded.
+        query_VQD: of all variants.
+        context_tokens: with what the variants have decoded.
         """
         keys_HSD = self._keys[layer]
         kv_heads, _, head_size = keys_HSD.shape
@@ -182,20 +170,17 @@ class Pages:
 
 
 # ------------------------------------------------------------------------------------------- Scores
-# Scores of a variant's blocks, by a compact form of their keys: sketches of hotkv_sparse, or
-# page low-rank summaries (`bench.sparse.low_rank`), to which they are compared.
-#
-# Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query
+# By sketches, or by low-rank summaries (`bench.sparse.low_rank`), to which they are compared.
+# Shapes: L layers, B blocks, S tokens or candidates, T tokens of a block, H KV heads, Q query
 # heads, D channels, N bytes of a sketch.
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Scores blocks by sketches (compact forms of blocks' keys) in one format of
-    `hotkv_sparse`.
+    """By sketches in a format of `hotkv_sparse`.
 
-    pools: sketches of each layer, uint8 [blocks, KV heads, bytes].
-    centres_L: centre (mean key) of each layer; None: 0.
+    pools: of each layer, uint8 [B, H, N].
+    centres_L: None: 0.
     """
 
     name: str
@@ -203,7 +188,6 @@ class Scorer:
     centres_L: Sequence[LayerCentre | None]
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Builds the sketch of a block that has just become complete."""
         self.pools[layer][block] = build(
             self.name,
             keys_THD[None],
@@ -212,15 +196,14 @@ class Scorer:
         )[0]
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        """Returns scores of consecutive blocks, estimates of the log of their attention mass:
-        float32 [query heads, candidates]."""
+        """Of consecutive blocks: estimated log mass, float32 [Q, candidates]."""
         centre = self.centres_L[layer]
         bias = None if centre is None else centre.bias.get(self.name)
         query = prepare(self.name, query_QD, _mu(centre), bias=bias, axes=_axes(centre))
         return score(query, self.pools[layer], candidates_S)
 
     def copy(self) -> "Scorer":
-        """Returns an independent copy, for another variant over the same prompt."""
+        """For another variant over the same prompt."""
         return Scorer(self.name, [pool.copy() for pool in self.pools], self.centres_L)
 
 
@@ -239,11 +222,8 @@ def scorer_of(
     max_tokens: int,
     calibration: Calibration,
 ) -> Scorer | LowRankScorer | None:
-    """Returns a scorer of blocks for a variant, which knows the first `num_shared` tokens of a text
-    and has space for `max_tokens`. Returns None if the variant needs no scorer.
-
-    calibration: centres (mean keys) and axes for the sketches.
-    """
+    """Knows the first `num_shared` tokens, with space for `max_tokens`. None if the variant
+    needs none."""
     name, _, centre = variant.scorer.partition(CENTRED)
     if name in LOW_RANKS:
         shared_LHSD = [keys_HSD[:, :num_shared] for keys_HSD in keys_LHSD]
@@ -275,23 +255,15 @@ def scorer_of(
 
 
 # --------------------------------------------------------------------------- From a query to blocks
-# Runs a variant (way to select blocks): chooses from a step's query the blocks to which the step
-# attends. Every part of the choice is the code of `hotkv_sparse`.
-#
-# A `Chooser` is a variant over a text. As in an engine, it builds a block's sketch (compact
-# form of its keys) when the block is full, and updates hot sets (the blocks to attend to) in each
-# step. It does not copy keys and values, because all of them are in memory anyway.
-#
+# Every part of the choice is `hotkv_sparse`'s code. As in an engine, a `Chooser` builds a block's
+# sketch when it is full, and updates hot sets in each step; keys and values are in memory anyway.
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The blocks to which a variant attends in a step.
-
-    blocks_of_set: int32, ascending: one set of blocks for all KV heads, or one for each.
-    num_moved: number of blocks that an engine would have loaded to the device for this step, over
-        all sets.
+    """blocks_of_set: int32, ascending; one set for all KV heads, or one for each.
+    num_moved: blocks that an engine would have loaded, over all sets.
     """
 
     blocks_of_set: tuple[I32, ...]
@@ -300,14 +272,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The input of a selection of blocks in a layer.
-
-    tokens: length of the context.
-    query_QD: float32, the step's query.
-    always_log_mass: float32 [query heads], log of the attention mass (sum of exp(q · k * scale)) of
-        the blocks that are always kept.
-    block_mass: float32 [query heads, blocks], exact log of each block's attention mass; None if it
-        is unknown.
+    """tokens: of the context.
+    query_QD: float32.
+    always_log_mass: float32 [Q], of the always-kept blocks.
+    block_mass: float32 [Q, blocks], exact log mass; None: unknown.
     """
 
     tokens: int
@@ -317,13 +285,8 @@ class Context:
 
 
 class Chooser:
-    """Chooses the blocks to which a variant (way to select blocks) attends, step by step over a
-    text. Has sketches (compact forms of blocks' keys) and hot sets (the blocks to attend to)
-    as an engine does.
-
-    num_shared: number of tokens before the first decoded token.
-    scorer: scores blocks, and has the sketches of the first `num_shared` tokens. None if the
-        variant needs no scores.
+    """num_shared: tokens before the first decoded one.
+    scorer: has their sketches; None: no scores needed.
     """
 
     def __init__(
@@ -357,18 +320,13 @@ class Chooser:
         return self.config.budget_blocks(context_tokens, self.variant.block_tokens)
 
     def span(self, context_tokens: int) -> CandidateSpan:
-        """Returns which blocks of a context are always kept, and which are candidates for
-        selection."""
         return span(self.config, context_tokens, self.variant.block_tokens)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Builds the sketch (compact form of the keys) of a block that has become
-        complete."""
         if self._scorer:
             self._scorer.block_filled(layer, block, keys_THD)
 
     def choose(self, layer: int, context: Context) -> Choice:
-        """Returns the blocks to which the step described by `context` attends in a layer."""
         where = self.span(context.tokens)
         if self.variant.scorer == ENDS:
             return Choice((where.always,), 0)
@@ -390,8 +348,8 @@ class Chooser:
         log_mass_of_set = np.split(context.always_log_mass, num_sets)
         budget = self._budget_blocks(context.tokens)
         if self.variant.freshness == LRU and self._hot[layer][0].span.count:
-            # Only a sequence's first selection fills the whole hot set (the blocks to attend to),
-            # because after prefill all blocks are still on the device.
+            # The first selection fills the whole hot set: after prefill all blocks are still on
+            # the device.
             budget = self.config.selected_blocks(context.tokens, self.variant.block_tokens)
         return [
             choose(of_set, log_mass, where, budget)
@@ -422,27 +380,23 @@ class Chooser:
 # ------------------------------------------------------------------------------------------- Decode
 
 STRONG_MASS = 0.1
-"""A block is strong for a KV head if, of all candidates (blocks that are not always kept), it has
-the most of the head's attention, and has more than this share."""
+"""A KV head's strong block has the most of its attention among candidates, and more than this
+share."""
 TAIL_ALIGN = 64
-"""The tail (space for a variant's decoded tokens) has a multiple of this many tokens, so that it
-consists of whole blocks of every block size."""
+"""A tail is whole blocks of every block size."""
 RECALL_EVERY_STEPS = 4
-"""Number of steps between two measurements of the exact attention mass of all blocks, from which
-recall is computed. The variant `oracle`, which selects by exact mass, needs it in every step."""
+"""Between measurements of exact mass, for recall; `oracle` needs it in every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a variant (way to select blocks) on a text; means over the compared tokens.
+    """Means over the compared tokens.
 
     kl: KL(dense || sparse) per token, in nats.
     delta_nll: rise of NLL per token over the dense pass, in nats.
-    recall: share of the strong blocks (blocks with much exact attention) to which the variant
-        attended; None if there were no strong blocks.
-    attended_ratio: attended tokens divided by tokens of the context, in sparse layers.
-    moved_blocks: blocks that an engine would have loaded to the device, per set of blocks, layer
-        and step.
+    recall: share of strong blocks attended to; None without any.
+    attended_ratio: of the context's tokens, in sparse layers.
+    moved_blocks: that an engine would have loaded, per set, layer and step.
     """
 
     variant: Variant
@@ -454,8 +408,6 @@ class Outcome:
 
 
 class Tally:
-    """Sums of the measured values over the steps of a variant."""
-
     def __init__(self) -> None:
         self.kl = self.delta_nll = self.attended_ratio = 0.0
         self.num_strong = self.num_found = self.num_moved = self.num_sets = 0
@@ -468,13 +420,8 @@ class Tally:
         where: CandidateSpan,
         kv_heads: int,
     ) -> None:
-        """Counts the strong blocks of a step in a layer, and how many of them were chosen. A block
-        is strong for a KV head if it is the candidate with the most attention mass, and has a share
-        of more than STRONG_MASS.
-
-        mass_QB: float32 [query heads, blocks], exact log of the attention mass of each block.
-        always_log_mass: float32 [query heads], the same of all always kept blocks together.
-        where: the blocks of the context, and which of them are candidates.
+        """mass_QB: float32 [Q, blocks], exact log mass.
+        always_log_mass: float32 [Q], of all always-kept blocks together.
         """
         log_mass = mass_QB[:, where.first : where.last]
         total = np.logaddexp(np.logaddexp.reduce(log_mass, axis=1), always_log_mass)
@@ -487,8 +434,6 @@ class Tally:
                 self.num_found += bool((blocks == block + where.first).any())
 
     def count_choice(self, choice: Choice, context_tokens: int, block_tokens: int) -> None:
-        """Counts the tokens to which a layer attended in a step, and the blocks that were loaded
-        for it."""
         for blocks in choice.blocks_of_set:
             self.attended_ratio += (
                 len(blocks) * block_tokens - open_slots(context_tokens, block_tokens)
@@ -497,7 +442,6 @@ class Tally:
         self.num_moved += choice.num_moved
 
     def outcome(self, variant: Variant, num_tokens: int) -> Outcome:
-        """Returns the means over all steps."""
         recall = self.num_found / self.num_strong if self.num_strong else None
         sets = max(self.num_sets, 1)
         return Outcome(
@@ -511,12 +455,8 @@ class Tally:
 
 
 class Decode:
-    """Decodes the last tokens of a text in several variants (ways to select blocks) at once.
-
-    dense: the forward pass over the text with dense attention, with which variants are compared.
-    tokens_S: the text. Its last token is only predicted (from the last compared token), not
-        decoded.
-    calibration: centres (mean keys) and axes for the sketches.
+    """tokens_S: the last is only predicted, not decoded.
+    calibration: centres and axes of the sketches.
     """
 
     def __init__(
@@ -560,7 +500,6 @@ class Decode:
         self.tallies = [Tally() for _ in variants]
 
     def run(self) -> list[Outcome]:
-        """Decodes all compared tokens in all variants. Returns each variant's outcome."""
         for step in range(len(self.dense.inputs_NE)):
             self._step(step)
         return [
@@ -622,9 +561,8 @@ class Decode:
     def _block_mass(
         self, layer: int, step: int, query_VQD: torch.Tensor, context_tokens: int
     ) -> dict[int, F32]:
-        """Returns the exact log of the attention mass of each block, float32 [query heads, blocks],
-        by index of each variant that needs it at this step: always for the variant that selects by
-        it, now and then to measure recall."""
+        """Float32 [Q, blocks] of each variant that needs it now: always if it selects by it, now
+        and then for recall."""
         needed: dict[int, list[int]] = {}
         for index, chooser in enumerate(self.choosers):
             if step % RECALL_EVERY_STEPS == 0 or chooser.variant.scorer == ORACLE:
@@ -642,26 +580,19 @@ class Decode:
 
 
 # ----------------------------------------------------------------------------- As an engine decodes
-# The decode of `bench.sparse` with the settings of an engine, so that its results can be compared
-# with those of the engine.
+# With an engine's settings, to compare with it.
 
 
 class Offline:
-    """Decodes without an engine. Sketches (compact forms of keys) need a centre (mean key).
-    As an engine does, `Offline` computes it from the first text that it sees, or reads it from the
-    file in the settings.
-
-    An engine computes a prompt in one step, and finds the centre from the whole prompt. `Offline`
-    uses only the text's beginning.
-    """
+    """Decodes without an engine. As an engine, takes centres from the first text or the
+    settings' file; but from that text's beginning, where an engine sees the whole prompt."""
 
     def __init__(self, model: Llama) -> None:
         self._model = model
         self._first: Sequence[LayerCentre] | None = None
 
     def dense(self, tokens: Sequence[int], num_compared: int, setup: Setup) -> Dense:
-        """Runs a text with dense attention, and returns that pass. Calibrates (computes mean keys
-        and axes) from the first text."""
+        """Calibrates from the first text."""
         dense = dense_pass(self._model, torch.tensor(tokens)[:-1], num_compared, setup.dense_layers)
         if self._first is None:
             self._first = Own.of(dense).moved_L
@@ -670,8 +601,7 @@ class Offline:
     def decoded(
         self, dense: Dense, tokens: Sequence[int], setups: Sequence[Setup]
     ) -> list[Outcome]:
-        """Runs sparse decode of a text's last tokens with each of the settings. All settings must
-        have the same dense layers and the same file of centres."""
+        """The setups must share dense layers and the file of centres."""
         assert self._first is not None
         centres: Sequence[LayerCentre | None] = self._first
         if file := setups[0].centres:

@@ -1,13 +1,10 @@
-"""Decodes in a real vLLM engine on CPU, with dense and with sparse attention, over the same prompt
-and the same KV.
+"""Decodes in a real vLLM engine on CPU, densely and sparsely, over the same prompt and KV.
 
-The engine runs in this process, so numba must not be loaded before. The prompt is computed once.
-Every run then hits it in the engine's own prefix cache, except the prompt's last block. So runs
-differ only in the blocks to which decode attends. `Engine.use` changes the settings of sparse
-decode between runs, which a real engine can't do: sketches (compact forms of blocks' keys)
-are then built again, but the calibration (mean keys, axes) from the engine's first prompt stays.
-
-Shapes: N compared tokens, W words of the vocabulary.
+It runs in this process, so numba must not be loaded before. The prompt is computed once and then
+hit in the engine's own prefix cache, but for the last block; so runs differ only in the blocks
+that decode attends to. `Engine.use` changes settings between runs, as no real engine can:
+sketches are built again, the first prompt's calibration stays. Shapes: N compared tokens, W
+words.
 """
 
 import os
@@ -23,8 +20,7 @@ from hotkv_sparse.config import SparseConfig
 
 KV_CACHE_BYTES = 1 << 30
 CALIBRATING = "mix2"
-"""The scorer (format of sketches) with which the engine starts, because an engine calibrates
-only this one by itself."""
+"""The scorer to start with: the only one for which an engine calibrates itself."""
 _taken: list[torch.Tensor] = []
 _forced: list[int] = []
 _then_free: list[bool] = [False]
@@ -32,14 +28,11 @@ _then_free: list[bool] = [False]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of an engine with sparse decode.
-
-    budget: the most to which a step attends: a share of the context (float) or tokens (int).
-    scorer: format of the sketches (compact forms of keys) by which blocks are selected.
-    corrections: most selected blocks that a step loads before it attends (`max_correction_blocks`).
-    dense_layers: number of dense layers at the start of the model.
-    min_tokens: shorter contexts are decoded densely.
-    centres: file with mean keys and axes; None: the engine computes them.
+    """budget: that a step attends to: share of the context (float) or tokens (int).
+    corrections: `max_correction_blocks`.
+    dense_layers: at the start of the model.
+    min_tokens: shorter contexts are dense.
+    centres: a file; None: the engine's own.
     """
 
     block_tokens: int = 32
@@ -52,7 +45,6 @@ class Setup:
     centres: Path | None = None
 
     def sparse_config(self) -> SparseConfig:
-        """Returns these settings as a config of hotkv_sparse."""
         return SparseConfig(
             sparse_topk=self.budget,
             scorer=self.scorer,
@@ -62,9 +54,8 @@ class Setup:
         )
 
     def extra_config(self) -> dict[str, Any]:
-        """Returns the connector's settings (`kv_connector_extra_config`) for an engine without a
-        server, in which all layers calibrate themselves: they compute mean keys and axes from the
-        first prompt."""
+        """`kv_connector_extra_config` without a server; all layers calibrate from the first
+        prompt."""
         sparse = {
             "sparse_topk": 1.0,
             "scorer": CALIBRATING,
@@ -81,33 +72,29 @@ class Setup:
 
 
 class Forced:
-    """A vLLM logits processor that records the model's output and then forces the next token of a
-    given text, so that decoding follows this text."""
+    """A logits processor that records the output and forces the next token of a text."""
 
     def __init__(self, *_: Any) -> None:
-        """Accepts and ignores vLLM's arguments: its config, a device and whether to pin memory."""
+        """Ignores vLLM's arguments."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, _: Any) -> None:
-        """Does nothing: only one request runs at a time."""
+    def update_state(self, _: Any) -> None: ...
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))
         if _then_free[0] and len(_taken) > len(_forced):
             return logits
         forced = torch.full_like(logits, -torch.inf)
-        # With asynchronous scheduling, vLLM may begin one step more than the text has tokens.
-        # Repeats the last token then.
+        # Asynchronous scheduling may begin one step too many: the last token again.
         forced[:, _forced[min(len(_taken), len(_forced)) - 1]] = 0.0
         return forced
 
 
 class Engine:
-    """A vLLM engine in this process. Call `calibrate` first (the first prompt, from which the
-    engine computes mean keys and axes), then `prefill`, `use`, `run` and `answer` as often as
-    needed; `close` ends the engine."""
+    """`calibrate` first (the first prompt gives centres and axes); then `prefill`, `use`, `run`
+    and `answer`; `close`."""
 
     def __init__(self, model: Path, context_tokens: int, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -127,8 +114,7 @@ class Engine:
             block_size=setup.block_tokens,
             max_model_len=context_tokens,
             max_num_seqs=1,
-            # Computes the whole prompt in a single step, because vLLM calls logits
-            # processors in every step.
+            # In one step, as vLLM calls logits processors in every step.
             max_num_batched_tokens=context_tokens,
             enforce_eager=True,
             kv_cache_memory_bytes=KV_CACHE_BYTES,
@@ -145,12 +131,11 @@ class Engine:
         self._rank, self._first = rank, rank.worker
 
     def use(self, setup: Setup | None) -> None:
-        """Switches decode to these settings; None: dense attention. Settings of the engine itself,
-        such as its dtype, stay."""
+        """None: dense. What belongs to the engine, such as its dtype, stays."""
         from hotkv_vllm.sparse.worker import SparseWorker
 
         if setup is None:
-            # Makes decode dense: no context is long enough for sparse attention.
+            # No context is that long.
             config = replace(self._first._config, min_context_tokens=1 << 30)
         else:
             config = setup.sparse_config()
@@ -169,14 +154,10 @@ class Engine:
             impl._sparse = (worker, of_name[name]) if name in of_name else None
 
     def _knows_mu(self, names: Sequence[str]) -> bool:
-        """Returns True if the engine knows a centre (mean key), which it then subtracts from the
-        keys. It knows one if `names` contains the format for which it calibrates itself, or if it
-        has a file of centres."""
+        """From its own calibration or from a file."""
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:
-        """Computes a prompt. From its first prompt an engine computes the mean keys and axes that
-        sketches need."""
         self._rank.worker = self._first
         for name, layer in self._first.layers.items():
             self._impls[name].attach(self._first, layer)
@@ -184,20 +165,18 @@ class Engine:
         assert not self._first.first_prompt.waiting, "the prompt is too short to calibrate from"
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Computes a prompt."""
         self._generate(tokens, [0], 1, then_free=False)
 
     def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
-        """Returns the log probabilities of the last `num_compared` tokens of a text, [tokens,
-        words]. Each comes from a decode step; the text's other tokens are prefilled."""
+        """Log probabilities [N, W] of the last `num_compared` tokens, each from a decode step."""
         num_prompt = len(tokens) - num_compared - 1
         self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
-        # Leaves out the first output, which comes from the prefill of the prompt's last block.
+        # The first comes from the prefill of the prompt's last block.
         return torch.stack(_taken[1 : num_compared + 1])
 
     def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:
-        """Returns the model's next tokens, chosen greedily. Each comes from a decode step, since
-        the prompt's last token is decoded too."""
+        """Greedy. Each token comes from a decode step, as the prompt's last token is decoded
+        too."""
         said = self._generate(tokens[:-1], tokens[-1:], num_answered + 1, then_free=True)
         return said[1:]
 

@@ -1,11 +1,9 @@
 """A short and readable forward pass of Llama, in which the caller computes attention.
 
-It computes in float32, whatever the type of the stored weights, so that runs differ only in the
-tokens to which they attend. Keys are those after RoPE, as attention uses them. It refuses models
-that are not plain Llama.
-
-Shapes: S tokens, V sequences of one token each, Q query heads, H KV heads, D channels of a head, E
-channels of the model, W words."""
+In float32 whatever the weights' type, so that runs differ only in what they attend to. Keys are
+those after RoPE. Models that are not plain Llama are refused. Shapes: S tokens, V sequences of
+one token, Q query heads, H KV heads, D channels of a head, E channels of the model, W words.
+"""
 
 import json
 import math
@@ -25,15 +23,14 @@ from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentr
 # ---------------------------------------------------------------------------------------- The model
 
 SHORT_TOKENS = 2048
-"""An engine computes mean keys and axes once it has seen this many tokens. To imitate it, they are
-computed from the first tokens of a text, up to this number."""
+"""An engine computes centres and axes after this many tokens; so do we."""
 SAMPLE_EVERY_TOKENS = 256
-"""One query in this many tokens is recorded, to measure the biases of centres (mean keys)."""
+"""One query in this many is kept, to measure biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The part of a model's config.json that the forward pass reads."""
+    """What the forward pass reads of config.json."""
 
     num_layers: int
     query_heads: int
@@ -45,8 +42,7 @@ class Shape:
 
     @staticmethod
     def read(folder: Path) -> "Shape":
-        """Returns the shape of the model in `folder`. Raises ValueError if it is not plain
-        Llama."""
+        """Raises ValueError if the model is not plain Llama."""
         config = json.loads((folder / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -73,7 +69,7 @@ class Shape:
 
 
 class Llama:
-    """A model's weights in float32, and the parts of a forward pass before and after attention."""
+    """Weights in float32, and what comes before and after attention."""
 
     def __init__(self, folder: Path) -> None:
         self.shape = Shape.read(folder)
@@ -92,8 +88,7 @@ class Llama:
 
     @property
     def frequencies(self) -> npt.NDArray[np.float64]:
-        """Returns RoPE's frequencies in radians per token. RoPE rotates channel i together with
-        channel i + D / 2."""
+        """Radians per token, of channels i and i + D / 2."""
         found: npt.NDArray[np.float64] = self._inverse_wavelength_D2.numpy()
         return found
 
@@ -108,21 +103,20 @@ class Llama:
         )
 
     def _rotated(self, x_SHD: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        """Applies RoPE, which rotates channel i together with channel i + D / 2."""
+        """Channels i and i + D / 2 turn together."""
         angle_SD2 = positions_S.double()[:, None] * self._inverse_wavelength_D2
         cos, sin = angle_SD2.cos().float()[:, None], angle_SD2.sin().float()[:, None]
         low, high = x_SHD.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
     def embed(self, tokens_S: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of token ids, [S, E]."""
+        """[S, E]."""
         return self._embedding[tokens_S]
 
     def queries_keys_values(
         self, layer: int, x_SE: torch.Tensor, positions_S: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns a layer's queries [tokens, query heads, channels] and keys [tokens, KV heads,
-        channels] after RoPE, and values with the shape of the keys."""
+        """[S, Q, D], [S, H, D], [S, H, D]; queries and keys after RoPE."""
         normed = self._norm(x_SE, self._weight(layer, "input_layernorm"))
         query, key, value = (
             functional.linear(normed, self._weight(layer, f"self_attn.{name}_proj")).unflatten(
@@ -135,8 +129,7 @@ class Llama:
     def after_attention(
         self, layer: int, x_SE: torch.Tensor, attended_SQD: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the layer's output [tokens, channels of the model]: projects and adds attention's
-        output, then adds the MLP."""
+        """[S, E]: projects and adds attention's output, then adds the MLP."""
         x_SE = x_SE + functional.linear(
             attended_SQD.flatten(1), self._weight(layer, "self_attn.o_proj")
         )
@@ -146,7 +139,7 @@ class Llama:
         return x_SE + functional.linear(inner, self._weight(layer, "mlp.down_proj"))
 
     def log_probs(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """Returns the log probabilities [S, W] of the next token."""
+        """Log probabilities [S, W] of the next token."""
         return functional.log_softmax(
             functional.linear(self._norm(x_SE, self._weights["model.norm.weight"]), self._head),
             dim=-1,
@@ -155,18 +148,15 @@ class Llama:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The forward pass of a text of S tokens with dense attention. The last N tokens are those that
-    sparse attention will decode again, to be compared.
+    """A text's dense pass; sparse attention decodes the last N tokens again.
 
-    keys_LHSD, values_LHSD: of all tokens, in the layers from `first_layer` on.
-    inputs_NE: input of layer `first_layer` for the last N tokens.
-    log_probs_NW: the model's output for these tokens.
-    moments_L: statistics of queries and keys in the same layers, over all tokens, from which
-        centres (mean keys) and axes are computed.
-    short_moments_L: the same over the first `SHORT_TOKENS`.
-    moved_moments_L: the same over the first `SHORT_TOKENS`, as if they were at positions all over
-        the text.
-    sampled_queries_LQND: queries of the tokens `sampled_N`, ascending.
+    keys_LHSD, values_LHSD: of all tokens, from layer `first_layer` on.
+    inputs_NE: of layer `first_layer`, for the last N tokens.
+    log_probs_NW: of these.
+    moments_L: of queries and keys over all tokens, for centres and axes.
+    short_moments_L: over the first `SHORT_TOKENS`.
+    moved_moments_L: over the same, as if at positions all over the text.
+    sampled_queries_LQND: of the tokens `sampled_N`, ascending.
     """
 
     first_layer: int
@@ -187,10 +177,8 @@ def _moments(
     num_tokens: int,
     frequencies: npt.NDArray[np.float64] | None = None,
 ) -> AxesEstimate:
-    """Returns the moments (sums from which mean keys and axes are computed) of a layer's queries
-    and keys over the first `num_tokens` tokens, without the first `FIRST_TOKENS`, which include
-    attention sinks. If `frequencies` of RoPE are given, computes them as if the tokens were at
-    positions all over the text."""
+    """Without the first `FIRST_TOKENS`, which include sinks. `frequencies`: as if the tokens
+    were all over the text."""
     kv_heads, context_tokens, head_size = keys_HSD.shape
     estimate = AxesEstimate(kv_heads, head_size)
     keys, queries = (
@@ -205,12 +193,8 @@ def _moments(
 
 
 def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_layer: int) -> Dense:
-    """Runs all tokens through the model with causal attention, and records the values that `Dense`
-    describes.
-
-    num_compared: number of last tokens that sparse attention will decode again.
-    first_layer: the first layer that will be sparse.
-    """
+    """With causal attention. num_compared: last tokens to decode again. first_layer: the first
+    sparse one."""
     shape, positions = model.shape, torch.arange(len(tokens_S))
     scale = 1.0 / math.sqrt(shape.head_size)
     sampled = tuple(
@@ -250,36 +234,27 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
 
 
 # -------------------------------------------------------------------------------------- Calibration
-# Calibration: computes the centres (mean keys) with their biases (mean errors of scores), and the
-# axes of the keys, before a variant (way to select blocks) decodes a text.
-#
-# In a scorer's name, the part after `+` says where the calibration comes from:
-# - `mu`: from the whole of another text.
-# - `mu2k`: from the first 2048 tokens of that other text.
-# - `first`: from the same 2048 tokens, with their positions moved all over the context, as an
-#   engine calibrates from its first prompt.
-# - `own`: from the first 2048 tokens of the text itself.
-# - `file`: from a file that `hotkv_vllm.sparse.calibrate` wrote.
-#
+# Computes centres, biases and axes before a variant decodes a text. In a scorer's name, the part
+# behind `+` is the source:
+# - `mu`: the whole of another text.
+# - `mu2k`: its first 2048 tokens.
+# - `first`: these at positions all over the context, as an engine calibrates from its first prompt.
+# - `own`: the text's own first 2048 tokens.
+# - `file`: a file of `hotkv_vllm.sparse.calibrate`.
 # Shapes: L layers, H KV heads, Q query heads, D channels, S tokens, N sampled tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Centres (mean keys) by the name of their source (`mu`, `own`, `file` …), each for all sparse
-    layers in order (None: 0)."""
+    """By source, for all sparse layers (None: 0)."""
 
     centres: Mapping[str, Sequence[LayerCentre | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The calibrations (mean keys and axes) that a text yields, for each layer.
-
-    whole_L: from the whole text.
-    short_L: from its first `SHORT_TOKENS`.
-    moved_L: from the first `SHORT_TOKENS`, as if they were at positions all over the text.
-    """
+    """From the whole text; from its first `SHORT_TOKENS`; from these, as if at positions all
+    over the text."""
 
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]
@@ -287,7 +262,6 @@ class Own:
 
     @staticmethod
     def of(dense: Dense) -> "Own":
-        """Computes the calibrations from a text's dense pass."""
         num_tokens = dense.keys_LHSD[0].shape[1]
         return Own(
             _centres(dense, dense.moments_L, num_tokens),
@@ -299,12 +273,7 @@ class Own:
 def _centres(
     dense: Dense, moments_L: Sequence[AxesEstimate], num_tokens: int, *, is_moved: bool = False
 ) -> tuple[LayerCentre, ...]:
-    """Returns the centre (mean keys) of each layer from the first `num_tokens` tokens, and the
-    biases (mean errors of scores) with this centre.
-
-    moments_L: statistics of each layer's queries and keys, from which centres are computed.
-    is_moved: True: measures no biases, as an engine that calibrates itself does not.
-    """
+    """With biases, unless `is_moved`: an engine that calibrates itself measures none."""
     positions = [position for position in dense.sampled_N if position < num_tokens]
     found = []
     for keys_HSD, query_QND, moments in zip(
@@ -330,11 +299,7 @@ def _centres(
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """Returns the centres (mean keys) that variants may use for a text, by the name of their
-    source: from another text (`other`), from the text itself (`own`), and from a file.
-
-    Raises ValueError if the file is of another model.
-    """
+    """What variants may use, by source. Raises ValueError if the file is of another model."""
     centres: dict[str, Sequence[LayerCentre | None]] = {
         "mu": other.whole_L,
         "mu2k": other.short_L,

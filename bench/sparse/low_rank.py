@@ -1,17 +1,13 @@
-"""Page low-rank summaries: a published alternative to hotkv_sparse's compact forms of keys, for
-comparison. A low-rank summary is a low-rank summary of a block's keys, by which the block is
-scored.
+"""Low-rank summaries of keys, a published alternative to sketches, for comparison.
 
-A low-rank summary describes a page (the keys of a block and KV head) by a mean, `rank` directions
-and each token's coefficients along them: k ~ mean + coefficients · directions. It is built from the
-page alone, without calibration. Sizes and rounding are those of LOCKS (locks-kv 0.1.4, `rki4`):
-mean in 8 bits, directions in 4 bits with a scale each, coefficients in 8 bits with a scale per
-token, all scales in 2 bytes. A block's score is the logsumexp over its tokens of q · k.
+A summary describes a block's keys in a KV head by a mean, `rank` directions and each token's
+coefficients: k ~ mean + coefficients · directions; built from the block alone, without calibration.
+Sizes and rounding are those of LOCKS (locks-kv 0.1.4, `rki4`): mean in 8 bits, directions in 4 with
+a scale each, coefficients in 8 with a scale per token, scales in 2 bytes. Score: logsumexp over
+tokens of q · k.
 
-This reference implementation stores the approximate keys themselves, which give the same scores.
-
-Shapes: L layers, H KV heads, Q query heads, B blocks, T tokens of a block, S tokens, R directions,
-D channels.
+Here the approximate keys themselves are stored, which score alike. Shapes: L layers, H KV heads,
+Q query heads, B blocks, T tokens of a block, S tokens, R directions, D channels.
 """
 
 import math
@@ -30,8 +26,7 @@ _TINY = 1e-12
 
 
 def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Quantises `x` to integers of `bits` bits, with one bfloat16 scale for all values along axis
-    `dim`. Returns the values for which the integers stand."""
+    """To `bits` bits, with a bfloat16 scale along `dim`; returns what the integers stand for."""
     largest = (1 << (bits - 1)) - 1
     scale = (x.abs().amax(dim=dim, keepdim=True) / largest).clamp_min(_TINY).bfloat16().float()
     return (x / scale).round().clamp(-largest - 1, largest) * scale
@@ -39,26 +34,20 @@ def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A kind of low-rank summary (low-rank summary of the keys of a block and KV head), with `rank`
-    directions. `rank` must be smaller than the number of tokens of a block."""
+    """`rank` directions, fewer than a block's tokens."""
 
     rank: int
 
     def page_bytes(self, block_tokens: int, head_size: int) -> int:
-        """Returns the bytes of a low-rank summary, for one block and KV head."""
+        """A summary's bytes for one block and KV head."""
         mean = head_size * MEAN_BITS // 8 + SCALE_BYTES
         directions = self.rank * (head_size * DIRECTION_BITS // 8 + SCALE_BYTES)
         coefficients = block_tokens * (self.rank * COEFFICIENT_BITS // 8 + SCALE_BYTES)
         return mean + directions + coefficients
 
     def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
-        """Computes the low-rank summary of each page (the keys of a block and KV head), and returns
-        the approximate keys that the low-rank summary stands for.
-
-        Finds the mean, directions and coefficients of a page by a singular value decomposition, and
-        rounds them as a stored low-rank summary would be. Input and result: float32 [KV heads,
-        blocks, tokens of a block, channels].
-        """
+        """Keys as their summaries give them: float32 [H, B, T, D]. Singular value decomposition,
+        rounded as stored."""
         mean = keys_HBTD.mean(dim=2, keepdim=True)
         x = keys_HBTD - mean
         energy, left = torch.linalg.eigh(x @ x.transpose(-1, -2))
@@ -73,10 +62,8 @@ LOW_RANKS = {f"lowrank{rank}": LowRank(rank) for rank in (4, 8)}
 
 
 class LowRankScorer:
-    """Scores the blocks of a text by their low-rank summaries (low-rank summaries of keys).
-
-    keys_LHSD: keys of the first tokens, whole blocks.
-    num_more: number of tokens, again whole blocks, for which space is reserved behind them.
+    """keys_LHSD: of the first tokens, whole blocks.
+    num_more: tokens, whole blocks, to reserve behind them.
     """
 
     def __init__(
@@ -99,15 +86,13 @@ class LowRankScorer:
         return self._low_rank.approximate(blocks).flatten(1, 2)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Adds the low-rank summary (low-rank summary) of a block that has just become complete."""
         first = block * self._block_tokens - self._shared[layer].shape[1]
         keys_HTD = torch.from_numpy(keys_THD).transpose(0, 1)
         filled = slice(first, first + self._block_tokens)
         self._tails[layer][:, filled] = self._approximate(keys_HTD)
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        """Returns scores of consecutive blocks, estimates of the log of their attention mass:
-        float32 [query heads, candidates]."""
+        """Of consecutive blocks: estimated log mass, float32 [Q, candidates]."""
         shared, tail = self._shared[layer], self._tails[layer]
         kv_heads, num_shared, head_size = shared.shape
         query_HGD = torch.from_numpy(query_QD).view(kv_heads, -1, head_size) / math.sqrt(head_size)
@@ -123,7 +108,7 @@ class LowRankScorer:
         return result
 
     def copy(self) -> "LowRankScorer":
-        """Returns an independent copy, for another variant over the same prompt."""
+        """For another variant over the same prompt."""
         other = object.__new__(LowRankScorer)
         other.__dict__.update(self.__dict__)
         other._tails = [tail.clone() for tail in self._tails]

@@ -1,11 +1,10 @@
-"""Generates prompts that hide facts in a long text and ask for one of them.
+"""Prompts that hide facts in a long text and ask for one.
 
-Two tasks of RULER (arXiv 2404.06654), in other words. `single`: one fact (niah_single_2).
-`multikey`: four similar facts, of which the prompt asks for one (niah_multikey_1). A fact is a
-seven-digit number that belongs to a name of two words. The haystack is text that comes with Python:
-its licence, and the language reference of `help()`. Every prompt uses another part of it.
-
-Equal seeds give equal prompts."""
+Two tasks of RULER (arXiv 2404.06654), in other words: `single`, one fact (niah_single_2);
+`multikey`, four similar ones (niah_multikey_1). A fact is a seven-digit number of a name of two
+words. The haystack comes with Python: its licence, and `help()`'s language reference; every
+prompt uses another part. Equal seeds give equal prompts.
+"""
 
 import importlib.util
 import random
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TASKS = {"single": 1, "multikey": 4}
-"""Number of similar facts that a prompt hides, by task. The prompt asks for one of them."""
+"""Number of similar facts that a prompt hides."""
 QUALITIES = (
     *("amber", "brittle", "crooked", "dusty", "eager", "faded", "gentle", "hollow", "icy"),
     *("jagged", "lively", "mellow", "narrow", "quiet", "rusty", "silver", "tidy", "wooden"),
@@ -36,11 +35,11 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that hides facts in a long text and ends right before the answer.
+    """Ends right before the answer.
 
-    task: a key of TASKS.
+    task: of TASKS.
     number: the right answer.
-    depth_ratio: relative position of the wanted fact in the long text, 0 to 1.
+    depth_ratio: where the wanted fact is, 0 to 1.
     """
 
     task: str
@@ -49,12 +48,12 @@ class Prompt:
     depth_ratio: float
 
     def is_answered_by(self, said: str) -> bool:
-        """Returns True if the answer begins with the wanted number."""
+        """Does the answer begin with the number?"""
         return said.strip().startswith(self.number)
 
 
 def haystack() -> str:
-    """Returns Python's licence followed by its language reference, about 200,000 tokens."""
+    """About 200,000 tokens."""
     from pydoc_data.topics import topics
 
     spec = importlib.util.find_spec("os")
@@ -67,11 +66,8 @@ def haystack() -> str:
 def prompts(
     task: str, count: int, num_tokens: int, encode: Encode, seed: int = 0, hay: str | None = None
 ) -> list[Prompt]:
-    """Returns `count` prompts of the task `task`, each with nearly `num_tokens` tokens, but not
-    more. Raises ValueError if the haystack (the long text) is too short for them.
-
-    encode: the tokenizer.
-    hay: the long text; None: `haystack()`.
+    """Nearly `num_tokens` each, never more. Raises ValueError if the haystack is too short. hay:
+    None: `haystack()`.
     """
     dice = random.Random(f"{task} {seed}")
     lines = [" ".join(part.split()) for part in (hay or haystack()).split("\n\n")]
@@ -79,8 +75,7 @@ def prompts(
     found, place = [], 0
     for number in range(count):
         facts = _facts(dice, TASKS[task])
-        # Spreads the positions of the wanted facts evenly over the text; random positions might
-        # leave a part of the text out.
+        # Evenly spread; random ones might leave a part out.
         depth_ratio = (number + dice.random()) / count
         frame = _text(facts, [], depth_ratio, dice)
         room = num_tokens - len(encode(frame))
@@ -88,8 +83,7 @@ def prompts(
         while True:
             if place == len(parts):
                 raise ValueError(f"the haystack is too short for {count} prompts")
-            # Counts one extra token for each place where two parts are
-            # joined, which is always enough.
+            # A token more for each joint is always enough.
             room -= len(encode(parts[place])) + 1
             if room < 0:
                 break
@@ -103,7 +97,7 @@ def prompts(
 
 
 def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
-    """Returns different facts, (name, number) each. The prompt asks for the first."""
+    """(name, number) each; the first is asked for."""
     names = dice.sample([f"{quality} {thing}" for quality in QUALITIES for thing in THINGS], count)
     return list(zip(names, map(str, dice.sample(range(10**6, 10**7), count)), strict=True))
 
@@ -111,8 +105,7 @@ def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
 def _text(
     facts: Sequence[tuple[str, str]], parts: Sequence[str], depth_ratio: float, dice: random.Random
 ) -> str:
-    """Returns a prompt made of the long text's `parts`, with the wanted fact at the relative
-    position `depth_ratio` and the other facts at random positions."""
+    """The wanted fact at `depth_ratio`, the others at random."""
     lines = list(parts)
     notes = [FACT.format(name=name, number=number) for name, number in facts]
     for note in notes[1:]:

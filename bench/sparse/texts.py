@@ -1,9 +1,9 @@
-"""Finds long English texts on the system, and makes a copy text from one of them.
+"""Finds long English texts on the system, and makes a copy text of one.
 
-Kinds: licences (GPL-3 and LGPL-3, from Debian's common licences), vim's user manual, and prose
-(Newton's Opticks, which is in libbacktrace's test data inside packages that vLLM needs, and in Go).
-The copy text, `repeat`, ends with a literal quotation of its own tokens from far back. To continue
-the quotation, a model must find these tokens."""
+Licences (GPL-3 and LGPL-3, of Debian), vim's manual, and prose (Newton's Opticks, in
+libbacktrace's test data inside packages that vLLM needs, and in Go). The copy text, `repeat`,
+ends with a quotation of its own tokens from far back, which a model must find to go on.
+"""
 
 import argparse
 import importlib.util
@@ -16,11 +16,10 @@ LICENCES = Path("/usr/share/common-licenses")
 OPTICKS = "Isaac.Newton-Opticks.txt"
 REPEAT = "repeat"
 QUOTED_FROM_RATIO = 0.25
-"""Where the tokens begin that the end of the copy text quotes, as a share of the text's length."""
+"""Where the quoted tokens begin, of the text's length."""
 
 
 def add_model(flags: argparse.ArgumentParser) -> None:
-    """Adds the command-line option `--model`."""
     flags.add_argument(
         "--model",
         type=Path,
@@ -29,7 +28,6 @@ def add_model(flags: argparse.ArgumentParser) -> None:
 
 
 def add_texts(flags: argparse.ArgumentParser) -> None:
-    """Adds the command-line options `--texts` and `--centres`."""
     flags.add_argument(
         "--texts",
         type=Path,
@@ -47,17 +45,12 @@ def add_texts(flags: argparse.ArgumentParser) -> None:
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Returns a function that converts a text to its token ids."""
     return lambda text: list(tokenizer(text, verbose=False)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text as tokens.
-
-    source: the files or the text that it was made from.
-    tokens: as many as the benchmark asked for.
-    """
+    """source: files, or the text that it was made from."""
 
     name: str
     source: str
@@ -65,7 +58,6 @@ class Text:
 
     @property
     def copy(self) -> bool:
-        """Returns True if this is the copy text."""
         return self.name == REPEAT
 
 
@@ -101,8 +93,7 @@ def _read(
 
 
 def copy_text(source: Text, num_quoted: int) -> Text:
-    """Returns a text whose last `num_quoted` tokens repeat earlier tokens: those that begin at the
-    share `QUOTED_FROM_RATIO` of the text."""
+    """The last `num_quoted` tokens repeat those from QUOTED_FROM_RATIO on."""
     tokens = source.tokens[: len(source.tokens) - num_quoted]
     begin = int(QUOTED_FROM_RATIO * len(tokens))
     return Text(
@@ -115,11 +106,8 @@ def copy_text(source: Text, num_quoted: int) -> Text:
 def texts(
     files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int, num_quoted: int
 ) -> list[Text]:
-    """Returns the texts of `files`, or texts found on the system, each of `num_tokens` tokens. Adds
-    the copy text made from the last of them, whose last `num_quoted` tokens quote an early part.
-
-    Raises ValueError if a file is too short, or the system has no text.
-    """
+    """Of `files`, or of the system, and the copy text of the last. Raises ValueError if a file
+    is too short, or the system has none."""
     named = [(file.stem, [file]) for file in files] or [_licences(), _vim_manual(), _prose()]
     found = [_read(name, paths, encode, num_tokens) for name, paths in named]
     if files and None in found:

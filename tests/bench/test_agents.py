@@ -1,5 +1,4 @@
-"""Tests the benchmark `bench.agents`, which compares eviction rules on traffic of agents. It must
-find the best time to live, and no rule may have more hits than a cache that knows all later
+"""Tests `bench.agents`: its best time to live, and its bound, a cache that knows all later
 requests."""
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare

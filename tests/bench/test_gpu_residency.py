@@ -1,5 +1,5 @@
-"""Tests the GPU benchmarks of residency (contexts whose KV stays in host memory) on the CPU, with
-fewer layers and tokens. Decode steps must work, and give the same tokens as dense attention."""
+"""Tests the GPU benchmarks of residency on the CPU, with fewer layers and tokens, against dense
+attention."""
 
 from dataclasses import replace
 
@@ -18,9 +18,6 @@ pytestmark = needs_compiler
 
 @pytest.mark.long
 def test_tokens_are_dense_where_the_budget_covers() -> None:
-    """Decodes over a context in host memory. If the budget (number of tokens to attend to) covers
-    the context, all tokens must equal those of dense attention. With a small budget, some must
-    differ."""
     kernels, model = HostTensors(), DummyModel(TINY, torch.device("cpu"))
     host = HostPages(TINY, 512)
     wide = replace(contexts.SMALL_CONFIG, sparse_topk=1200)

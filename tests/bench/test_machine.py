@@ -1,5 +1,5 @@
-"""Tests what the demo, benchmarks and tests choose for a processor, and what they show of the log
-of an engine that has ended."""
+"""Tests what demo, benchmarks and tests choose for a processor, and what they show of an ended
+engine's log."""
 
 import json
 import sys

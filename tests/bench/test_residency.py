@@ -1,5 +1,4 @@
-"""Tests the arithmetic of the benchmark `bench.residency` with made-up measurements: medians of
-ratios, and which runs count for a figure."""
+"""Tests the arithmetic of `bench.residency` with made-up measurements."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,6 @@ SMOLLM = Model("smollm2", Path("/none"), "bfloat16", 30, 23040, range(3, 10))
 
 
 def made_up(context_tokens: int, resident_step_s: float) -> Round:
-    """Returns made-up times and counts of one round of the benchmark. `resident_step_s`: time of a
-    decode step whose KV is in host memory."""
     return Round(
         context_tokens,
         dense_prefill_s=(10.0, 8.0),
@@ -48,13 +45,11 @@ def made_up(context_tokens: int, resident_step_s: float) -> Round:
 
 
 def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
-    """Returns a `Batch` with these tokens and log probabilities; its other fields do not matter."""
+    """Fields that don't matter are empty."""
     return Batch(tokens, logprobs, [0], ["length"], [(0.0, 0.0)], [], 0, 0, {}, 0.0, 0.0)
 
 
 def found() -> Found:
-    """Returns made-up results of each kind. Decode steps of SmolLM2 are slower than those of the
-    Llama."""
     return Found(
         [
             Exact("small", "llama", 8192, 1024, 1.0, 0.0, 0.0, 0.0),
@@ -104,8 +99,8 @@ FIGURES = {
     "auto_over_host_warm": 1.0,
     "auto_over_host_wall": 1.0,
 }
-"""Expected figures: medians of the ratios in all rounds, and gains if both engines have block pools
-of equal size. A single inexact run lowers `tokens_equal`."""
+"""Medians of the ratios in all rounds, and gains with block pools of equal size. A single
+inexact run lowers `tokens_equal`."""
 
 
 def test_figures_and_targets() -> None:
@@ -130,10 +125,8 @@ def test_logprobs_are_compared_up_to_differing_token() -> None:
 
 @pytest.mark.parametrize("is_in_process", [True, False])
 def test_a_batch_has_the_seconds_of_the_connector(is_in_process: bool) -> None:
-    """The connector counts seconds that the benchmark reports. If the engine runs in this process,
-    the benchmark must read them from the connector: its totals, plus what it has counted since they
-    were last updated. Otherwise the benchmark must read vLLM's metrics, which have other names. It
-    must report the same names in both cases."""
+    """Out of process, vLLM's metrics have other names; the report must not. In process, counts
+    since the last update of the totals are added."""
     engine = Engine.__new__(Engine)
     names = {"vllm:hotkv_sparse_build_seconds": 1.0, "vllm:num_preemptions": 2.0, "vllm:other": 3.0}
     metrics = [SimpleNamespace(name=name, value=value) for name, value in names.items()]

@@ -1,6 +1,5 @@
-"""Tests the benchmark `bench.sparse_quality`, which has a forward pass of its own. This must equal
-that of transformers. Sparse decode must equal dense attention if the budget (number of tokens to
-attend to) covers the context."""
+"""Tests the forward pass of `bench.sparse_quality` against transformers, and its sparse decode
+against dense attention."""
 
 import itertools
 from pathlib import Path
@@ -29,8 +28,7 @@ CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a tiny random Llama of four layers in the format of transformers, and returns its
-    folder."""
+    """A tiny random Llama, as transformers saves it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
@@ -59,7 +57,7 @@ def tokens() -> torch.Tensor:
 
 def _calibrated(dense: Dense) -> Calibration:
     own = Own.of(dense)
-    # A file of centres (mean keys) need not contain every layer.
+    # A file of centres need not contain every layer.
     file = Centres("tiny", MIN_TOKENS, {DENSE_LAYERS: own.whole_L[0]})
     return calibration(own, own, file, DENSE_LAYERS)
 

@@ -1,5 +1,5 @@
-"""Tests `make bench`, which compares measured figures with their targets, records them, and makes
-the page of measurements."""
+"""Tests `make bench`: comparing figures with targets, recording them, and the page of
+measurements."""
 
 import json
 import re
@@ -59,8 +59,7 @@ def test_page_shows_what_was_measured_on_a_gpu() -> None:
 
 
 def test_every_benchmark_with_a_target_is_run() -> None:
-    """Searches the benchmarks' sources for targets. `make bench` must run each benchmark that has
-    one, except `compression`, which the benchmark `tiers` runs."""
+    """The benchmark `tiers` runs `compression`."""
     names = {
         path.stem
         for path in (ROOT / "bench").glob("*.py")

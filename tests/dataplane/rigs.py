@@ -1,5 +1,4 @@
-"""Test harnesses (`CopyRig`) for copy engines, which copy KV between engines' memory and the arena.
-A `CopyRig` has a copy engine, an arena, and memories in the host or on fake devices."""
+"""`CopyRig`s: a copy engine, an arena, and memories in the host or on fake devices."""
 
 import contextlib
 import threading
@@ -23,13 +22,12 @@ ARENA_BYTES, PINNED_PIECE_BYTES = 1 << 20, 1 << 18
 SMALL = CudaCopySettings(
     piece_bytes=48 << 10, depth=3, staging_bytes=6 * 24 << 10, calibration_bytes=0
 )
-"""Settings of a CUDA copy engine with pieces so small that every copy job has several pieces."""
+"""Pieces so small that every copy job has several."""
 
 
 @dataclass
 class Arena:
-    """An arena in host memory that implements `PinnedArena`. Each call of `grow` pins its next
-    piece (registers it with the fake device)."""
+    """A `PinnedArena` in host memory; each `grow` pins its next piece."""
 
     runtime: FakeRuntime
     num_bytes: int = ARENA_BYTES
@@ -41,7 +39,6 @@ class Arena:
         self.address = map_pages(self.num_bytes)
 
     def grow(self) -> None:
-        """Pins the next piece of the arena, that is, registers its memory with the fake device."""
         if self.pinned_bytes < self.num_bytes:
             size = min(self.piece_bytes, self.num_bytes - self.pinned_bytes)
             self.runtime.register(self.address + self.pinned_bytes, size)
@@ -79,8 +76,7 @@ def device_memory(runtime: FakeRuntime, device: int, num_bytes: int, name: str) 
 def rig_of(
     engine: CopyEngine, arena: Arena, memories: tuple[Region, ...], break_next: Callable[[], None]
 ) -> CopyRig:
-    """Returns a `CopyRig` for this copy engine, which can read and write memory in the host and on
-    the arena's fake device. `break_next` makes the next copy fail."""
+    """`break_next` makes the next copy fail."""
     runtime = arena.runtime
     return CopyRig(
         engine,
@@ -115,8 +111,7 @@ def host_rig() -> Iterator[CopyRig]:
 def on_devices(
     runtime: FakeRuntime, arena: Arena, engine: CopyEngine, memories: tuple[Region, ...]
 ) -> Iterator[CopyRig]:
-    """Yields a `CopyRig`. Afterwards closes the engine, frees all memory, and checks that no device
-    memory or pinned memory is left."""
+    """Afterwards checks that no device memory and no pin is left."""
     yield rig_of(engine, arena, memories, lambda: runtime.fail_call(COPIES))
     engine.close()
     for memory in memories:
@@ -130,12 +125,7 @@ def on_devices(
 def cuda_rig(
     settings: CudaCopySettings = SMALL, *, seed: int = 0, num_pinned: int = 4
 ) -> Callable[[], contextlib.AbstractContextManager[CopyRig]]:
-    """Returns a function that makes a `CopyRig` of a CUDA copy engine, with two memories on a fake
-    device.
-
-    num_pinned: number of the arena's pieces that are pinned (registered with the device), from its
-        start.
-    """
+    """Two memories on a fake device; `num_pinned` pieces of the arena are pinned from the start."""
 
     @contextlib.contextmanager
     def make() -> Iterator[CopyRig]:
@@ -144,8 +134,7 @@ def cuda_rig(
         for _ in range(num_pinned):
             arena.grow()
         engine = CudaCopyEngine(runtime, 0, arena, settings)
-        # Waits until the engine has measured the speed of its copy methods: a fault that a test
-        # injects later must not hit the measurement.
+        # An injected fault must not hit the measurement.
         while settings.method is None and settings.calibration_bytes and engine.calibration is None:
             time.sleep(1e-3)
         memories = tuple(
@@ -159,8 +148,7 @@ def cuda_rig(
 
 @contextlib.contextmanager
 def mixed_rig() -> Iterator[CopyRig]:
-    """Yields a `CopyRig` with memories on two fake devices and in the host, all served by one
-    `CopyEngines`."""
+    """Two fake devices and the host, served by one `CopyEngines`."""
     runtime = FakeRuntime(7, num_devices=2, max_delay_s=20e-6)
     arena = Arena(runtime)
     arena.grow()
@@ -179,8 +167,7 @@ def mixed_rig() -> Iterator[CopyRig]:
 
 @dataclass
 class SwitchedGate:
-    """A fake gate, which delays a copy job until it is open. A test opens it by `is_open`, or sets
-    `error`, which `passed` and `release` then raise. Counts the calls of both methods."""
+    """Opened by `is_open`; `passed` and `release` raise `error` if set."""
 
     is_open: bool = False
     error: Exception | None = None

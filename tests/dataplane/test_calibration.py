@@ -1,5 +1,5 @@
-"""Tests of `Calibration`, the measured speeds of each method by which a device can copy: its JSON,
-the choice of the fastest method, and the measurement on a fake device."""
+"""Tests `Calibration`: its JSON, the choice of the fastest method, and the measurement on a fake
+device."""
 
 import itertools
 import json
@@ -112,8 +112,7 @@ def test_what_is_no_json_is_refused(text: str) -> None:
 
 
 def test_measured_calibration_holds_for_device_and_driver() -> None:
-    """Measures the copy speeds of a fake device. Several pieces must be in flight at once:
-    otherwise the time between two calls would count as copying time."""
+    """With one piece in flight, the time between two calls would count as copying."""
 
     class Spy(FakeRuntime):
         in_flight: ClassVar[set[Event]] = set()
@@ -149,9 +148,7 @@ def test_measured_calibration_holds_for_device_and_driver() -> None:
 def test_a_speed_is_of_all_copied_bytes(
     monkeypatch: pytest.MonkeyPatch, call_s: float, num_rounds: int
 ) -> None:
-    """Measures with a clock by which each measurement takes `call_s`. The speed must count all
-    bytes that were copied in this time: a fast copy is repeated (`num_rounds` times), and a part of
-    the scratch memory, the pages between runs, is not copied."""
+    """Fast copies are repeated `num_rounds` times; the pages between runs are not copied."""
     ticks, num_bytes = itertools.count(), 256 << 10
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * call_s)
     monkeypatch.setattr("hotkv_server.dataplane.cuda.calibration.time", clock)

@@ -1,5 +1,4 @@
-"""Runs the tests that every copy engine must pass (copies, cancels, failures), with each engine and
-with many settings."""
+"""Runs the contract that every copy engine must pass, with each engine and many settings."""
 
 import dataclasses
 from collections.abc import Callable

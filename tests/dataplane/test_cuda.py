@@ -1,5 +1,4 @@
-"""Tests of `CudaCopyEngine` with a fake device that the test advances step by step: limits on
-copies in flight, their order, cancels and failures."""
+"""Tests `CudaCopyEngine` on a fake device that the test advances step by step."""
 
 import dataclasses
 import threading
@@ -29,12 +28,9 @@ def has_passed(event: Event) -> bool:
 
 
 class Bench:
-    """A test harness: a CUDA copy engine on a fake device. The device advances only when the test
-    calls its method `run`.
+    """A CUDA copy engine on a fake device, which advances only by `run`.
 
-    threaded: if True, the device instead runs by itself, in a thread.
-    num_pinned: number of the arena's pieces that are pinned (registered with the device), from its
-        start.
+    threaded: the device runs by itself instead.
     prepare: called with the device before the engine is created.
     """
 
@@ -62,10 +58,7 @@ class Bench:
         return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
 
     def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:
-        """Waits until `reached` returns True.
-
-        running: meanwhile advances the device a step whenever the copy engine's threads are idle.
-        """
+        """Waits; if `running`, advances the device whenever the copy engine's threads are idle."""
         until_s = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < until_s
@@ -73,7 +66,7 @@ class Bench:
                 time.sleep(1e-4)
 
     def settled(self) -> bool:
-        """Returns True if all threads of the engine are waiting for the device or for jobs."""
+        """True if all threads of the engine wait for the device or for jobs."""
         return all(
             not (lane._giving_s or lane._finishing_s or (lane._works and lane._free))
             and lane._finished.empty()
@@ -175,9 +168,7 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
 def test_device_that_cant_be_followed_is_abandoned(bench: Bench, call: str, tries: int) -> None:
-    """Makes a device call fail `tries` times in a row. The job that needs the call must fail. The
-    engine tries each call three times; if all three fail, it must stop using the device, so that
-    later jobs fail too."""
+    """The engine tries each call three times, then abandons the device."""
     for nth in range(tries):
         bench.runtime.fail_call(call, nth + 1)
     for name in ("fails", "later"):
@@ -287,7 +278,6 @@ def test_calibration_runs_by_itself_and_is_used() -> None:
 
 
 def test_closing_stops_a_calibration() -> None:
-    # The device does not advance before the engine closes, so no calibration can end earlier.
     runtime = FakeRuntime(threaded=False)
     arena = Arena(runtime)
     engine = CudaCopyEngine(

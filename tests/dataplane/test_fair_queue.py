@@ -1,5 +1,4 @@
-"""Tests of `FairQueue`, which serves owners (tenants or engines) in turn, however many items each
-has added."""
+"""Tests `FairQueue` against a list per owner."""
 
 import threading
 from collections import defaultdict, deque
@@ -12,8 +11,7 @@ from hotkv_server.dataplane.host import FairQueue
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine that models each owner's items as a list. It also counts how often other
-    owners are served while an owner waits."""
+    """Also counts how often others are served while an owner waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Tests of copy jobs with a gate, an object that delays a job until its method `passed` returns
-True, for example when the engine's device has reached a certain point of its queue."""
+"""Tests copy jobs whose start a gate delays."""
 
 import contextlib
 import threading
@@ -30,7 +29,7 @@ def engines_of(rig: CopyRig) -> CopyEngines:
 
 
 def submit(rig: CopyRig, *gates: SwitchedGate) -> Ends:
-    """Submits one copy job for each gate, which delays it. A job is named by its gate's number."""
+    """A job per gate, named by its number."""
     ends = Ends()
     for number, gate in enumerate(gates):
         rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
@@ -62,9 +61,6 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: CopyRig) -> None:
 
 
 def test_long_wait_is_polled_ever_less(rig: CopyRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps a gate closed (an object that delays a copy job). The copy engine polls it; the pauses
-    between two polls must grow up to a maximum. Once another gate opens, the pauses must be short
-    again."""
     gates, pauses, sleep = [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
     begun_s, ends = time.monotonic(), submit(rig, *gates)
 
@@ -138,8 +134,7 @@ def test_plan_for_device_without_engine_fails(rig: CopyRig) -> None:
 
 
 def test_partly_refused_job_ends_after_the_others() -> None:
-    """Submits a job to two engines, one of which refuses its part. The job must not end before the
-    part of the accepting engine ends, because that part still writes."""
+    """The accepting engine's part still writes."""
     host, device = Mock(), Mock()
     device.submit.side_effect = MemoryError
     with contextlib.closing(CopyEngines(host, {1: device})) as both:

@@ -1,10 +1,5 @@
-"""Copies blocks of engines into the arena and back, in every memory layout and with every copy
-method, from host memory and from a fake device.
-
-hotkv describes an engine's memory by a `Layout`, with offsets and strides. The test computes the
-expected bytes from numpy views of the same memory, with the axes (layer, block, kernel block, head,
-token, content).
-"""
+"""Copies blocks into the arena and back in every memory layout, with every copy method, against
+numpy views with the axes (layer, block, kernel block, head, token, content)."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -31,8 +26,7 @@ ARENA_BYTES = 1 << 20
 
 @dataclass
 class Bench:
-    """A test harness: an arena of which half is pinned (registered with a fake device), a copy
-    engine for the host, and one CUDA copy engine per copy method."""
+    """Half of the arena is pinned."""
 
     runtime: FakeRuntime
     arena: Arena
@@ -48,12 +42,8 @@ class Bench:
         *,
         to_engine: bool,
     ) -> None:
-        """Copies blocks between an engine's memories and slots of the arena.
-
-        method: how the CUDA copy engine copies; the memories are then written to the fake device
-            before, and read back afterwards. None: the host's copy engine copies.
-        recipes: where the bytes of a block are in the memories and in a slot.
-        """
+        """method: None copies in the host; otherwise the memories are written to the fake device
+        before, and read back afterwards."""
         regions = {
             name: Region(memory.ctypes.data, memory.nbytes, name)
             if method is None
@@ -106,8 +96,7 @@ def test_blocks_come_back_in_any_layout(
     rng = np.random.default_rng(seed)
     slot_stride = max(group.slot_bytes for group in case.groups) + 7
     num_bytes = case.num_blocks * slot_stride
-    # The slots begin at a random offset in the arena, so they often cross the end of its pinned
-    # part.
+    # A random offset, so that slots often cross the end of the pinned part.
     begin = int(rng.integers(0, ARENA_BYTES - num_bytes))
     arena = bench.arena.region.array()
     arena[:] = rng.integers(0, 256, ARENA_BYTES, dtype=np.uint8)

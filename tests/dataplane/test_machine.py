@@ -1,9 +1,7 @@
-"""Tests copy engines on two fake devices and the host by a state machine. It submits random jobs,
-opens gates (which delay jobs), cancels jobs, makes calls fail, pins memory and loses devices. When
-all jobs have ended, every memory must equal the model's plain arrays.
+"""Runs random jobs, gates, cancels, failures, pinning and lost devices on copy engines, against
+plain arrays.
 
-Jobs that run at the same time use different bytes, both in the arena and in the memories. So the
-bytes that each job must have copied are known.
+Jobs that run at the same time use different bytes, so each job's result is known.
 """
 
 from dataclasses import dataclass
@@ -31,11 +29,9 @@ REGISTRATION_BYTES = 3 * 4096 * 5
 
 @dataclass
 class Running:
-    """A copy job in progress.
-
-    share: index of the part of the arena and the memories that only this job uses.
-    runs: for each plan of the job, a tuple: (destination, source, offsets in the destination,
-        offsets in the source, sizes in bytes).
+    """share: index of the equal part of arena and memories that only this job uses.
+    runs: per plan (destination, source, offsets in the destination, offsets in the source, sizes
+        in bytes).
     """
 
     job: CopyJob
@@ -46,9 +42,6 @@ class Running:
 
 
 class CopyMachine(RuleBasedStateMachine):
-    """A state machine that submits copy jobs. The arena and each memory are cut into NUM_SHARES
-    equal parts (shares); jobs that run at the same time use different shares."""
-
     @initialize(
         seed=st.integers(0, 1 << 30),
         method=st.sampled_from([None, *Method]),
@@ -160,8 +153,6 @@ class CopyMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Opens all gates (which delay jobs), waits for all jobs, and checks all bytes of all
-        memories."""
         for running in self.running.values():
             if running.gate is not None:
                 running.gate.is_open = True
@@ -191,8 +182,8 @@ class CopyMachine(RuleBasedStateMachine):
             for at, origin, size in zip(
                 to_offsets.tolist(), from_offsets.tolist(), sizes.tolist(), strict=True
             ):
-                # A job that failed or was cancelled may have copied any part of its bytes. So the
-                # model adopts the bytes that the destination now has.
+                # Not done: any part of the bytes may be copied, so the model adopts what is
+                # there.
                 moved = (
                     self.model[from_.name][origin : origin + size]
                     if found is None

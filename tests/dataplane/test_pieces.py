@@ -1,5 +1,4 @@
-"""Tests how copy plans are cut into pieces of bounded size for a CUDA device. Compares the code,
-which works on arrays, with plain Python."""
+"""Tests how copy plans are cut into pieces for a CUDA device, against plain Python."""
 
 from dataclasses import dataclass
 
@@ -26,8 +25,7 @@ class Pinned:
 
 @st.composite
 def host_runs(draw: st.DrawFn, space: int = ARENA_BYTES) -> tuple[list[int], list[int]]:
-    """Draws (offsets, sizes) of byte ranges in the arena that do not overlap, in any order. Many
-    are adjacent."""
+    """(offsets, sizes) in any order, without overlaps, often adjacent."""
     page = draw(st.sampled_from([1, 7, 512, 4096, 65536]))
     numbers = draw(st.lists(st.integers(0, min(space // page, 48) - 1), unique=True, max_size=40))
     sizes = draw(
@@ -63,13 +61,11 @@ def test_pieces_move_every_byte_once_within_bounds(
     arena = Pinned(registration_bytes, pinned_bytes)
     told = CudaCopySettings(piece_bytes=piece_bytes, depth=1, staging_bytes=2 * staging_bytes)
     plans, to_load = [], direction is Direction.LOAD
-    # For each byte of the arena, the device address from or to which it must be copied; 0: not
-    # copied.
+    # Per byte of the arena its device address; 0: not copied.
     wanted, found = np.zeros((2, ARENA_BYTES), np.int64)
     for number in range(num_plans):
         offsets, sizes = (np.array(column[number::num_plans], np.int64) for column in runs)
-        # On the device the byte ranges lie one behind the other, in the order of the list; in the
-        # arena they may lie anywhere.
+        # On the device the runs lie one behind the other; in the arena anywhere.
         packed = np.cumsum(sizes) - sizes
         on_host = Region(ARENA, ARENA_BYTES, "arena")
         on_device = Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0)
@@ -97,21 +93,14 @@ def test_pieces_move_every_byte_once_within_bounds(
 
 
 def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> None:
-    """Records in `places`, for each byte of the arena, the device address that belongs to it.
-    Checks that no byte is recorded twice.
-
-    places: int64 [bytes of the arena], 0 for bytes without an address.
-    offsets, addresses, sizes: the byte ranges, by their offset in the arena and their device
-        address.
-    """
+    """Records each byte's device address in `places` (int64 [bytes of the arena], 0: none)."""
     for at, address, size in zip(offsets, addresses, sizes, strict=True):
         assert not places[at : at + size].any(), "a byte is moved twice"
         places[at : at + size] = address + np.arange(size)
 
 
 def test_separate_layer_memories_are_one_arena_run() -> None:
-    # 64 blocks of 8 layers. A block has a page of 4 KiB in each layer; each layer has its own
-    # memory on the device. A slot has the 8 pages of a block, 32 KiB.
+    # 64 blocks of 8 layers, each with its own memory on the device; pages of 4 KiB.
     blocks, layers, page = 64, 8, 4096
     arena = Region(ARENA, ARENA_BYTES * 4, "arena")
     slots = (

@@ -1,5 +1,4 @@
-"""Tests of `BlockCopies`, a plan to copy whole blocks. Its size in memory must depend on the number
-of blocks, not of byte ranges in them, and it can be cut into shares of bounded size."""
+"""Tests `BlockCopies`: its size grows with blocks, not with runs, and its shares are bounded."""
 
 import tracemalloc
 from dataclasses import replace
@@ -18,11 +17,7 @@ MIB = 1 << 20
 def plan_of(
     num_blocks: int, runs: int, run_bytes: int, *, to_engine: bool = True, gap_bytes: int = 1
 ) -> BlockCopies:
-    """Returns a plan to copy adjacent blocks between an engine and adjacent slots. Each block has
-    `runs` byte ranges of `run_bytes`.
-
-    gap_bytes: the gap after each range in the engine's memory.
-    """
+    """Adjacent blocks and slots. `gap_bytes`: after each run in the engine's memory."""
     page_bytes, stride = runs * run_bytes, run_bytes + gap_bytes
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (page_bytes,))
     tensor = PageTensor(0, "kv", 0, runs * stride, run_bytes, 0, ((runs, stride),))
@@ -40,9 +35,7 @@ def plan_of(
 
 
 def test_plan_grows_with_blocks_not_runs() -> None:
-    """Makes a plan of 100 blocks with 65,536 ranges of one byte each. It must take less than 16
-    MiB of memory, also while other threads of the process allocate some. (A list of all ranges
-    would take 212 MB.)"""
+    """A list of all runs would take 212 MB; other threads allocate a little meanwhile."""
     plan_of(1, 1 << 16, 1)
     tracemalloc.start()
     try:
@@ -56,8 +49,7 @@ def test_plan_grows_with_blocks_not_runs() -> None:
 
 
 def test_neighbours_make_one_run_of_bounded_pieces() -> None:
-    """Cuts a plan of 2 GiB, contiguous on both sides, into shares. Each share must be a single
-    range of 16 MiB, because a cancel waits until the share being copied is done."""
+    """A cancel waits until the share being copied is done."""
     plan = plan_of(1024, 1, 2 * MIB, gap_bytes=0)
     count = num_shares(plan, 16 * MIB)
     shares = [plan.share(at, at + 1, count) for at in range(count)]

@@ -1,6 +1,5 @@
-"""Compares the host's copy kernels with plain slices. The kernels copy with streaming stores (which
-bypass the CPU's caches) or without. Covers odd sizes and every misalignment; no other byte may
-change."""
+"""Compares the host's copy kernels, with and without streaming stores, with plain slices: odd
+sizes, every misalignment, and no other byte changed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +18,15 @@ from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
 
 GUARD = 0xA5
 GAP_BYTES = 130
-"""Gap between two byte ranges, more than two cache lines, so that a line copied beyond a range is
-detected."""
+"""Between two runs; more than two cache lines, so that a line copied beyond a run is seen."""
 LINE_BYTES = 64
 FIRST_STREAMED_BYTES = 1024
 HOWS = ["streamed", "plain"]
 
 
 class Memories:
-    """A source of random bytes, and a destination filled with a guard value that reveals any write.
-    The destination begins at a multiple of 64 bytes."""
+    """Random source bytes, and a destination full of guard values that begins at a multiple of
+    64."""
 
     def __init__(self, num_bytes: int) -> None:
         self.src = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
@@ -37,14 +35,13 @@ class Memories:
         self.dst = self._room[start : start + num_bytes]
 
     def plan(self, runs: list[tuple[int, int, int]]) -> CopyPlan:
-        """Returns a plan that copies these byte ranges, each (destination offset, source offset,
-        bytes)."""
+        """runs: (destination offset, source offset, bytes) of each."""
         dst, src = (Region(one.ctypes.data, len(one), "memory") for one in (self.dst, self.src))
         to, at, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
         return CopyPlan(dst, src, to, at, sizes)
 
     def check(self, runs: list[tuple[int, int, int]]) -> None:
-        """Checks that exactly these byte ranges were copied and all other bytes are unchanged."""
+        """Exactly these runs were copied."""
         expected = np.full(len(self.dst), GUARD, np.uint8)
         for to, at, size in runs:
             expected[to : to + size] = self.src[at : at + size]
@@ -54,8 +51,6 @@ class Memories:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_every_size_and_place_around_a_line(how: str) -> None:
-    """Copies the shortest ranges for which streaming stores (which bypass the CPU's caches) are
-    used, with every alignment of their start and many lengths. Only their bytes may change."""
     size_bytes = FIRST_STREAMED_BYTES + 2 * LINE_BYTES
     pitch = size_bytes + GAP_BYTES
     shapes = [(head, tail) for head in range(LINE_BYTES) for tail in range(0, LINE_BYTES, 7)]
@@ -76,9 +71,7 @@ def test_every_size_and_place_around_a_line(how: str) -> None:
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
 ) -> None:
-    """Copies a job of two plans with byte ranges of random lengths, of 8 MiB in total or `less`
-    bytes less. The total must decide whether all pieces of the job are copied with streaming stores
-    (`streamed`)."""
+    """The job's total decides, not a plan's or a piece's."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, said, ends = native.require("hotkv_proto.table_reading"), [], []
 
@@ -99,15 +92,14 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
     engine.close()
     assert len(ends) == 1 and {how for _, how in said} == {streamed}
     assert sum(num_runs for num_runs, _ in said) == len(runs), "a run was copied twice"
-    # The engine has two threads, so it cuts 8 MiB into pieces of at most 4 MiB, one per thread.
+    # Two threads: pieces of at most 4 MiB.
     assert len(said) == sum(-(-plan.total_bytes // (4 << 20)) for plan in plans) > len(plans)
     memories.check(runs)
 
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
-    """Draws a recipe (where the byte ranges of a block lie in the engine's memory and in a slot),
-    block ids, and slot offsets. Ranges may be adjacent on either side, and do not overlap."""
+    """A recipe, block ids and slot offsets; runs may be adjacent on either side."""
     sizes = draw(
         st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6)
     )
@@ -147,8 +139,6 @@ def test_blocks_are_copied_as_their_recipe_says(
     piece_bytes: int,
     misalignment: int,
 ) -> None:
-    """Copies blocks in pieces of any size, with or without streaming stores. Exactly the bytes that
-    the recipe describes must be copied, and no others changed."""
     recipe, ids, slots = given
     end = misalignment + 8 * max(
         1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES

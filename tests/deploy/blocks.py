@@ -1,6 +1,5 @@
-"""`blocks.py store|check TARGET`: `store` stores blocks in a server; `check` loads all of them,
-compares every byte, and exits with status 1 if any block is missing. The script imports nothing
-from the tests, so that it runs wherever hotkv's client is installed."""
+"""`blocks.py store|check TARGET` stores blocks, or loads and compares all of them (status 1 if
+any is missing). Imports nothing from the tests: it runs wherever hotkv's client is installed."""
 
 import sys
 

@@ -1,11 +1,10 @@
-"""Tests compose.yaml with a real vLLM: computes a long prompt, restarts the engine, which then
-loads the prompt's KV from hotkv, kills the server, and stops all services. `python -m
-tests.deploy.compose [--folder DIR] [--keep]`.
+"""Tests compose.yaml with a real vLLM: a long prompt, restart of the engine, kill of the server,
+stop. `python -m tests.deploy.compose [--folder DIR] [--keep]`.
 
-Docker Compose builds and runs the unchanged file with podman, in separate namespaces (`podman.py`).
-No registry is used: small Debian images replace `python:3.12-slim` and vLLM's image
-(`vllm_base.py`). Needs root, `podman`, `docker-compose`, `mmdebstrap`, `iptables`, access to the
-package index, some minutes, and 9 GB in DIR, which are removed at the end without `--keep`.
+Docker Compose runs the unchanged file with podman (`podman.py`), without a registry: small
+Debian images replace `python:3.12-slim` and vLLM's (`vllm_base.py`). Needs root, `podman`,
+`docker-compose`, `mmdebstrap`, `iptables`, the package index, minutes, and 9 GB in DIR, removed
+without `--keep`.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from tests.support.waiting import wait_for
 
 BASE, VLLM_BASE = image.BASE, "docker.io/library/vllm-stands-in:cpu"
 HOTKV, VLLM, DIRECTORIES = "hotkv_hotkv_1", "hotkv_vllm_1", "hotkv_directories_1"
-"""Containers, as Compose 1.29 names them."""
+"""As Compose 1.29 names its containers."""
 MODEL, USER = "/smollm2", 10001
 ARENA = Path("/dev/shm/hotkv")
 LONG = " ".join(
@@ -45,8 +44,7 @@ LONG = " ".join(
 )
 UP_S, STEP_S = 300.0, 60.0
 SMALL = {
-    # As in the demo: the engine skips its warm-up and compilation. On a machine with several cores
-    # it leaves one core to other processes.
+    # As in the demo: no warm-up, no compilation; with several cores, one is left to others.
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -56,7 +54,6 @@ SMALL = {
 
 
 def override(model: Path) -> dict[str, Any]:
-    """Returns the Compose override file: the only changes that this run makes to compose.yaml."""
     build, volumes = {"network": "host"}, [f"{model}:{MODEL}:ro"]
     services = {
         "directories": {"build": build},
@@ -67,8 +64,6 @@ def override(model: Path) -> dict[str, Any]:
 
 
 def left_out() -> list[str]:
-    """Returns a description of each part of compose.yaml that this run does not test or tests in a
-    changed form."""
     found = list(podman.LEFT_OUT)
     memlock = podman.hard_limits()["memlock"]
     if memlock != resource.RLIM_INFINITY:
@@ -96,8 +91,7 @@ class Compose:
         }
 
     def __call__(self, *arguments: str) -> str:
-        """Runs a command of Docker Compose. Raises SystemExit with the containers' logs if it
-        fails."""
+        """Exits with the containers' logs if the command fails."""
         done = subprocess.run(
             [*self._command, *arguments], capture_output=True, text=True, env=self._environment
         )
@@ -107,7 +101,6 @@ class Compose:
         return done.stdout.strip()
 
     def fail(self, what: str) -> None:
-        """Raises SystemExit with the containers' logs."""
         said = [what]
         for name in (HOTKV, VLLM):
             words = [*self.podman.command, "logs", "--tail=40", name]
@@ -123,7 +116,6 @@ class Compose:
         return {name: float(value) for name, value in status["counters"].items()}
 
     def is_healthy(self) -> bool:
-        """Runs a container's health check. Returns True if it succeeds."""
         words = [*self.podman.command, "healthcheck", "run", HOTKV]
         return subprocess.run(words, capture_output=True).returncode == 0
 
@@ -164,7 +156,6 @@ def vllm_answers() -> bool:
 
 
 def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
-    """Builds the two base images that would otherwise come from a registry."""
     root = folder / "root"
     certificates = "ca-certificates.crt"
 
@@ -173,8 +164,7 @@ def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
         python = root / "usr/bin/python"
         python.unlink(missing_ok=True)
         python.symlink_to("python3")
-        # Builds trust the same certificates as this machine, so that they
-        # can reach the package index.
+        # Else builds can't reach the package index here.
         trusted = (debian.CERTIFICATES / certificates).read_bytes()
         (root / "etc/ssl/certs" / certificates).write_bytes(trusted)
 
@@ -213,8 +203,7 @@ def owner(path: Path) -> str:
 
 
 def check_files(compose: Compose) -> str:
-    """Checks the owners and modes of files against compose.yaml. Returns them as text. Raises
-    AssertionError if any differs."""
+    """Returns owners and modes as text."""
     volume = compose.podman("volume", "inspect", "--format={{.Mountpoint}}", "hotkv_sockets")
     sockets = Path(volume)
     found = {
@@ -233,8 +222,6 @@ def check_files(compose: Compose) -> str:
 
 
 def check_rights(compose: Compose) -> str:
-    """Checks the server's user, capabilities and root file system. Returns them as text. Raises
-    AssertionError if any differs."""
     lines = Path(f"/proc/{compose.state(HOTKV)['Pid']}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     none = ["0" * 16]
@@ -249,8 +236,6 @@ def check_rights(compose: Compose) -> str:
 
 
 def walk(compose: Compose, steps: Steps) -> None:
-    """Runs the test: starts, uses, restarts, kills and stops the services. Raises AssertionError at
-    the first failed check."""
     with steps.step("compose up: directories, then hotkv healthy, then vLLM") as seen:
         with compose.podman.health_checks(HOTKV):
             compose("up", "-d")
@@ -271,8 +256,8 @@ def walk(compose: Compose, steps: Steps) -> None:
         stored = compose.counters()["stored_blocks_total"]
         seen.append(f"{cold.prompt_tokens} tokens, {cold.took_s:.1f} s, {stored:.0f} blocks stored")
     with steps.step("again, by vLLM's own cache") as seen:
-        # The first answer may differ by rounding, because it was computed in larger batches. So the
-        # reference is an answer for which vLLM's own cache was used.
+        # The first answer may differ by rounding (larger batches); the reference used vLLM's own
+        # cache.
         own = ask(LONG)
         seen.append(f"{own.took_s:.1f} s: {own.text!r}, before: {cold.text!r}")
     with steps.step("vLLM's container restarts; the prompt's blocks come from hotkv") as seen:
@@ -302,8 +287,6 @@ def is_stored(compose: Compose, answer: Answer) -> bool:
 
 
 def again(compose: Compose, before: Answer) -> str:
-    """Restarts the engine and sends the long prompt again. Checks that the text is the same as in
-    the answer `before`, and that the KV came from hotkv. Returns the figures as text."""
     hits = "vllm:external_prefix_cache_hits_total"
     before_blocks = metric("http://127.0.0.1:9433/metrics", "hotkv_loaded_blocks_total")
     begun_s = time.monotonic()
@@ -321,8 +304,8 @@ def again(compose: Compose, before: Answer) -> str:
 
 
 def kill(compose: Compose, stored: float) -> list[str]:
-    """Kills the server while requests run. Every request must be answered, and Compose must restart
-    the server with its blocks (`stored`: their number). Returns the findings as text."""
+    """Kills the server while requests run: each is answered, and the server comes back with its
+    `stored` blocks."""
     ended = threading.Event()
     answered: list[str] = []
 
@@ -388,7 +371,6 @@ def inside(folder: Path) -> None:
         seen += sorted(
             line for line in machine("images", f"--format={form}").splitlines() if "hotkv" in line
         )
-    # The builds needed the network for the package index; the test itself has no network.
     podman.leave_network()
     with machine.service():
         try:

@@ -1,5 +1,5 @@
-"""Builds a small Debian root folder for the deployment tests, and reuses a complete one. Prints
-each step of a test run with its time. Needs root and `mmdebstrap`."""
+"""Builds a small Debian root for the deployment tests, and reports a run's steps with their
+times. Needs root and `mmdebstrap`."""
 
 import contextlib
 import platform
@@ -15,19 +15,16 @@ from tests.deploy.dockerfile import ROOT, copy_sent
 WHOLE = ".whole"
 CERTIFICATES = Path("/etc/ssl/certs")
 PACKAGES = {"systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
-"""The Debian packages of programs whose package has another name than the program."""
+"""Programs whose package has another name."""
 
 
 class Steps:
-    """A report of a test run, which prints each step with its time and its findings."""
-
     def __init__(self) -> None:
         self.start_s = time.monotonic()
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[list[str]]:
-        """Runs a step of a test run. Yields a list to which the caller adds findings; they are
-        printed when the step ends."""
+        """Yields a list for findings, printed when the step ends."""
         seen: list[str] = []
         begun_s = time.monotonic()
         word = "FAILED"
@@ -43,7 +40,6 @@ class Steps:
 
 
 def program(name: str) -> str:
-    """Returns a program's path. Exits with a message if the program is not installed."""
     found = shutil.which(name)
     if found is None:
         sys.exit(f"no {name} here: make programs PROGRAMS={PACKAGES.get(name, name)}")
@@ -51,8 +47,7 @@ def program(name: str) -> str:
 
 
 def run(*command: str | Path, quiet: bool = True) -> str:
-    """Runs a command and returns its output. Exits with the end of the output if the command
-    fails."""
+    """Returns the output; exits with its end if the command fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
@@ -62,7 +57,7 @@ def run(*command: str | Path, quiet: bool = True) -> str:
 
 
 def make_root(folder: Path, packages: Sequence[str]) -> Path:
-    """Builds a small Debian of this machine's release, with these packages, in a folder."""
+    """Of this machine's Debian release. A complete folder is reused."""
     if (folder / WHOLE).exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -74,7 +69,6 @@ def make_root(folder: Path, packages: Sequence[str]) -> Path:
 
 
 def wheel(folder: Path, version: str) -> Path:
-    """Builds a wheel of the working tree with this version number."""
     source = folder / f"source-{version}"
     shutil.rmtree(source, ignore_errors=True)
     for part in ("pyproject.toml", "README.md", "LICENSE"):

@@ -1,4 +1,4 @@
-"""Parses a Dockerfile into stages, and applies .dockerignore to find the files of a build."""
+"""Parses a Dockerfile into stages, and applies .dockerignore."""
 
 import fnmatch
 import shutil
@@ -10,18 +10,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(slots=True)
 class Stage:
-    """A stage of a Dockerfile.
-
-    steps: pairs of instruction and arguments, in order.
-    """
+    """steps: (instruction, arguments)."""
 
     base: str
     name: str
     steps: list[tuple[str, str]] = field(default_factory=list)
 
     def last(self, instruction: str) -> str:
-        """Returns the arguments of the last such instruction, the one that takes effect. Raises
-        IndexError if the stage has none."""
+        """The arguments that take effect. Raises IndexError if there are none."""
         return [text for name, text in self.steps if name == instruction][-1]
 
 
@@ -41,7 +37,6 @@ def parse(text: str) -> list[Stage]:
 
 
 def is_sent(path: str, ignored: str) -> bool:
-    """Returns True if .dockerignore does not exclude the file from the build context."""
     sent = True
     parts = Path(path).parts
     heads = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
@@ -55,7 +50,6 @@ def is_sent(path: str, ignored: str) -> bool:
 
 
 def copy_sent(source: str, target: Path) -> None:
-    """Copies a file or folder of the repository, except the files that .dockerignore excludes."""
     ignored = (ROOT / ".dockerignore").read_text()
     found = (
         [ROOT / source]

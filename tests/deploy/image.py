@@ -1,12 +1,10 @@
-"""Builds the image and runs it as the Helm chart's pods do: checks the probes, kills the server,
-starts it again on the same directories, and drains it. `python -m tests.deploy.image [--folder DIR]
-[--release DIR]`; with `--release` it runs the image and the chart of that release. `--prepare`
-prints how to build an image over the small Debian.
+"""Builds the image and runs it as the Helm chart's pods do: probes, kill, restart on the same
+directories, drain. `python -m tests.deploy.image [--folder DIR] [--release DIR]`; `--release` takes
+that release's image and chart, `--prepare` prints how to build an image over the small Debian.
 
-buildah builds the unchanged Dockerfile over a small Debian, so no registry is needed. buildah's
-isolation `chroot` does not test a read-only root, seccomp and cgroups. Needs root, `mmdebstrap`,
-`buildah`, helm (or npm), access to the package index and some minutes. The base image stays in DIR
-for the next run.
+buildah builds the unchanged Dockerfile over a small Debian, kept in DIR, without a registry. Its
+isolation `chroot` leaves a read-only root, seccomp and cgroups untested. Needs root,
+`mmdebstrap`, `buildah`, helm (or npm), the package index and minutes.
 """
 
 import argparse
@@ -40,9 +38,7 @@ CAPABILITIES = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),
     *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 )
-"""The capabilities that buildah gives by default. Each is dropped by name: after a drop of `all`,
-buildah would add them again.
-"""
+"""buildah's defaults, dropped by name: after a drop of `all`, buildah would add them again."""
 
 
 class Buildah:
@@ -61,7 +57,7 @@ class Buildah:
 
 
 class Pod:
-    """The chart's pod, run as a kubelet would run it, with folders of this machine as volumes."""
+    """Run as a kubelet would, with folders of this machine as volumes."""
 
     def __init__(self, buildah: Buildah, rendered: Objects, folder: Path) -> None:
         self._buildah = buildah
@@ -90,7 +86,6 @@ class Pod:
         return f"unix:{self._places['sockets']}/grpc.sock"
 
     def remove(self) -> None:
-        """Kills the pod's processes, and deletes its files."""
         self.kill()
         self._buildah("rm", self._container)
         for place in self._places.values():
@@ -115,8 +110,7 @@ class Pod:
         return json.dumps(owners)
 
     def start(self) -> float:
-        """Starts the server as the pod's user. Returns the seconds until the readiness probe
-        succeeds."""
+        """Seconds until the readiness probe succeeds."""
         begun_s = time.monotonic()
         command = self._command(self._user, "hotkv-server", *self._rendered.server["args"])
         with self.log.open("wb") as sink:
@@ -135,7 +129,6 @@ class Pod:
         return subprocess.run(words, capture_output=True).returncode == 0
 
     def pid(self) -> int:
-        """Returns the process id of the server, which runs as a descendant of buildah."""
         assert self._server is not None
         session = os.getsid(self._server.pid)
         for folder in Path("/proc").iterdir():
@@ -152,24 +145,20 @@ class Pod:
             self._server.wait(STOP_S)
 
     def stop(self) -> tuple[int, float]:
-        """Sends SIGTERM to the server. Returns its exit status and the seconds until it has
-        ended."""
+        """Exit status, and seconds from SIGTERM to the end."""
         assert self._server is not None
         begun_s = time.monotonic()
         os.kill(self.pid(), signal.SIGTERM)
         return self._server.wait(STOP_S), time.monotonic() - begun_s
 
     def logged(self, words: str) -> str:
-        """Returns the last line of the log that contains these words. Raises AssertionError if
-        there is none."""
+        """The last such line of the log."""
         lines = [line for line in self.log.read_text().splitlines() if words in line]
         assert lines, f"no {words!r} in the log"
         return lines[-1]
 
 
 def blocks(action: str, target: str) -> str:
-    """Runs `blocks.py` outside of the container, like an engine on the same node: stores blocks or
-    checks them. Returns its output."""
     return run(sys.executable, Path(__file__).with_name("blocks.py"), action, target).strip()
 
 
@@ -180,7 +169,6 @@ BUD = (
 
 
 def prepare(buildah: Buildah, folder: Path, steps: Steps) -> None:
-    """Builds the base image that the Dockerfile starts from."""
     with steps.step("a small Debian, in place of python:3.12-slim") as seen:
         root = debian.make_root(folder / "root", PACKAGES)
         python = root / "usr/bin/python"
@@ -199,11 +187,10 @@ def prepare(buildah: Buildah, folder: Path, steps: Steps) -> None:
 
 
 def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
-    """Builds the image, or loads the image of a release."""
     with steps.step("the image") as seen:
         if release is None:
-            # buildah builds all layers anew each time, so it copies hotkv and
-            # installs the packages again.
+            # buildah builds all layers anew, so hotkv is copied and the packages installed
+            # again.
             buildah("bud", "--quiet", *BUD, f"--tag={IMAGE}", ROOT)
         else:
             archive = check_dist.one(release, f"hotkv-*-image-{release_files.processor()}.oci.tar")
@@ -214,8 +201,6 @@ def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
 
 
 def walk(pod: Pod, steps: Steps) -> None:
-    """Runs the test: starts, probes, kills and drains a pod, then starts another pod on its
-    directories. Raises AssertionError at the first failed check."""
     with steps.step("the init container's script gives the directories away") as seen:
         seen.append(pod.initialise())
     with steps.step("the probes say no while no server runs"):
@@ -241,7 +226,6 @@ def walk(pod: Pod, steps: Steps) -> None:
 
 @contextlib.contextmanager
 def a_pod(buildah: Buildah, folder: Path, packed: Path) -> Iterator[Pod]:
-    """Yields a pod of the chart that uses new directories. Removes the pod and them at the end."""
     tag = f"/dev/shm/hotkv-image-{os.getpid()}"
     port = free_port()
     places = (f"directories.arena={tag}/arena", f"directories.sockets={tag}/run")

@@ -1,8 +1,7 @@
-"""Tests the systemd unit in a booted Debian container: start, reload, a hung server that the
-watchdog kills, a kill, an upgrade, a stop. After each, blocks stored at the start are still there,
-byte for byte. `python -m tests.deploy.nspawn [--folder DIR] [--release DIR]` installs the working
-tree, or the files of a release, as deploy/README.md describes. Needs root, `mmdebstrap`,
-`systemd-nspawn`, access to the package index and some minutes."""
+"""Tests the systemd unit in a booted Debian container: start, reload, watchdog, kill, upgrade,
+stop; blocks stored at the start must survive each. `python -m tests.deploy.nspawn [--folder DIR]
+[--release DIR]` installs the working tree, or a release, as deploy/README.md describes. Needs
+root, `mmdebstrap`, `systemd-nspawn`, the package index and minutes."""
 
 import argparse
 import contextlib
@@ -34,14 +33,13 @@ COMPILE = (*AS_HOTKV, "hotkv-server", "compile")
 QUIET = ("--register=no", "--keep-unit", "--quiet")
 BOOT_S = 240.0
 WATCHDOG_S = 150.0
-"""Seconds until systemd has killed a hung server: WatchdogSec, plus TimeoutAbortSec if the server
-does not end at systemd's first signal.
-"""
+"""Until systemd has killed a hung server: WatchdogSec, and TimeoutAbortSec if the first signal
+does not end it."""
 STOP_S = 60.0
 
 
 class Machine:
-    """A booted systemd-nspawn container without network. Leaving the `with` block powers it off."""
+    """Without network. Leaving the `with` block powers it off."""
 
     def __init__(self, root: Path, log: Path) -> None:
         self._log, self._leader = log, 0
@@ -67,7 +65,7 @@ class Machine:
             self._process.wait()
 
     def _find_leader(self) -> int:
-        """Returns the process id of the container's first process, as the host sees it."""
+        """The container's first process, as the host numbers it."""
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 status = (folder / "status").read_text()
@@ -92,7 +90,6 @@ class Machine:
         )
 
     def run(self, *command: str) -> str:
-        """Runs a command in the container. Raises AssertionError if it fails."""
         done = self._enter(*command)
         assert not done.returncode, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -119,13 +116,9 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
-    """Installs hotkv in the container as deploy/README.md describes for a package of a
-    distribution.
+    """As deploy/README.md describes for a package of a distribution.
 
-    root: the container's root folder.
-    package: the wheel to install.
-    deploy: the folder that has the systemd unit and the settings file.
-    arena: size of the arena.
+    deploy: has the systemd unit and the settings file.
     """
 
     def inside(*command: str) -> None:
@@ -161,8 +154,6 @@ def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
 
 
 def walk(machine: Machine, steps: Steps) -> None:
-    """Runs the test: starts, reloads, hangs, kills, upgrades and stops the service. Raises
-    AssertionError at the first failed check."""
     with steps.step("the unit starts by itself, and says that it serves") as seen:
         wait_for(machine.is_serving, "it serves", BOOT_S)
         seen += [machine.show("StatusText"), machine.run("hotkv-server", "--version")]

@@ -1,6 +1,5 @@
-"""Kubernetes objects for tests, read from the plain manifests or rendered from the Helm chart, with
-access to the server's container. Tests of the chart are skipped if helm is absent and can't be
-downloaded."""
+"""Kubernetes objects of the plain manifests and the Helm chart. Tests of the chart are skipped
+if helm is absent and can't be downloaded."""
 
 import functools
 import json
@@ -67,8 +66,7 @@ class Objects:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Returns the environment variables of the server's container: name to value, or to the
-        `valueFrom` source."""
+        """Name to value or `valueFrom` source, of the server's container."""
         return {
             item["name"]: item.get("value", item.get("valueFrom")) for item in self.server["env"]
         }
@@ -84,8 +82,7 @@ def of_manifest(name: str = "hotkv.yaml") -> Objects:
 
 @functools.cache
 def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
-    """Renders the chart with the named example files and these `--set` values. Returns its objects.
-    Skips the test if helm is absent."""
+    """`values`: names of example files; `sets`: `--set` values."""
     try:
         helm.find()
     except helm.HelmError as error:
@@ -95,8 +92,6 @@ def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
 
 
 def of_compose(*files: str, **environment: str) -> dict[str, Any]:
-    """Returns the services of these Compose files, as Compose itself parses them. Skips the test if
-    Compose is absent."""
     command = [program("docker-compose"), *(w for file in files for w in ("-f", ROOT / file))]
     where = {"PATH": "/usr/bin:/bin", **environment}
     done = subprocess.run([*command, "config"], capture_output=True, env=where, timeout=60)
@@ -110,7 +105,6 @@ def num_bytes(quantity: str) -> int:
 
 
 def validate(item: dict[str, Any], version: str) -> None:
-    """Raises ValidationError if the object does not match the schema of that Kubernetes version."""
     kubernetes_validate.validate(item, version, strict=True)
 
 
@@ -120,8 +114,8 @@ def transfer_config(arguments: list[str]) -> dict[str, Any]:
 
 
 def merged(into: Any, patch: Any) -> Any:
-    """Merges a patch as `kubectl patch` does: maps are merged, lists of named items by name, other
-    values replaced."""
+    """As `kubectl patch` merges: maps by key, lists of named items by name; other values are
+    replaced."""
     if isinstance(into, dict) and isinstance(patch, dict):
         return {
             **into,
@@ -143,8 +137,8 @@ def merged(into: Any, patch: Any) -> Any:
 
 
 def check_connector(arguments: list[str], shm_bytes: int) -> None:
-    """Checks the connector's settings in an engine's arguments: the server's socket is right, and
-    the CPU tier of vLLM's offloading fits into the container's shared memory."""
+    """The server's socket is right, and the primary tier fits into the container's shared
+    memory."""
     config = transfer_config(arguments)
     assert config["kv_connector"] in dict(CONNECTORS)
     assert "kv_connector_module_path" not in config

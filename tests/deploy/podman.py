@@ -1,6 +1,5 @@
-"""Runs podman in new namespaces, so that its mounts, processes and routes end with the test run.
-Needs root. Containers run without cgroups, and with limits no higher than this machine's, since not
-every machine allows more (`LEFT_OUT`)."""
+"""Runs podman in new namespaces, so that mounts, processes and routes end with the run. Needs
+root. Without cgroups, and with this machine's limits at most (`LEFT_OUT`)."""
 
 import contextlib
 import ctypes
@@ -18,9 +17,8 @@ from typing import Any
 from tests.deploy.debian import program, run
 
 INSIDE = "HOTKV_COMPOSE_INSIDE"
-# A script that runs a command in the new namespaces. The shell is the first process of the PID
-# namespace, so it reaps orphaned processes. podman's records of running containers and networks are
-# outside of its image store; the script puts them on tmpfs, so they vanish with the namespaces.
+# The shell is the PID namespace's first process, so it reaps orphans. podman's records of
+# running containers and networks lie on tmpfs and vanish with the namespaces.
 ENTER = """
 mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 1
 mount -t tmpfs -o mode=1777 none /dev/shm && mount -t tmpfs none "$1" || exit 1
@@ -36,7 +34,7 @@ exit $?
 """
 CLONE_NEWNET = 0x40000000
 HEALTH_S = 10.0
-"""The interval of the image's HEALTHCHECK."""
+"""The image's HEALTHCHECK interval."""
 START_S = 30.0
 LEFT_OUT = (
     "cgroups: none (crun --cgroup-manager=disabled)",
@@ -45,8 +43,7 @@ LEFT_OUT = (
 
 
 def enter(folder: Path, module: str, arguments: Sequence[str]) -> int:
-    """Runs a module in new namespaces and returns its exit status. All processes of the namespaces
-    end when the module or this process ends."""
+    """Returns the module's exit status. All processes end with the module or with this process."""
     place = folder / "run"
     place.mkdir(exist_ok=True)
     spaces = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -69,17 +66,14 @@ def leave_network() -> None:
 
 
 def hard_limits() -> dict[str, int]:
-    """Returns this machine's hard resource limits under Docker's names. -1: unlimited."""
+    """This machine's, under Docker's names; -1: unlimited."""
     names = ("memlock", "nofile", "nproc")
     numbers = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in names}
     return {name: resource.getrlimit(number)[1] for name, number in numbers.items()}
 
 
 class Podman:
-    """A podman with its own image store.
-
-    environment: environment variables for podman's processes.
-    """
+    """Has its own image store."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -108,8 +102,7 @@ crun = ["{runtime}"]
 """
         )
         self.environment = {**os.environ, "CONTAINERS_CONF": str(settings)}
-        # Set for this process too, so that all processes that podman starts,
-        # such as conmon, inherit it.
+        # podman's children, such as conmon, inherit it.
         os.environ["CONTAINERS_CONF"] = str(settings)
         place = [f"--root={folder / 'store'}", f"--runroot={state / 'runroot'}"]
         self.command = [program("podman"), *place, f"--tmpdir={state / 'libpod'}"]
@@ -132,8 +125,7 @@ crun = ["{runtime}"]
 
     @contextlib.contextmanager
     def service(self) -> Iterator[None]:
-        """Serves Docker's API on `socket` while the context is open, in this process's network
-        namespace."""
+        """Serves Docker's API on `socket`, in this process's network namespace."""
         with (self._folder / "service.log").open("ab") as log:
             served = subprocess.Popen(
                 [*self.command, "system", "service", "--time=0", f"unix://{self.socket}"],
@@ -154,8 +146,7 @@ crun = ["{runtime}"]
 
     @contextlib.contextmanager
     def health_checks(self, container: str) -> Iterator[None]:
-        """Runs the container's health check in a thread, at the image's interval, until the context
-        ends."""
+        """Asks at the image's interval, in a thread."""
         ended, words = threading.Event(), [*self.command, "healthcheck", "run", container]
 
         def ask() -> None:

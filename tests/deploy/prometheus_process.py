@@ -1,4 +1,4 @@
-"""Runs a real Prometheus, from Debian's package, for tests."""
+"""Runs a real Prometheus, from Debian's package."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "hotkv.rules.yml"
 
 
 class Prometheus:
-    """A Prometheus process that scrapes a port of this machine, with the given rules."""
+    """Scrapes a port of this machine."""
 
     def __init__(self, folder: Path, port: int, rules: Path = RULES) -> None:
         self.port = free_port()
@@ -38,8 +38,7 @@ class Prometheus:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(self, path: str, **values: str) -> Any:
-        """Sends a query to the HTTP API and returns the answer. Raises OSError, or AssertionError
-        if the API reports an error."""
+        """Raises OSError, or AssertionError if the API reports an error."""
         query = urllib.parse.urlencode(values)
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}"
         try:

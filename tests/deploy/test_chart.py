@@ -1,5 +1,5 @@
-"""Tests the Helm chart with three sets of values: Kubernetes schemas accept the objects, and the
-server accepts the settings. Wrong values are refused with a message."""
+"""Tests the Helm chart with three sets of values: Kubernetes schemas accept the objects, the
+server the settings; wrong values are refused."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.server.certificates import Authority
 from tools import chart, helm
 
 SPARE_BYTES = 1 << 30
-"""The least memory that the server must have besides the arena and the block table."""
+"""The server's least memory besides arena and block table."""
 PLACES = {
     "/etc/hotkv-secrets": "secrets",
     "/run/hotkv-admin": "admin",
@@ -30,7 +30,7 @@ PLACES = {
     "/dev/shm/hotkv": "arena",
     "/var/lib/hotkv": "disk",
 }
-"""For each folder of a node, the folder that replaces it in this test."""
+"""A node's folders, and what replaces them here."""
 SETS = {"defaults": (), "gpu-tiers": ("gpu-tiers",), "tenants-tls": ("tenants-tls",)}
 TENANTS = json.dumps(
     [
@@ -39,7 +39,7 @@ TENANTS = json.dumps(
     ]
 )
 OWN_KINDS = {"ServiceMonitor"}
-"""Kinds of the Prometheus operator, for which Kubernetes has no schema."""
+"""Of the Prometheus operator: Kubernetes has no schema for them."""
 
 
 @pytest.fixture(params=SETS)
@@ -53,8 +53,8 @@ def rendered(name: str) -> Objects:
 
 
 def arguments_of(found: Objects, folder: Path) -> list[str]:
-    """Writes the files of the chart's Secrets and settings into a folder, as the kubelet would
-    mount them. Returns the server's arguments."""
+    """Writes Secrets and settings as the kubelet would mount them; returns the server's
+    arguments."""
     secrets = folder / "secrets"
     secrets.mkdir()
     authority = Authority(secrets, "authority")
@@ -111,9 +111,7 @@ def test_prometheus_finds_every_pod_once(rendered: Objects, name: str) -> None:
 
 
 def test_a_budget_counts_pods_by_a_number() -> None:
-    """Checks that the chart's PodDisruptionBudget sets `minAvailable` to a number. It must not use
-    `maxUnavailable` or percentages: these don't work with a DaemonSet, which has no scale
-    subresource."""
+    """A DaemonSet has no scale subresource, so `maxUnavailable` and percentages don't work."""
     assert "PodDisruptionBudget" not in objects.of_chart().kinds
     found = objects.of_chart("gpu-tiers")
     spec = found.one("PodDisruptionBudget")["spec"]
@@ -161,7 +159,6 @@ def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path)
 
 
 def loaded(found: Objects, folder: Path) -> Settings:
-    """Returns the settings that the server reads from the chart's settings file."""
     config = folder / "settings.toml"
     config.write_text(found.settings_file)
     return load_settings(config, [], "test")
@@ -171,8 +168,7 @@ def loaded(found: Objects, folder: Path) -> Settings:
 def test_the_server_accepts_the_settings(
     chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the server with `--check` on the chart's settings. Flags replace the GPU and disk
-    settings, which this machine could not satisfy."""
+    """Flags replace what this machine lacks: GPUs and a disk."""
     if chosen == "gpu-tiers":
         pytest.importorskip("obstore", reason="S3 needs Python 3.11")
     found = objects.of_chart(*SETS[chosen])
@@ -205,8 +201,7 @@ def test_directories_win_over_the_variables_of_the_image(
     image = parse((objects.ROOT / "Dockerfile").read_text())[-1].last("ENV").split()
     for name, value in {**dict(one.split("=", 1) for one in image), **found.environment}.items():
         if name.startswith("HOTKV_"):
-            # A variable whose value comes from a field of the pod gets the value "node-1", since
-            # no Kubernetes fills it in.
+            # Kubernetes would fill in a field of the pod.
             monkeypatch.setenv(name, value if isinstance(value, str) else "node-1")
     settings = loaded(found, tmp_path)
     assert (str(settings.arena_dir), str(settings.grpc_socket.parent)) == (arena, sockets)
@@ -260,9 +255,7 @@ def test_wrong_values_are_refused_with_their_name(wrong: str, words: str) -> Non
 
 @pytest.mark.parametrize("setting", ["port=-1", "port=0", "host=127.0.0.1"])
 def test_a_monitor_without_metrics_is_refused(setting: str) -> None:
-    """Renders the chart with a ServiceMonitor, but without an HTTP port that Prometheus can reach.
-    The Service then lacks the port `metrics` that the monitor names; Prometheus would find no
-    server and not report that. So the chart must refuse these values."""
+    """Prometheus would find no server, and not report it."""
     objects.of_chart()
     wrong = ("serviceMonitor.enabled=true", f"settings.http.{setting}")
     with pytest.raises(helm.HelmError, match=r"serviceMonitor\.enabled: .*settings\.http\.host"):
@@ -270,8 +263,6 @@ def test_a_monitor_without_metrics_is_refused(setting: str) -> None:
 
 
 def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Objects:
-    """Renders the chart with these values and returns its objects. Skips the test if helm is
-    absent."""
     objects.of_chart()
     file = folder / "values.yaml"
     file.write_text(json.dumps(values))
@@ -279,9 +270,6 @@ def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Object
 
 
 def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
-    """Renders settings of every type into the server's TOML file: whole numbers stay integers, and
-    strings, lists and tables in lists are valid TOML. A null is left out, so the server uses its
-    default."""
     tenant = {"name": "one", "uids": [7], "guaranteed_bytes": "4MiB"}
     settings = {
         "integrity": {"scrub_bytes_per_s": 16777216},
@@ -321,8 +309,6 @@ def test_prometheus_is_not_sent_to_unreachable_ports() -> None:
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "router"])
 def test_bound_endpoints_of_events_are_ports(host: str, tmp_path: Path) -> None:
-    """Renders the chart with an endpoint for events, to which the server binds or connects. If it
-    binds, the endpoint must be a port of the pod and of the Service, otherwise not."""
     events = {"endpoint": f"tcp://{host}:5557", "replay_endpoint": f"tcp://{host}:5558"}
     found = rendered_with(tmp_path, settings={"events": events})
     wanted = {"events": 5557, "replay": 5558} if binds(events["endpoint"]) else {}
@@ -359,8 +345,6 @@ def test_gpu_manifest_is_the_base_with_patch() -> None:
 
 @pytest.mark.parametrize("is_for_gpus", ["false", "true"])
 def test_notes_name_the_pods_working_connector(is_for_gpus: str) -> None:
-    """Renders the chart's notes without GPUs in the server's pod. For engines on GPUs they must
-    then name HotKVOffloadingConnector."""
     objects.of_chart()
     text = helm.render(
         chart.CHART,
@@ -377,8 +361,7 @@ def test_notes_name_the_pods_working_connector(is_for_gpus: str) -> None:
 
 
 def test_schema_and_plain_manifest_are_up_to_date() -> None:
-    """Compares the chart's values schema and the plain manifest with newly generated ones. If they
-    differ, run `python -m tools.chart`."""
+    """`python -m tools.chart` writes them."""
     objects.of_chart()
     assert chart.schema_text() == chart.SCHEMA.read_text()
     assert chart.manifest() == chart.MANIFEST.read_text()

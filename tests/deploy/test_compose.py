@@ -1,5 +1,5 @@
-"""Tests that compose.yaml matches the Dockerfiles, the server's settings and the connector, and
-that Docker Compose accepts it."""
+"""Tests that compose.yaml fits the Dockerfiles, the server's settings and the connector, and
+that Compose accepts it."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,6 @@ def services() -> dict[str, Any]:
 
 @pytest.fixture
 def settings(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Returns the settings that the server reads from its command in compose.yaml and from the
-    image's environment variables."""
     final = parse((ROOT / "Dockerfile").read_text())[-1]
     (place,) = (word for word in final.last("ENV").split() if word.startswith("HOTKV_ARENA__DIR="))
     monkeypatch.setenv(*place.split("="))
@@ -65,11 +63,10 @@ def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Se
 
 
 def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings: Settings) -> None:
-    """Checks that the engine's container does not mount the folder of the admin socket. Engines run
-    as root there, so file modes would not keep them from using it."""
+    """Engines run as root there: file modes would not stop them."""
     mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
     assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
-    # In the server's container, the health check and the command `hotkv` must use the admin socket.
+    # The health check and `hotkv` use it.
     target = services["hotkv"]["environment"]["HOTKV_TARGET"]
     assert target == f"unix:{settings.admin_socket}"
     assert any(settings.admin_socket.is_relative_to(place) for place in services["hotkv"]["tmpfs"])
@@ -96,8 +93,7 @@ def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> 
 
 
 def test_gpus_come_with_the_library_that_copies() -> None:
-    """Checks the driver capabilities of the GPU services. If a service names any, Docker mounts
-    only the libraries of the named ones. So it must name `compute`, which provides libcuda."""
+    """Docker mounts only the named capabilities' libraries; libcuda belongs to `compute`."""
     found = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
     for name in ("hotkv", "vllm"):
         (device,) = found[name]["deploy"]["resources"]["reservations"]["devices"]

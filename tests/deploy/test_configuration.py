@@ -1,4 +1,4 @@
-"""Tests that deploy/hotkv.toml lists exactly the server's settings, each with its meaning, unit and
+"""Tests that deploy/hotkv.toml lists exactly the server's settings, with meaning, unit and
 default."""
 
 import re
@@ -13,13 +13,12 @@ from hotkv_server.settings.sources import leaves
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "hotkv.toml"
 EXAMPLES = {"arena.bytes"}
-"""Settings shown with a value that is not the default; their comments have the default."""
+"""Shown with another value than the default, which their comment has."""
 ALL = dict(leaves(Settings))
 
 
 def with_tables() -> str:
-    """Returns the text of deploy/hotkv.toml with its commented-out tables uncommented. A table ends
-    at the first line that is not a comment."""
+    """Tables uncommented; a table ends at the first line that is no comment."""
 
     def table(match: re.Match[str]) -> str:
         return "\n".join(line.removeprefix("# ") for line in match[0].splitlines())
@@ -28,11 +27,10 @@ def with_tables() -> str:
 
 
 def uncommented() -> str:
-    """Returns the text of deploy/hotkv.toml with all commented-out settings uncommented."""
     text = re.sub(r"^# (\w+ = )", r"\1", with_tables(), flags=re.MULTILINE)
     without_list = text.replace("tenants = []\n", "")
     lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]
-    # In TOML a table must come after the plain settings of the table above it.
+    # TOML: a table follows the plain settings of the table above.
     example = [
         line for line, old in zip(lines, without_list.splitlines(), strict=True) if line != old
     ]
@@ -40,8 +38,7 @@ def uncommented() -> str:
 
 
 def shown() -> dict[str, tuple[str, str]]:
-    """Returns the settings in deploy/hotkv.toml, also commented-out ones: dotted name to value and
-    comment."""
+    """Dotted name to (value, comment), also of commented-out settings."""
     found: dict[str, tuple[str, str]] = {}
     section, comment = "", list[str]()
     for line in with_tables().splitlines():
@@ -86,8 +83,6 @@ def test_each_has_a_comment_with_its_unit() -> None:
 
 
 def test_all_settings_in_comments_can_be_set(tmp_path: Path) -> None:
-    """Uncomments all settings in deploy/hotkv.toml and loads the file. The example of a tenant must
-    set every field of a tenant."""
     text = uncommented()
     (tenant,) = tomllib.loads(text)["security"]["tenants"]
     assert set(tenant) == set(TenantSettings.model_fields)

@@ -1,5 +1,5 @@
-"""Lints the Dockerfile and checks that it matches the project. `tests.deploy.image` builds the
-image and runs it."""
+"""Lints the Dockerfile and checks that it fits the project. `tests.deploy.image` builds and runs
+it."""
 
 import json
 import os
@@ -59,8 +59,7 @@ def test_the_dockerfile_fits_the_project() -> None:
 
 
 def test_all_kernels_are_compiled_ahead() -> None:
-    """The image build compiles what `kernels` lists; of the sparse library one module, which must
-    load all others."""
+    """Of the sparse library one module is compiled, which must load all others."""
     sparse = ROOT / "sparse" / "hotkv_sparse"
     loaded = (sparse / "all_kernels.py").read_text()
     names = {path.stem for path in sparse.glob("*_kernels.py")} - {"all_kernels"}
@@ -72,8 +71,7 @@ def test_all_kernels_are_compiled_ahead() -> None:
     ("variant", "extras"), [("cpu", "\n"), ("cuda13", ",cuda13\n"), ("rocm", None)]
 )
 def test_variants_choose_extras(tmp_path: Path, variant: str, extras: str | None) -> None:
-    """Runs the part of the Dockerfile's shell command that chooses pip extras for an image variant.
-    An unknown variant must fail."""
+    """Runs that part of the Dockerfile's shell command; None: unknown variant."""
     text = next(text for name, text in parse(DOCKERFILE.read_text())[0].steps if name == "RUN")
     command = ["/bin/sh", "-c", text.partition(" && ")[0] + ' && echo "$extras"']
     env, where = {"VARIANT": variant}, {"text": True, "cwd": tmp_path}

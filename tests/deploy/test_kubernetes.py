@@ -1,4 +1,4 @@
-"""Tests that the plain manifests match the schemas of several Kubernetes versions, and the server,
+"""Tests that the plain manifests fit the schemas of several Kubernetes versions, and the server,
 image and command that they name."""
 
 import copy
@@ -29,8 +29,7 @@ def settings(manifest: Objects, tmp_path: Path) -> Settings:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_fit_their_schemas(version: str) -> None:
-    """Validates the objects of vllm.yaml. The objects of hotkv.yaml come from the chart, which
-    `test_chart.py` validates."""
+    """hotkv.yaml comes from the chart; `test_chart.py` validates it."""
     for item in objects.of_manifest("vllm.yaml").all:
         objects.validate(item, version)
 
@@ -55,8 +54,6 @@ def test_engines_do_not_see_the_admin_socket(manifest: Objects, settings: Settin
 
 
 def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
-    """Compares ports, probes, user and image of the manifest with the settings and the Dockerfile.
-    `test_chart.py` compares memory and drain times."""
     server, security = manifest.server, manifest.pod["securityContext"]
     (port,) = manifest.one("Service")["spec"]["ports"]
     assert server["ports"][0]["containerPort"] == settings.http.port == port["port"]
@@ -84,8 +81,7 @@ def test_engines_find_the_server(settings: Settings, manifest: Objects) -> None:
 
 
 def test_shared_cache_fits_cpu_engines_shared_memory() -> None:
-    """The engine's /dev/shm in vllm.yaml must be larger than its KV cache, because a CPU engine
-    shares its KV cache with hotkv as a file there."""
+    """A CPU engine's shared KV cache is a file in /dev/shm."""
     pod = objects.of_manifest("vllm.yaml").one("Deployment")["spec"]["template"]["spec"]
     (vllm,) = pod["containers"]
     (gib,) = (item["value"] for item in vllm["env"] if item["name"] == "VLLM_CPU_KVCACHE_SPACE")
@@ -105,7 +101,7 @@ def test_shared_cache_fits_cpu_engines_shared_memory() -> None:
 )
 def test_patches_for_gpus_fit(base: str, kind: str, patch: str, namespaces: set[str]) -> None:
     before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)
-    # kustomize applies a patch to the object with the same kind, apiVersion, name and namespace.
+    # kustomize matches by kind, apiVersion, name and namespace.
     assert before["apiVersion"] == added["apiVersion"]
     for at in ("name", "namespace"):
         assert before["metadata"][at] == added["metadata"][at]
@@ -139,8 +135,7 @@ def test_gpu_kernels_are_cached_where_writable(manifest: Objects) -> None:
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_use_http_or_existing_commands(manifest: Objects, name: str) -> None:
-    """Checks that the pod's probes use HTTP. If the settings keep the kubelet from reaching the
-    HTTP port, they must run `hotkv ping` instead, which has to start Python each time."""
+    """`hotkv ping` starts Python each time: only where the kubelet can't reach the HTTP port."""
     is_live = name == "livenessProbe"
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked
@@ -154,8 +149,7 @@ def test_probes_use_http_or_existing_commands(manifest: Objects, name: str) -> N
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """With GPUs enabled, the pod must tolerate the taint `nvidia.com/gpu`, which GPU nodes usually
-    have. `hostPID` can be turned off."""
+    """GPU nodes usually have the taint `nvidia.com/gpu`."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
     pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod
@@ -164,8 +158,7 @@ def test_nodes_with_gpus_take_the_pod() -> None:
     assert "tolerations" not in objects.of_chart().pod
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     assert patch["spec"]["template"]["spec"]["tolerations"] == [taint]
-    # With vLLM's own offloading, the engines copy between device and host. So the server's
-    # pod needs no access to GPUs.
+    # With vLLM's own offloading the engines copy, so the server needs no GPU.
     pod = objects.of_chart("gpu-offloading").pod
     assert not HOST_NAMESPACES & pod.keys() and "runtimeClassName" not in pod
     assert pod["tolerations"] and pod["nodeSelector"]

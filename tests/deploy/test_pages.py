@@ -1,5 +1,5 @@
-"""Tests the Markdown pages: links, paths in CONTRIBUTING and tests named in docs/deployments.md
-exist. Pictures are small and have a version for dark mode."""
+"""Tests the Markdown pages: links, named paths and tests exist; pictures are small and fit dark
+mode."""
 
 import ast
 import dataclasses
@@ -24,8 +24,7 @@ PATH = re.compile(r"`((?:proto|sparse|client|server|connector_vllm|tests|tools)/
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors of a page: those that GitHub makes from headings, and explicitly named
-    anchors."""
+    """GitHub's anchors of headings, and explicit ones."""
     text = page.read_text()
     heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     named = set(re.findall(r'<a name="([\w-]+)">', text))
@@ -71,7 +70,6 @@ SHORT = 12
 
 
 def words_of_the_code() -> str:
-    """Returns all string constants in the sources, joined by newlines."""
     texts = []
     for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -81,8 +79,7 @@ def words_of_the_code() -> str:
 
 
 def test_trouble_page_quotes_messages_of_the_code() -> None:
-    """Checks that the log messages which docs/trouble.md quotes occur in the code. Short pieces of
-    messages are not compared."""
+    """Short pieces of messages are not compared."""
     page = (ROOT / "docs" / "trouble.md").read_text()
     rows = [
         line for line in page.splitlines() if line.startswith("| ") and not FOREIGN.search(line)

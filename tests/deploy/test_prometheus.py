@@ -1,8 +1,6 @@
-"""Lets a real Prometheus scrape a real server under traffic. Every query of the dashboard,
-recording rules and alerts must run, name existing metrics, and return data where there is data.
-
-The server has a disk tier and simulated devices, so that all panels have data.
-"""
+"""Lets a real Prometheus scrape a real server under traffic: every query of dashboard, rules and
+alerts must run, name existing metrics, and return data. A disk tier and simulated devices fill
+all panels."""
 
 import contextlib
 import json
@@ -41,7 +39,7 @@ FOLDER = RULES.parent
 RULES_TEST = FOLDER / "hotkv.rules.test.yml"
 CHAIN, LAYERS, PAGE_BYTES = 8, 2, 64 << 10
 RETURNING = 24
-"""Number of chains that are requested repeatedly. A chain has 1 MiB."""
+"""Chains of 1 MiB that are requested repeatedly."""
 SCRAPE_S = 0.5
 READY = ("up", "hotkv_build_info", "hotkv_ready")
 OTHERS = {"up", "ALERTS", "process_start_time_seconds", "process_cpu_seconds_total"}
@@ -61,19 +59,17 @@ ALERTS = [rule for rule in rules() if "alert" in rule]
 
 
 def panels() -> list[dict[str, Any]]:
-    """Returns the panels of the committed dashboard file, without its rows."""
+    """Without the dashboard's rows."""
     every = json.loads(dashboard.FILE.read_text())["panels"]
     nested = [panel for row in every for panel in row.get("panels", [])]
     return [panel for panel in [*every, *nested] if panel["type"] != "row"]
 
 
 class Traffic:
-    """Two simulated engines, one in host memory and one on a simulated device, that store, look up,
-    load and report requests until they are stopped.
+    """Two simulated engines, one in host memory and one on a device, until stopped.
 
-    Each turn stores a new chain of blocks and requests one of the `RETURNING` chains, which fit on
-    the disk but not in host memory. Chains are requested repeatedly, because a chain requested only
-    once would be evicted early.
+    Each turn stores a new chain and requests one of the `RETURNING`, which fit on the disk but
+    not in host memory; one requested only once would be evicted early.
     """
 
     def __init__(self, target: str) -> None:
@@ -108,7 +104,7 @@ class Traffic:
         done(self._device.store(chain[:4], block_ids(4))[1])
 
     def close(self) -> None:
-        """Stops the engines. Raises the exception that ended their traffic early, if any."""
+        """Raises what ended the traffic early."""
         self._ended.set()
         self._pool.shutdown()
         self._device.close()
@@ -118,7 +114,6 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Yields a Prometheus that has scraped a server under traffic for some seconds."""
     program("prometheus")
     port = free_port()
     with quick_servers(), runtime_folder(256 << 20) as folder, contextlib.ExitStack() as stack:
@@ -129,8 +124,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         made = Prometheus(tmp_path_factory.mktemp("prometheus"), port)
         stack.callback(made.close)
         stack.enter_context(contextlib.closing(Traffic(server.target)))
-        # Waits some scrapes more: a query of a rate needs at least two scrapes
-        # after the change of a counter.
+        # A rate needs two scrapes after the counter's change.
         wait_for(made.is_ready)
         wait_for(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
         time.sleep(4 * SCRAPE_S)
@@ -138,8 +132,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def shown(expr: str, span: str = "10s") -> str:
-    """Returns a query of the dashboard in which Grafana's variables are replaced by values. `span`:
-    the time range that the dashboard shows."""
+    """The query with Grafana's variables replaced; `span`: the dashboard's time range."""
     values = {"$instance": ".*", "$__rate_interval": "5s", "$__range": span}
     for variable, value in values.items():
         expr = expr.replace(variable, value)
@@ -161,8 +154,7 @@ def test_every_query_names_metrics_that_exist() -> None:
 
 def test_the_server_exports_all_that_queries_may_name(prometheus: Prometheus) -> None:
     exported = set(prometheus.ask("label/__name__/values"))
-    # A node exports the series of its own eviction policy only, so series of
-    # other policies are absent.
+    # Each node has its own eviction policy's series only.
     missing = {name for name in series() - exported if not name.startswith("hotkv_eviction_")}
     assert not missing, missing
 
@@ -183,13 +175,13 @@ def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> Non
     assert {rule["name"] for rule in found} == names
     for rule in found:
         assert (rule["health"], rule.get("lastError", "")) == ("ok", ""), rule
-    # A scrape may fail on a busy machine, and then a rule has no value for a moment.
+    # A scrape may fail on a busy machine.
     for rule in RECORDS:
         wait_for(lambda name=rule["record"]: prometheus.values(name), rule["record"])
 
 
 def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
-    # A scrape may fail on a busy machine, and then there are no values for a moment.
+    # A scrape may fail on a busy machine.
     wait_for(lambda: prometheus.values("hotkv_ready"))
     assert prometheus.values("min_over_time(hotkv_ready[1m])") == [1.0]
     assert prometheus.values("sum(max_over_time(hotkv_problem[1m]))") == [0.0]
@@ -201,11 +193,8 @@ def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
 
 
 def answer(expr: str, folder: Path, **values: str) -> str:
-    """Evaluates an expression with promtool over 10 minutes of sample series. Returns the result as
-    promtool prints it.
-
-    values: for each series its values, one per minute, in promtool's notation.
-    """
+    """What promtool prints of an expression after 10 minutes. `values`: per series one value a
+    minute, in promtool's notation."""
     asked = {"expr": expr, "eval_time": "10m", "exp_samples": [{"labels": "none", "value": 0}]}
     given = [{"series": series, "values": told} for series, told in values.items()]
     tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [asked]}]
@@ -230,8 +219,7 @@ def test_ready_share_counts_servers_that_are_down(tmp_path: Path) -> None:
 
 
 def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
-    """Evaluates the queries of hit ratios for a node without prompts. They must return nothing; a
-    division by zero would show as NaN in Grafana."""
+    """A division by zero shows as NaN in Grafana."""
     for panel in panels():
         expr = shown(panel["targets"][0]["expr"], "10m")
         if panel["type"] == "stat" and "/" in expr:
@@ -268,11 +256,10 @@ def test_promtool_checks_and_tests_the_rules() -> None:
 
 
 def test_alerts_fire_whatever_labels_prometheus_adds(tmp_path: Path) -> None:
-    """Runs the tests of the alert rules again with a further label on each series. Prometheus may
-    add labels to a target's series, as the Prometheus operator does with `pod` and others."""
+    """The Prometheus operator adds `pod` and others."""
     text = RULES_TEST.read_text()
     cases = yaml.safe_load(text)["tests"]
-    # As text, because YAML would read promtool's `0x10` as a hexadecimal number.
+    # YAML would read promtool's `0x10` as a number.
     texts = yaml.load(text, yaml.BaseLoader)["tests"]
     for case, as_text in zip(cases, texts, strict=True):
         case["input_series"] = [

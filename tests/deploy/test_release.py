@@ -1,5 +1,5 @@
-"""Tests the parts of `make release` that need no package index, and checks that the release's files
-match each other."""
+"""Tests the parts of `make release` that need no package index, and that the release's files
+agree."""
 
 import hashlib
 import re
@@ -65,8 +65,6 @@ def test_a_tag_that_does_not_fit_is_refused(
 
 
 def test_versions_agree() -> None:
-    """The version in the source of `hotkv_proto` and the chart's version equal the package's
-    version."""
     source = (ROOT / "proto" / "hotkv_proto" / "__init__.py").read_text()
     assert release.version_of(source) == VERSION
     packed = objects.yaml.safe_load((release.CHART / "Chart.yaml").read_text())

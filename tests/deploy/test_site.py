@@ -1,5 +1,5 @@
-"""Tests the documentation site: its table of contents lists every page, and links between pages
-lead to pages of the site."""
+"""Tests the documentation site: its contents list every page, and links lead to pages of the
+site."""
 
 import os
 import subprocess
@@ -41,8 +41,7 @@ flowchart LR
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Returns a small repository for a documentation build. Its front page and its page `first`
-    link to each other and to files outside of the docs."""
+    """A front page and `first`, which link to each other and outside of the docs."""
     files = {
         "docs/README.md": FRONT,
         "docs/first.md": FIRST,
@@ -80,8 +79,7 @@ def test_repository_links_point_to_site_pages(tmp_path: Path) -> None:
 
 
 def built(repository: Path) -> subprocess.CompletedProcess[str]:
-    """Builds the documentation of a repository like `make docs`, but without the check of links
-    that follows."""
+    """Like `make docs`, without its check of links."""
     python = DOCS_VENV / "bin" / "python"
     if not python.exists():
         pytest.skip("no Sphinx here: `make docs` installs it")

@@ -1,8 +1,5 @@
-"""Tests the files for vLLM production-stack, KServe, llm-d and Dynamo in deploy/kubernetes/stacks:
-in each, the engine finds the hotkv server, may use its sockets, and has enough memory.
-
-The stacks themselves are not run. The fields are those of the stacks' versions of November 2026.
-"""
+"""Tests that in deploy/kubernetes/stacks each engine finds the server, may use its sockets, and
+has enough memory. The stacks (their fields of November 2026) are not run."""
 
 import re
 import shlex
@@ -21,10 +18,10 @@ Item = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """The fields of a stack's file that concern hotkv.
+    """What concerns hotkv in a stack's file.
 
     words: the engine's arguments.
-    pod: the pod's fields, if the file has them in Kubernetes' form.
+    pod: None if the file has not Kubernetes' form.
     """
 
     words: list[str]
@@ -37,9 +34,8 @@ class Part(NamedTuple):
 
 
 def of_production_stack(values: Item) -> Part:
-    """Returns the fields that concern hotkv from the Helm values for production-stack. The values
-    must set `tensorParallelSize`, or the chart mounts no /dev/shm, and must enable prefix caching,
-    which the chart turns off by default."""
+    """The chart mounts /dev/shm only with `tensorParallelSize`, and turns prefix caching off by
+    default."""
     engine = values["servingEngineSpec"]
     (model,) = engine["modelSpec"]
     config, image = model["vllmConfig"], f"{model['repository']}:{model['tag']}"
@@ -58,9 +54,8 @@ def of_pod(pod: Item, container_name: str, shm_size: str, words: list[str] | Non
 
 
 def of_kserve(service: Item) -> Part:
-    """Returns the fields that concern hotkv from a KServe service, as KServe's preset would combine
-    them: it splits VLLM_ADDITIONAL_ARGS as a shell does, and merges its own volume `dshm` with the
-    file's."""
+    """As KServe's preset combines them: it splits VLLM_ADDITIONAL_ARGS like a shell, and merges
+    its volume `dshm`."""
     pod = service["spec"]["template"]
     (more,) = (one for one in pod["containers"][0]["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS")
     (shm,) = (one["emptyDir"] for one in pod["volumes"] if one["name"] == "dshm")
@@ -68,8 +63,7 @@ def of_kserve(service: Item) -> Part:
 
 
 def of_llm_d(patch: Item) -> Part:
-    """Returns the fields that concern hotkv from a patch for llm-d, whose guides set no limit for
-    /dev/shm."""
+    """llm-d's guides set no limit for /dev/shm."""
     assert patch["metadata"]["name"] == "decode"
     return of_pod(patch["spec"]["template"]["spec"], "modelserver", "1024Gi")
 

@@ -1,4 +1,4 @@
-"""Tests that systemd's own tools accept the unit file, and that it matches the server."""
+"""Tests that systemd's own tools accept the unit, and that it fits the server."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "hotkv-server.service"
 DROP_IN = DEPLOY / "hotkv-server-gpu.conf"
 MAX_EXPOSURE = 1.5
-"""The largest allowed exposure. `systemd-analyze security` computes it on a scale from 0 to 10."""
+"""On the scale of `systemd-analyze security`, 0 to 10."""
 ANALYZE = shutil.which("systemd-analyze")
 
 needs_systemd = pytest.mark.skipif(
@@ -25,7 +25,7 @@ needs_systemd = pytest.mark.skipif(
 
 
 def service() -> dict[str, list[str]]:
-    """Returns the entries of the unit's [Service] section: name to values."""
+    """The entries of the unit's [Service]."""
     found: dict[str, list[str]] = {}
     section = ""
     for line in UNIT.read_text().splitlines():
@@ -43,8 +43,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 @needs_systemd
 @pytest.mark.parametrize("has_drop_in", [False, True])
 def test_systemd_finds_nothing_wrong(tmp_path: Path, has_drop_in: bool) -> None:
-    """Runs `systemd-analyze verify` on the unit, with and without the drop-in for GPU nodes.
-    /bin/true replaces the server's program, which is not installed here."""
+    """/bin/true stands in for the server's program."""
     unit = tmp_path / UNIT.name
     unit.write_text(
         UNIT.read_text()
@@ -85,15 +84,14 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
     assert "DynamicUser" not in unit, "it implies RemoveIPC"
     assert "PrivateUsers" not in unit, "user ids of engines would be lost"
     assert "MemoryDenyWriteExecute" not in unit, "kernels are compiled"
-    # The unit must not hide /proc/meminfo. If the server can't read the machine's memory there, it
-    # fills an arena that is too large until the kernel kills it.
+    # Without /proc/meminfo the server would fill an arena that is too large, until the kernel
+    # kills it.
     assert limits.MEMINFO.is_relative_to("/proc")
     assert unit.get("ProcSubset", ["all"]) == ["all"]
 
 
 def test_times_fit_what_the_server_does() -> None:
-    """Checks that the unit's timeouts, for the watchdog and for stopping, are longer than the
-    server needs, even if the server does not ask systemd for more time."""
+    """Even if the server does not ask systemd for more time."""
     settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
     assert int(unit["WatchdogSec"][0]) > 10 * CHECK_S
     minutes = int(unit["TimeoutStopSec"][0].removesuffix("min"))

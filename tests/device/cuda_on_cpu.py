@@ -1,10 +1,9 @@
-"""Runs CUDA kernels on the CPU. `compile` compiles a .cu source as C++ with the header
-`cuda_on_cpu.h`, which lists the differences from CUDA. `Module.launch` runs a kernel on arrays.
+"""Runs CUDA kernels on the CPU, compiled as C++ with `cuda_on_cpu.h`, which lists the differences
+from CUDA.
 
-`compile` finds kernels by the words `__global__ void`; of templates, pass it the names of the
-instances to compile. `launch` accepts an array or an address for a kernel's pointer, and a number
-for a number. A numpy scalar must have the size of the kernel's parameter. A module runs one launch
-at a time.
+Kernels are found by `__global__ void`; instances of templates must be named. A kernel's pointer
+takes an array or an address; a numpy scalar must have its parameter's size. A module runs one
+launch at a time.
 """
 
 import ctypes
@@ -48,7 +47,7 @@ INTEGERS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_
 
 
 class LaunchError(Exception):
-    """Raised for a launch whose result is undefined in CUDA, or that would never end."""
+    """The launch is undefined in CUDA, or would never end."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,11 @@ class Module:
         shared_bytes: int = 0,
         seed: int = 0,
     ) -> None:
-        """Runs a kernel and waits for its end. Raises LaunchError.
+        """Runs a kernel to its end. Raises LaunchError.
 
-        grid, block: the number of blocks, and of threads per block.
+        grid, block: number of blocks, and of threads per block.
         shared_bytes: dynamic shared memory per block.
-        seed: with 0, threads and blocks run in the order of their numbers; with another seed, in a
-            random order that depends on it.
+        seed: 0: threads and blocks in order; otherwise in a random order.
         """
         grid3, block3 = _three(grid), _three(block)
         if name not in self.names:
@@ -100,10 +98,8 @@ class Module:
 
 
 def compile(source: Path | str, names: Sequence[str] = ()) -> Module:
-    """Compiles CUDA kernels for the CPU.
-
-    source: a .cu file, whose folder is searched for includes, or the source text.
-    names: instances of templates to compile, such as `score<2, 64>`.
+    """source: a .cu file, whose folder is searched for includes, or text.
+    names: instances of templates, such as `score<2, 64>`.
     """
     folder = source.parent if isinstance(source, Path) else None
     text = source.read_text() if isinstance(source, Path) else source
@@ -112,8 +108,7 @@ def compile(source: Path | str, names: Sequence[str] = ()) -> Module:
 
 @functools.cache
 def _compile(text: str, folder: Path | None, names: tuple[str, ...]) -> Module:
-    """Compiles the source, or loads the library from the folder CACHE if an earlier process has
-    compiled the same source."""
+    """CACHE keeps libraries for later processes."""
     all_names = (*(match[2] for match in KERNEL.finditer(text) if not match[1]), *names)
     entries = map(_entry, range(len(all_names)), all_names)
     files = {"cuda_fp16.h": "", "cuda_bf16.h": ""}

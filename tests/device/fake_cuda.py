@@ -1,5 +1,5 @@
-"""Makes a fake CUDA driver library and a fake CuPy, with which tests record the calls of
-`CupyRuntime`. `fake_driver.cpp` describes the library."""
+"""A fake CUDA driver library (`fake_driver.cpp`) and a fake CuPy, which record the calls of
+`CupyRuntime`."""
 
 import ctypes
 import functools
@@ -14,11 +14,7 @@ SOURCE = Path(__file__).with_name("fake_driver.cpp")
 
 
 class FakeDriver:
-    """A fake libcuda.so with its own state, which records calls.
-
-    batch: its version of cuMemcpyBatchAsync: 0 for none, 1 for that of CUDA 12.8, 2 for that of
-        CUDA 13.
-    """
+    """batch: version of cuMemcpyBatchAsync: 0 none, 1 CUDA 12.8, 2 CUDA 13."""
 
     def __init__(self, folder: Path, batch: int = 2) -> None:
         self.path = str(folder / "libcuda.so.1")
@@ -27,8 +23,7 @@ class FakeDriver:
         self._library.fake_calls.restype = ctypes.c_char_p
 
     def calls(self) -> list[str]:
-        """Returns the driver calls since the last call of this method. Each has the function's
-        name, the context that was current on the thread, and the arguments."""
+        """Since the last call: function, the thread's current context, arguments."""
         return self._library.fake_calls().decode().splitlines()
 
     def fail(self, name: str, status: int) -> None:
@@ -56,22 +51,18 @@ def _built(batch: int) -> bytes:
         return library.read_bytes()
 
 
-class CompileException(Exception):
-    """Stands for CuPy's exception."""
+class CompileException(Exception): ...
 
 
 class CUDARuntimeError(RuntimeError):
-    """A fake of CuPy's error, which has the CUDA status as an attribute."""
-
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaErrorFake: {status}")
         self.status = status
 
 
 def fake_cupy() -> ModuleType:
-    """Returns a fake module with the parts of CuPy 13 and 14 that `CupyRuntime` uses. The module's
-    `log` records the calls. Its `errors` is a list of exceptions for tests to fill; each makes one
-    of the next compilations fail."""
+    """The parts of CuPy 13 and 14 that `CupyRuntime` uses. `log` records calls; each exception
+    in `errors` makes a compilation fail."""
     log: list[tuple[object, ...]] = []
     errors: list[Exception] = []
     at = [0]

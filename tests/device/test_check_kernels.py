@@ -1,5 +1,5 @@
-"""Tests the tool `check_kernels`. It must compile good CUDA kernels, refuse kernels with warnings
-or errors, and read from the machine code how many registers and how much stack a kernel uses."""
+"""Tests the tool `check_kernels`: good kernels compile, warnings and errors are refused,
+registers and stack are read from machine code."""
 
 from pathlib import Path
 

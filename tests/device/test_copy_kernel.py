@@ -1,6 +1,5 @@
-"""Tests the CUDA kernel `copy_runs`, which copies many byte ranges in one launch; here it runs on
-the CPU. It must copy exactly the bytes that its table lists, for all sizes, alignments and grids.
-"""
+"""Tests the CUDA kernel `copy_runs` on the CPU, against numpy, for all sizes, alignments and
+grids."""
 
 import itertools
 from pathlib import Path
@@ -24,11 +23,10 @@ MOST_COPIES = 5
 def run(
     copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs the kernel `copy_runs`. Returns the memory after the run, and the memory as it should
-    be.
+    """Returns the memory after the kernel, and as it should be.
 
-    copies: for each copy (gap before its destination, gap before its source, bytes).
-    shares: number of parts into which each copy is cut.
+    copies: (gap before its destination, gap before its source, bytes) of each.
+    shares: parts into which each copy is cut.
     """
     memory = np.random.default_rng(seed).integers(0, 256, (2, BYTES), dtype=np.uint8)
     expected = memory[0].copy()

@@ -1,5 +1,5 @@
-"""Tests that `CupyRuntime`, the server's interface to CUDA, makes the right driver calls in the
-right context. A fake driver library records the calls."""
+"""Tests that `CupyRuntime` makes the right driver calls in the right context, against a fake
+driver library."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ class Machine:
         return runtime
 
     def calls(self) -> list[str]:
-        """Returns the recorded driver calls, without the calls that start a device."""
+        """Without those that start a device."""
         return [
             call
             for call in self.driver.calls()
@@ -53,8 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def test_devices(machine: Machine) -> None:
-    """Lists the devices. The NUMA node of the first device comes from /sys; the second has no entry
-    there, so its node comes from the driver."""
+    """The first device's NUMA node is in /sys; only the driver knows the second's."""
     runtime: DeviceRuntime = machine.runtime()
     first, second = runtime.devices()
     assert (first.number, first.name, first.pci_bus_id) == (0, "Fake 0", "0000:a8:00.0")
@@ -103,7 +102,7 @@ def test_order(machine: Machine) -> None:
         f"cuEventSynchronize 141 {event.handle}",
         f"cuEventDestroy_v2 141 {event.handle}",
     ]
-    # The fake driver's handles need more than 32 bits, so a handle cut to 32 bits fails the test.
+    # A handle cut to 32 bits must fail.
     assert stream.handle > 1 << 32 and event.handle > 1 << 32
     assert runtime.passed(event)
     machine.driver.fail("cuEventQuery", 600)
@@ -271,8 +270,7 @@ def test_what_is_missing_is_named(
 
 
 def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
-    """Compiles the fake driver's types and the constants of `device.driver` against NVIDIA's
-    cuda.h, which checks them. Skipped if CUDA's headers are not installed."""
+    """The compiler checks them, where NVIDIA's headers are."""
     headers = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
     if not headers:
         pytest.skip("no cuda.h here")

@@ -1,5 +1,4 @@
-"""Tests the script `bench/gpu/check.sh`, which runs the GPU tests and benchmarks and summarises
-their output. Needs no GPU."""
+"""Tests `bench/gpu/check.sh`, which runs the GPU tests and benchmarks, without a GPU."""
 
 import json
 import os
@@ -85,16 +84,13 @@ def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) ->
 
 
 def parts() -> list[tuple[str, int]]:
-    """Returns the parts that the script runs, in order: the name with its kind (tests or bench),
-    and the time limit in seconds."""
+    """(kind and name, time limit in seconds), in the script's order."""
     found = re.findall(r'^(test|bench)_if "\$\w+" (\w+) (\d+)', SCRIPT.read_text(), re.MULTILINE)
     return [(f"{'tests' if kind == 'test' else kind} {name}", int(s)) for kind, name, s in found]
 
 
 def test_bytes_and_copies_are_answered_in_time() -> None:
-    """Adds up the time limits of the script's parts, which bound the run even if every part hangs.
-    The first three parts, which check bytes and copies, must take at most two minutes together, and
-    each half of all parts at most six."""
+    """The limits bound the run even if every part hangs."""
     assert [name for name, _ in parts()] == ORDER
     limits = [limit for _, limit in parts()]
     (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
@@ -103,8 +99,7 @@ def test_bytes_and_copies_are_answered_in_time() -> None:
 
 
 def test_the_wheels_are_those_that_a_server_needs() -> None:
-    """A script copies a list of packages to the GPU machine. The list must have pytest and every
-    package that the server needs, except numpy, numba, tomli and xxhash."""
+    """The GPU machine has numpy, numba, tomli and xxhash."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}
@@ -114,9 +109,6 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
 
 @pytest.mark.long
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
-    """Replaces the Python interpreter so that one benchmark never ends. The script must end it, say
-    so, run the next parts, and remove the files that the benchmark left in shared memory. It must
-    record the figures of all other benchmarks."""
     fake = tmp_path / "python"
     fake.write_text(
         "#!/bin/sh\n"
@@ -145,7 +137,7 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     reports = (out / "reports.txt").read_text().splitlines()
     benches = [name.removeprefix("bench ") for name in ORDER if name.startswith("bench")]
     assert reports == [f'{name} {{"figures": []}}' for name in benches if name != "arena"]
-    # The GPU machine can send back only few files, so the script must leave no others.
+    # The GPU machine sends back only few files.
     assert {one.name for one in out.iterdir()} == {"reports.txt", "check.log"}
 
 
@@ -153,15 +145,12 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
 @pytest.mark.timeout(1400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
 def test_whole_check_runs_over_a_fake_device(tmp_path: Path) -> None:
-    """Runs the whole script over a simulated device. Every part that works without a real GPU must
-    end, in order, and the benchmarks must report figures."""
     done = subprocess.run(
         ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=1390,
         env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    # The script prints the line `== after` and its summary once all parts have
-    # ended; shown if it fails.
+    # Shown if it fails: the part from `== after` on.
     assert done.returncode == 0, done.stdout.partition("== after")[2][:3000] + done.stderr[-2000:]
     begun = re.findall(r"^== (tests|bench)/gpu/(?:test_)?(\w+)\.py", done.stdout, re.MULTILINE)
     needs_gpu = {"tests semantics", "tests runtime", "tests sparse"}

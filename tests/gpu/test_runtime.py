@@ -1,5 +1,5 @@
-"""Tests on a real GPU that `CupyRuntime` fulfils the protocol `DeviceRuntime` (memory, streams,
-events and copies of a CUDA device). Needs only numpy, CuPy and pytest."""
+"""Tests on a real GPU that `CupyRuntime` is a `DeviceRuntime`. Needs only numpy, CuPy and
+pytest."""
 
 import mmap
 import subprocess
@@ -27,7 +27,7 @@ def runtime() -> CupyRuntime:
 
 
 class Pinned:
-    """Host memory registered with CUDA, as an array of bytes."""
+    """Registered host memory, as bytes."""
 
     def __init__(self, runtime: CupyRuntime, num_bytes: int) -> None:
         self._mapping = mmap.mmap(-1, num_bytes)
@@ -237,7 +237,7 @@ for line in sys.stdin:
 
 
 class Engine:
-    """A child process that owns device memory and a CUDA event, like an engine."""
+    """A child process that owns device memory and a CUDA event."""
 
     def __init__(self, num_bytes: int) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]

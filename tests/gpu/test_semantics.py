@@ -1,9 +1,5 @@
-"""Checks on a real GPU the behaviour of CUDA that the server relies on and NVIDIA's documentation
-leaves open (docs/cuda.md). Each test says what to do if it fails. All tests passed on an H100 and
-an H200.
-
-Engines and servers that a test kills are child processes.
-"""
+"""Checks on a real GPU what the server relies on and NVIDIA's documentation leaves open
+(docs/cuda.md); each test says what to do if it fails. All passed on an H100 and an H200."""
 
 import subprocess
 import sys
@@ -22,7 +18,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 SIZE = 8 * MIB
 LOOK_S = 2.0
-"""Seconds for which a test watches that an event does not pass."""
+"""How long a test watches that an event does not pass."""
 
 ENGINE = """
 import sys
@@ -117,8 +113,7 @@ def stream(runtime: CupyRuntime) -> Stream:
 
 
 class Engine:
-    """A child process that owns device memory, in which every byte is 7, and a CUDA event that was
-    never recorded."""
+    """A child process with device memory full of 7s, and an event that was never recorded."""
 
     def __init__(self, num_bytes: int = SIZE) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]
@@ -149,7 +144,7 @@ def engine(runtime: CupyRuntime) -> Iterator[Engine]:
 
 
 def works(runtime: CupyRuntime, stream: Stream) -> bool:
-    """Returns True if the device can still allocate memory, copy and record events."""
+    """The device can still allocate, copy and record events."""
     event, pinned, memory = (
         runtime.new_event(0),
         runtime.allocate_pinned(4096),
@@ -165,9 +160,8 @@ def works(runtime: CupyRuntime, stream: Stream) -> bool:
 
 @pytest.mark.parametrize("num_bytes", [64 << 10, SIZE])
 def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> None:
-    """Opens another process's device memory by its IPC handle. The runtime must find the memory's
-    start and size (a small allocation may be part of a larger one). If this fails, the server can't
-    check sizes: it logs `size of engine memory not known` and trusts those that clients send."""
+    """A small allocation may be part of a larger one. If this fails, the server logs `size of
+    engine memory not known` and trusts clients' sizes."""
     engine = Engine(num_bytes)
     address = runtime.open_memory(0, engine.memory)
     extent = runtime.extent(0, address)
@@ -178,9 +172,8 @@ def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> N
 
 
 def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
-    """Opens invalid IPC handles, which any client may send, in a child process. Each must raise an
-    error and not end the process. If this fails, any client can end the server; the next server
-    keeps the cache."""
+    """Any client may send such handles. If this fails, any client can end the server; the next
+    one keeps the cache."""
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE, engine.memory.hex()],
         capture_output=True,
@@ -194,10 +187,8 @@ def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
 def test_gone_engines_event_does_not_pass(
     runtime: CupyRuntime, stream: Stream, engine: Engine, end: str
 ) -> None:
-    """Kills an engine, or destroys its CUDA event, before its device has reached the event. The
-    server must never see the event as reached: it would copy bytes that the engine's kernels have
-    not written. If this fails, never set `hotkv.device_order` to `events`; `auto` tries `flags`
-    first."""
+    """Else bytes are copied that the engine's kernels have not written. If this fails, never set
+    `hotkv.device_order` to `events`; `auto` tries `flags` first."""
     event = runtime.open_event(0, engine.event)
     engine.ask("spin 20000")
     assert not runtime.passed(event)
@@ -219,10 +210,8 @@ def test_gone_engines_event_does_not_pass(
 def test_words_are_read_while_kernels_run(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
-    """Copies from the engine's memory while the engine's kernels keep the device busy. The copies
-    must end before the kernels do: the server polls by such copies how far an engine's device is.
-    If this fails, set `hotkv.device_order` to `events`, or to `host` if the test above fails too.
-    """
+    """The server polls so how far an engine's device is. If this fails, set `hotkv.device_order`
+    to `events`, or to `host` if the test above fails too."""
     address, event, theirs = (
         runtime.open_memory(0, engine.memory),
         runtime.new_event(0),
@@ -246,9 +235,8 @@ def test_words_are_read_while_kernels_run(
 def test_memory_freed_during_a_copy_loses_nothing(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
-    """An engine frees its memory while the server copies from it, which NVIDIA calls undefined. The
-    copied bytes may be arbitrary, but the device must stay usable. If this fails, an engine can
-    make the GPU unusable for the server."""
+    """NVIDIA calls this undefined: any bytes, but the device must stay usable. If this fails, an
+    engine can make the GPU unusable for the server."""
     address, event = runtime.open_memory(0, engine.memory), runtime.new_event(0)
     host = runtime.allocate_pinned(SIZE)
     for number in range(200):
@@ -264,10 +252,8 @@ def test_memory_freed_during_a_copy_loses_nothing(
 
 
 def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream: Stream) -> None:
-    """Kills a server that copies to an engine's memory. After DEVICE_GRACE_S nothing may write
-    there any more, because the client then lets its engine reuse the blocks of failed loads. If
-    this fails, raise DEVICE_GRACE_S in `hotkv_client.connection`, and don't start the next server
-    within that time."""
+    """After DEVICE_GRACE_S the client lets its engine reuse the blocks of failed loads. If this
+    fails, raise it in `hotkv_client.connection`, and don't start the next server earlier."""
     import cupy
 
     size = 32 * MIB

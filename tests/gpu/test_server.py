@@ -1,8 +1,7 @@
-"""Tests the real server with simulated engines on a real GPU: bytes are stored and loaded
-unchanged, copies wait for kernels, and a killed engine or server is cleaned up.
+"""Tests the real server with simulated engines on a real GPU, or on a simulated device
+(HOTKV_MADE_UP_GPU=1).
 
-Needs torch, grpcio and the server's packages, but not vLLM or hypothesis. HOTKV_MADE_UP_GPU=1 runs
-it over a simulated device.
+Needs torch, grpcio and the server's packages, neither vLLM nor hypothesis.
 """
 
 import os
@@ -30,7 +29,7 @@ IS_MADE_UP = bool(os.environ.get("HOTKV_MADE_UP_GPU"))
 ARENA_BYTES = 256 * MIB
 LAYOUTS = ("BLHNC", "LBHNC", "LKBNHC", "LHBNC")
 SLACK_BYTES = 64 * MIB
-"""Bytes by which free device memory may change for other reasons than the test."""
+"""By which free device memory may change for other reasons."""
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +58,8 @@ def server(request: pytest.FixtureRequest, side: Side) -> Iterator[GpuServer]:
 
 
 def there_and_back(engine: Engine, seed: int) -> None:
-    """Stores a third of the engine's blocks, with random content, and loads them into another
-    third. These must then be equal, and all other bytes unchanged."""
+    """Stores a third of the engine's blocks and loads them into another; the rest must not
+    change."""
     count = engine.shape.num_blocks // 3
     order = np.random.default_rng(seed).permutation(engine.shape.num_blocks).astype(np.int32)
     ids, others, rest = order[:count], order[count : 2 * count], order[2 * count :]
@@ -77,8 +76,7 @@ def there_and_back(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_layouts_there_and_back(side: Side, server: GpuServer, layout: str) -> None:
-    """Stores and loads blocks of random sizes in each memory layout. Some page sizes are multiples
-    of 8 but not of 16 bytes: such pages can't be copied 16 bytes at a time."""
+    """Pages of 8, not 16, bytes' multiples can't be copied 16 bytes at a time."""
     random = np.random.default_rng(LAYOUTS.index(layout))
     for turn in range(3):
         page_bytes = 8 * int(random.integers(1, 3000)) if turn else 65536
@@ -99,12 +97,6 @@ def test_the_method_that_was_asked_for_has_copied(
 
 @pytest.mark.parametrize("order", ["events", "flags"])
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
-    """Queues slow kernels, then a store and a load that must wait for a mark (a point in the
-    device's queue) after the kernels. The store must copy the bytes that the kernels have written.
-    The load must not write before the kernels have read.
-
-    order: how marks are made: by CUDA events, or by flags (words that the device writes).
-    """
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)
@@ -127,8 +119,7 @@ def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, o
     content = engine.content(ids)
     engine.memory.copy_(kept)
     side.synchronize()
-    # The load must not have written before `kept` was copied. So the blocks, restored from `kept`,
-    # must have the stored bytes.
+    # The load must not have written before `kept` was copied.
     assert engine.content(ids) == content and not engine.equal(ids, ids + 20)
     engine.close()
 
@@ -154,8 +145,6 @@ def test_a_killed_engine_leaves_nothing_on_the_device(side: Side, folder: Path) 
 
 
 def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
-    """Kills the server during many stores and loads. Each transfer must end, blocks that no load
-    writes must stay unchanged, and the next server must serve the stored blocks."""
     engine: Engine | None = None
     with GpuServer(side, folder, ARENA_BYTES) as server:
         server.wait_settled(calibrated=not side.is_made_up)
@@ -176,8 +165,6 @@ def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
             ]
         server.kill()
         for transfer in flying:
-            # A transfer that had not ended before the kill must fail: its client reports a lost
-            # connection.
             assert (
                 transfer.exception(60) is not None
                 or transfer.result().status is TransferStatus.DONE

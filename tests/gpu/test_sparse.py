@@ -1,8 +1,5 @@
-"""Compares the kernels of sparse decode on a real GPU with the CPU's. Needs only numpy, numba, CuPy
-and pytest.
-
-tests/sparse/test_cuda_*.py runs the same checks, with many more cases, on the CPU.
-"""
+"""Compares sparse decode's kernels on a real GPU with the CPU's. Needs only numpy, numba, CuPy
+and pytest. tests/sparse/test_cuda_*.py has many more cases."""
 
 import contextlib
 import mmap
@@ -95,7 +92,7 @@ def device(cupy: Any) -> CupyDevice:
 
 @pytest.fixture
 def pinned(cupy: Any) -> Iterator[np.ndarray]:
-    """Yields host memory that is registered with CUDA, like an engine's mapping of the arena."""
+    """Registered with CUDA, like an engine's mapping of the arena."""
     mapping = mmap.mmap(-1, 16 << 20)
     memory = np.frombuffer(mapping, np.uint8)
     cupy.cuda.runtime.hostRegister(memory.ctypes.data, memory.size, 3)  # portable, mapped
@@ -171,10 +168,8 @@ def test_scores_what_the_reference_scores(
 
 
 class Layer:
-    """A layer whose single sequence (a context that is decoded sparsely) has random keys and
-    values. All its blocks except the last are complete and in the arena.
-
-    reader: the mapping of the arena that the device reads; by default `arena`.
+    """One sequence of random keys and values; all blocks but the last are in the arena.
+    `reader`: the device's mapping, by default of `arena`.
     """
 
     def __init__(
@@ -239,8 +234,7 @@ class Layer:
         self.rng = np.random.default_rng(3)
 
     def ask(self) -> np.ndarray:
-        """Draws a new query and writes it to the device, where the next step reads it. Returns the
-        query, float32 [Q query heads, D channels]."""
+        """Writes a new query where the next step reads it: float32 [query heads, channels]."""
         around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(
             axis=0
         )
@@ -251,7 +245,6 @@ class Layer:
         return query
 
     def step(self) -> None:
-        """Queues the kernels of a decode step on the stream, as an engine does."""
         self.work.begin(self.tokens)
         self.selector.hot.grow()
         self.selector.step(Queries(self.query, "float32", 0, SIZE))
@@ -333,9 +326,8 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
 
 
 def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
-    """Maps the arena read-only, as engines do. A device that can register read-only memory, or read
-    unregistered memory, must copy correctly from it. On any other device the mapping must raise an
-    error that names `Session.load`, which works there."""
+    """As engines map the arena. A device that can't read it must raise an error that names
+    `Session.load`, which works there."""
     fd, num_bytes = os.memfd_create("arena"), 16 << 20
     os.posix_fallocate(fd, 0, num_bytes)
     server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
@@ -368,13 +360,10 @@ def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
 
 @pytest.mark.parametrize("sides", [["cupy"], ["torch"]])
 def test_process_with_device_reacts_to_sigterm(cupy: Any, tmp_path: Path, sides: list[str]) -> None:
-    """Does in a child process what an engine with residency does at its start, and then sends it
-    SIGTERM, as vLLM does. No step may change how the child's main thread gets the signal (its flag
-    SA_RESTART, and the signals that the thread blocks), and the child must end by its own handler.
-    On an H200 idle engines with residency often did not react to SIGTERM, before `CupyDevice`
-    cleared the flag. This test has not run yet.
+    """On an H200 idle engines with residency often ignored SIGTERM until `CupyDevice` cleared
+    SA_RESTART. This test has not run yet.
 
-    sides: "torch" for a child that also makes marks as the connector does; CuPy's cache is empty.
+    sides: "torch": the child also makes marks as the connector does, with CuPy's cache empty.
     """
     if "torch" in sides:
         pytest.importorskip("hotkv_vllm.worker.device_order")

@@ -1,6 +1,4 @@
-"""Tests the accounts of the ledger (the server's counts of requests), which sum up hits, misses and
-saved seconds by tenant, key space and engine, and by time. Compares them, after random operations,
-with a list of all counts."""
+"""Tests the ledger's accounts against a list of all counts."""
 
 import math
 from dataclasses import replace
@@ -50,8 +48,7 @@ WHO = st.builds(
 
 
 def in_window(minute: int, now: int, seconds: float) -> bool:
-    """Returns True if the counts of the minute number `minute` belong to the window that ends with
-    the minute number `now` and has this length in seconds (0: all time)."""
+    """Does a minute belong to the window of `seconds` (0: all time) that ends now?"""
     if not seconds:
         return True
     if (minutes := -(-seconds // 60)) <= NUM_MINUTES:
@@ -66,8 +63,7 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
         self.minute = START
         self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
-        # The accounts, least recently used first. If there are too many, an old
-        # account is merged into another.
+        # Least recently used first; beyond the limit, an old account is merged into another.
         self.order: list[Account] = []
         self.num_folded = 0
 
@@ -144,9 +140,7 @@ def test_unknown_tier_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])
 def test_clock_going_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
-    """Counts once, sets the clock back by `back` minutes, and counts again. If that is at most an
-    hour, the window of the last minute must show both counts, otherwise only the second. The sum of
-    all time must have both."""
+    """Up to an hour back, the latest window must still show both counts."""
     buckets = Buckets(1, START)
     buckets.add(np.ones(1), START)
     buckets.add(np.ones(1), START - back)
@@ -182,7 +176,6 @@ def test_speeds_are_bounded() -> None:
     accounts = Accounts(Columns(()), 0)
     for number in [*range(MAX_SPEEDS), 0, *range(MAX_SPEEDS, MAX_SPEEDS + 5)]:
         accounts.saved_s(str(number), 1, 0.0, 10.0)
-    # More speeds than the limit were reported. Only the oldest reports may have been dropped, and
-    # "0" was reported again later.
+    # Only the oldest reports may be dropped, and "0" came again later.
     assert next(iter(accounts.speeds)) == "6" and "0" in accounts.speeds
     assert len(accounts.speeds) == MAX_SPEEDS

@@ -1,6 +1,5 @@
-"""Tests the forecast, in which the ledger estimates what larger caches would bring: the ceiling
-(the hits of an endless cache) and the gain (the further hits of a larger cache). Both may differ
-from the simulator's values by at most two percentage points."""
+"""Tests the ledger's forecast against the simulator: the ceiling (hits of an endless cache) and
+the gain (further hits of a larger one) may differ by two percentage points."""
 
 import functools
 import itertools
@@ -17,10 +16,9 @@ from hotkv_server.simulate.trace import Trace, load_trace, make_trace
 from tests.simulate.traces import MAKERS
 
 TRACES = Path(__file__).resolve().parents[3] / "shared/traces"
-"""Folder of public traces beside the repository. Tests of absent traces are skipped."""
+"""Beside the repository; tests of absent ones are skipped."""
 BLOCK_BYTES = GIB >> 4
-"""Size of a block, so large that 16 blocks take one GiB. The forecast enlarges the cache in steps
-of a GiB."""
+"""16 blocks take one GiB, the forecast's step."""
 POINTS = 0.02
 
 
@@ -47,10 +45,7 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
 
 
 def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[float, float]:
-    """Makes a forecast of the traffic `name` for a cache of `percent` of its blocks, and replays
-    the same traffic in the simulator. Returns two differences, each as a share of the prompt
-    tokens: of the ceiling (the hits of an endless cache), and of the gain (the further hits of a
-    larger cache)."""
+    """Differences to the simulator, of ceiling and gain, as shares of the prompt tokens."""
     trace = trace_of(name)
     capacity = trace.capacity_blocks(percent)
     made = forecast_of(trace, capacity, max_keys, policy)
@@ -73,8 +68,7 @@ EVERYDAY = [
     ("drift", 2, 4096, "lru"),
     ("agents", 5, 512, "hotness"),
 ]
-# `EVERYDAY`, above, already has these two kinds of traffic with the same policy, so `LONG` leaves
-# them out.
+# `EVERYDAY` has these two.
 SIZES = itertools.cycle([(2, 4096), (10, 256)])
 LONG = [
     pytest.param(name, *size, "hotness", marks=pytest.mark.long)
@@ -102,8 +96,7 @@ def demand(first: int, count: int, num_hits: int = 0) -> RequestDemand:
 
 
 def test_blocks_named_twice_count_once() -> None:
-    """Reports requests that name the same block several times, as only a faulty engine does. Each
-    block must count once, and no exception may end the node's timer."""
+    """Only a faulty engine does this; it must not end the node's timer."""
     made = Forecast(POLICIES["hotness"], 0, 64, 512)
     made.observe(replace(demand(0, 1), keys=np.repeat(demand(0, 1).keys, 100)), GIB, 0.0, 0)
     assert made.shadow_share == made.seen_share == 1.0
@@ -114,8 +107,7 @@ def test_blocks_named_twice_count_once() -> None:
 
 
 def test_actual_hits_are_reachable_though_unseen() -> None:
-    """Reports hits on blocks that were in no earlier request, as blocks of an answer are, which
-    engines store too. They must count as hits of an endless cache."""
+    """Engines also store answers, which no earlier request had."""
     found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
     assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)
     made = Forecast(POLICIES["lru"], 0)
@@ -124,8 +116,6 @@ def test_actual_hits_are_reachable_though_unseen() -> None:
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """Requests 4,000 blocks twice. The forecast remembers only a sample of at most 512 keys. It
-    must still estimate that half of the requested tokens were repeated."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for ceiling in (0.0, 0.5):
         for first in range(0, 4000, 50):
@@ -149,17 +139,14 @@ def test_endless_cache_forgets_nothing(is_restored: bool) -> None:
 
 def restored(made: Forecast) -> Forecast:
     again = Forecast(POLICIES["lru"], 0, 64, 4096)
-    # A key with a place beyond the end of the table, as a ledger from another version may contain.
-    # It must do no harm.
+    # Beyond the table's end, as another version's ledger may have.
     beyond = np.uint64(again._seen.tags.size << 32 | 1)
     again.put_back(np.append(made.seen(), beyond), made.seen_share)
     return again
 
 
 def test_blocks_from_before_a_restart_yield_first() -> None:
-    """Restores the keys of 2,000 blocks that an earlier server has seen. Then requests 2,000 new
-    blocks, and after them the old ones. The old blocks must count as seen before: the table has
-    room for all keys, so the new ones must not displace them."""
+    """The table has room for all, so new keys must not displace old ones."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
     again = restored(made)
@@ -175,7 +162,7 @@ def test_larger_arena_has_larger_steps(max_keys: int) -> None:
     made, capacity = Forecast(POLICIES["lru"], 0, max_keys), 64 * GIB
     blocks = capacity // BLOCK_BYTES
     for turn in range(4):
-        # Requests the same blocks in each turn, a few more than the cache holds.
+        # A few more than the cache holds.
         for part in range(0, blocks + 64, 64):
             made.observe(demand(part, 64), capacity, turn * 1e4 + part, 0)
     found = made.outlook(0, capacity, 0)

@@ -1,5 +1,4 @@
-"""Tests the history of the ledger (the server's counts of requests), which has a sample for each of
-the latest time intervals. Compares it, after random operations, with a list of all samples."""
+"""Tests the ledger's history against a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,8 +17,7 @@ class HistoryBesideAList(RuleBasedStateMachine):
         self.totals = np.array([100.0, 0.5])
         self.history = History(("tokens", "seconds"), ("lag",), NUM_SAMPLES, self.totals, FIRST)
         self.number = FIRST
-        # For each time interval, by its number: by how much the totals `tokens` and `seconds` grew
-        # in it, and the value of `lag`.
+        # Per interval: growth of `tokens` and `seconds`, and the value of `lag`.
         self.noted: dict[int, tuple[float, float, float]] = {}
         self.unseen = np.zeros(2)
 

@@ -1,6 +1,5 @@
-"""Tests how the ledger counts a request: the tokens of the prompt that hit, and a reason for each
-token that missed. The reason must agree with the block's state that the command `hotkv explain`
-shows."""
+"""Tests how the ledger counts a request's hits and misses; reasons must agree with `hotkv
+explain`."""
 
 from collections import Counter
 
@@ -36,12 +35,10 @@ def test_miss_reason_is_the_blocks_verdict(cause: Cause) -> None:
     counts = Counter({Miss.PARTIAL_BLOCK: 1, Miss.NEVER_STORED: 2 * TOKENS})
     counts[why] += 4 * TOKENS
     assert outcome == PromptOutcome({0: 2 * TOKENS}, counts)
-    # The engine has a drafter (speculative decoding). It did not hit the last ready block, because
-    # its drafter needs the next one, which is missing.
+    # A drafter needs the block behind the last hit; it is missing.
     counts[why] += TOKENS
     assert note(TOKENS) == PromptOutcome({0: TOKENS}, counts)
-    # The missed tokens are divided among the reasons in proportion to their numbers of blocks. The
-    # reason with the most blocks gets the remainder of the division.
+    # In proportion to the reasons' blocks; the remainder goes to the most frequent.
     if why is not Miss.NEVER_STORED:
         missed = 7 * TOKENS + 3
         shares = {Miss.IN_FLIGHT: 2 * missed // 8, Miss.NEVER_STORED: 2 * missed // 8}
@@ -51,11 +48,8 @@ def test_miss_reason_is_the_blocks_verdict(cause: Cause) -> None:
 
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
 def test_hit_ended_by_another_group_names_it(absent: str) -> None:
-    """Counts a request for which full attention has blocks 0 to 5, but the sliding-window group
-    lacks a block, so that the hit ends before block 5. The missed tokens up to the end of block 5
-    must get the reason why the sliding-window block is missing (`absent`). A second request has
-    three more blocks, which must get their own reasons: block 6 was never stored, and block 7 is
-    being written."""
+    """Up to the end of block 5 the sliding-window group's reason counts; behind it each block's
+    own."""
     place = World()
     session = place.open()
     hit = 4 if absent == "on the device" else 2
@@ -82,9 +76,7 @@ def test_hit_ended_by_another_group_names_it(absent: str) -> None:
     "reason", [Miss.REFUSED, Miss.LATE, Miss.FAILED_LOAD, Miss.COMPUTED_SOONER]
 )
 def test_engines_reason_counts_only_for_servers_blocks(reason: Miss) -> None:
-    """Counts a request of nine blocks, of which the server has 4 and the engine has hit only 3. The
-    reason that the engine reports (`reason`) must count for the fourth block. It must not count for
-    the 5 blocks behind it, which no engine has ever stored."""
+    """The server has 4 of nine blocks, the engine hit 3."""
     place = World()
     session = place.open()
     for group in (0, 1):

@@ -1,5 +1,5 @@
-"""Tests the file of the ledger (counts of hits and misses). A written file is read back unchanged,
-also if the next server has other tiers. A damaged or contradictory file is refused."""
+"""Tests the ledger's file: it comes back unchanged, also to other tiers; damaged or
+contradictory ones are refused."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_a_ledger_goes_on_where_it_was() -> None:
     assert back.began_minute == MINUTE and back.speeds == accounts.speeds == {"one": 500.0}
     back.check_invariants()
     other.check_invariants()
-    # The restored forecast must remember the block, and so must not count it as new.
+    # The block is not new.
     before = other.sums.total.copy()
     other.observe(demand(), GIB, 2.0, now)
     assert (other.sums.total - before)[2] == 0
@@ -108,8 +108,7 @@ def test_damaged_or_cut_file_is_refused(data: st.DataObject) -> None:
     ],
 )
 def test_a_text_that_contradicts_the_arrays_is_refused(change: dict[str, object]) -> None:
-    """Changes the JSON text in the ledger's file so that it contradicts the arrays, and gives the
-    file a valid checksum. The file must be refused."""
+    """The checksum is valid."""
     accounts, forecast = filled()
     text, *arrays = pack.pack(accounts, forecast, forecast.seen(), forecast.seen_share)
     spoiled = json.dumps({**json.loads(text), **change}).encode()

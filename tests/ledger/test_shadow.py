@@ -1,5 +1,4 @@
-"""Tests the shadow cache, which simulates a cache for the ledger's forecast but stores only keys.
-Compares it, after random operations with the policy LRU, with a simple LRU cache."""
+"""Tests the ledger's shadow cache against a simple LRU cache."""
 
 from typing import Any
 
@@ -21,11 +20,8 @@ MAX_KEYS = 24
 
 
 class SpyLru(LRU):
-    """An LRU policy that records the calls of the shadow cache.
-
-    declined: for each call of `decline`, the keys that found no room, and their first position in
-        the request.
-    gone: the removed keys: under True those that were evicted, under False those removed otherwise.
+    """declined: per call of `decline`, keys without room and their first position in the request.
+    gone: removed keys; True: evicted.
     """
 
     def __init__(self) -> None:
@@ -91,14 +87,11 @@ TestShadow = ShadowBesideNaive.TestCase
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_keeps_the_limit(policy: str) -> None:
-    """Serves keys of blocks of two sizes. After each request the blocks must fit into the limit of
-    400 bytes, with every policy."""
     rng, shadow = np.random.default_rng(3), Shadow(POLICIES[policy], 64)
     for number in range(300):
         keys = rng.choice(200, rng.integers(1, 20), replace=False).astype(np.uint64) + np.uint64(1)
         size = 3 if number % 3 else 16
-        # Blocks of different sizes get different keys, because all blocks of a key space have one
-        # size.
+        # All blocks of a key space have one size.
         shadow.serve(keys + np.uint64(1000 * size), size, 400, float(number))
         shadow.check_invariants()
         assert shadow.used_bytes <= 400
@@ -106,9 +99,6 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_small_blocks_evict_no_extra_large_blocks(policy: str) -> None:
-    """Fills the shadow cache (simulated cache) with 10 large blocks, then stores 5 small blocks,
-    which together need half of the room of a large one. Only one large block may be evicted for
-    them."""
     shadow = Shadow(POLICIES[policy], 64)
     shadow.serve(np.arange(1, 11, dtype=np.uint64), 100, 1000, 1.0)
     shadow.serve(np.arange(101, 106, dtype=np.uint64), 10, 1000, 2.0)
@@ -120,9 +110,7 @@ def test_small_blocks_evict_no_extra_large_blocks(policy: str) -> None:
 def test_large_block_keeps_all_small_ones_or_none(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills the shadow cache (simulated cache) with 1000 small blocks and a large one, then stores
-    500 more small ones. It must ask its policy for many blocks to evict at a time: in fewer than 20
-    calls, because each takes time of the event loop."""
+    """Each call of the policy takes time of the event loop."""
     made, asked = POLICIES[policy](2048), list[int]()
     victims = made.victims
 
@@ -140,8 +128,7 @@ def test_large_block_keeps_all_small_ones_or_none(
 
 
 def test_policy_keeps_as_many_hits_as_the_node() -> None:
-    """Replays sessions with regular pauses under the policy hotness, which then keeps recently used
-    blocks from eviction. The shadow cache must have as many hits as the simulator, within 10 %."""
+    """With regular pauses, hotness keeps recent blocks from eviction."""
     trace = make_trace("regular_turns", regular_turns(0, 1500))
     capacity = trace.capacity_blocks(5)
     hits = replay(trace, capacity, POLICIES["hotness"]).prefix.sum()

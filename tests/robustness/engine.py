@@ -1,8 +1,10 @@
-"""An engine process of the kill campaign. It makes random stores, loads, cancelled stores and reads
-in the mapped arena, and checks every byte. It reports in lines, each a single write: `stored
-HASH...` (acknowledged), `missing HASH...` (not found, so evicted), `loaded COUNT`, `read COUNT` (in
-the arena), `void COUNT` (in the arena, but the lease ended during the read, so any bytes are
-right), `wrong HASH`."""
+"""An engine process of the kill campaign: random stores, loads, cancels and reads in the arena,
+every byte checked.
+
+Reports lines, each a single write: `stored HASH...` (acknowledged), `missing HASH...` (evicted),
+`loaded COUNT`, `read COUNT`, `void COUNT` (the lease ended during the read, so any bytes are
+right), `wrong HASH`.
+"""
 
 import hashlib
 import os
@@ -38,13 +40,6 @@ SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A simulated model.
-
-    model: its name.
-    layers, page_bytes: number of layers, and bytes of a block in one layer.
-    num_hashes: number of different blocks that engines store and load.
-    """
-
     model: str
     layers: int
     page_bytes: int
@@ -56,9 +51,8 @@ def hash_of(shape: Shape, number: int) -> bytes:
 
 
 def content(shape: Shape, block_hash: bytes) -> np.ndarray:
-    """Returns the bytes that a block must have, uint8 [layers, page bytes]. About half of the
-    blocks look like bfloat16 values with few exponents, so that the disk tier may encode them. In
-    the other blocks all words differ."""
+    """uint8 [layers, page bytes]. Half of the blocks look like bfloat16 with few exponents, so
+    that the disk tier may encode them."""
     words = np.arange(shape.layers * shape.page_bytes // 8, dtype=np.uint64)
     mixed = (words + np.uint64(1)) * (np.frombuffer(block_hash[:8], np.uint64)[0] | np.uint64(1))
     mixed ^= mixed >> np.uint64(29)
@@ -69,8 +63,6 @@ def content(shape: Shape, block_hash: bytes) -> np.ndarray:
 
 @dataclass(slots=True)
 class Work:
-    """The store or load that runs in one region (a part of the engine's block ids)."""
-
     future: "Future[TransferResult] | None" = None
     hashes: Sequence[bytes] = ()
     lease_id: str = ""
@@ -78,16 +70,14 @@ class Work:
 
 
 def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
-    """Returns the status of an ended transfer. Returns None if the transfer still runs or raised an
-    exception."""
+    """None while the transfer runs, or if it raised."""
     if future is None or not future.done() or future.exception() is not None:
         return None
     return future.result().status
 
 
 class CampaignEngine:
-    """An engine whose block ids are divided into IN_FLIGHT regions. Each region has at most one
-    transfer at a time, so transfers never share a block."""
+    """A region of the block ids has one transfer at a time."""
 
     def __init__(self, target: str, shape: Shape, seed: int) -> None:
         self.shape = shape
@@ -161,8 +151,7 @@ class CampaignEngine:
         self.work[region] = Work(future, hashes, name)
 
     def withdraw(self, region: int) -> None:
-        """Cancels the store in a region. If the cancel succeeded, overwrites the region's blocks at
-        once: the server must not keep the store, so nobody may ever load the overwritten bytes."""
+        """After a cancel the blocks are overwritten at once: nobody may ever load that."""
         work = self.work[region]
         self.engine.session.cancel(work.lease_id)
         if status_of(work.future) is TransferStatus.CANCELLED:
@@ -183,8 +172,7 @@ class CampaignEngine:
         self.work[region] = Work(future, wanted, name, is_load=True)
 
     def read(self, hashes: list[bytes]) -> None:
-        """Reads blocks in the mapped arena under a lease, and compares their bytes. A difference
-        counts only if the lease was still valid after the read."""
+        """A wrong byte counts only if the lease was still valid after the read."""
         session, groups = self.engine.session, [GroupHashes(0, hashes)]
         arena = session.arena()
         if arena is None:
@@ -208,15 +196,13 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Returns True if the lease was valid during the whole read, which began at `began_s`.
-        Finds out by acquiring the lease again: if it was valid all the time, the connection is the
-        same and the blocks have the same offsets. Returns False also if the lease's time to live
-        has passed."""
+        """Acquired again, a lease that was valid since `began_s` has the same connection and
+        offsets."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):
             return False
-        # A new connection has another arena object, and a lease does not outlive its connection.
+        # Each connection has its own arena object, and leases end with it.
         is_same = self.engine.session.arena() is arena and time.monotonic() < began_s + grant.ttl_s
         return is_same and np.array_equal(again.offsets[0], grant.offsets[0])
 

@@ -1,10 +1,10 @@
-"""The flush campaign: nodes that share a Valkey flush their blocks while servers, network links and
-the Valkey fail (docs/robustness.md). A block's bytes say how many flushes had begun when it was
-stored. No load may be stale. A load is stale if it begins after the answer to a flush, and its
-bytes were stored before that flush began. Flushes whose answer names tiers as pending do not count.
-A node that can't reach the store may return blocks from before a flush from host memory
-(docs/tiers.md). Such a load counts as stale only if the node has meanwhile promoted a block from a
-tier.
+"""The flush campaign: nodes that share a Valkey flush while servers, links and the Valkey fail
+(docs/robustness.md).
+
+A block's bytes say how many flushes had begun when it was stored. No load may begin after a flush's
+answer and have bytes from before that flush. Flushes with pending tiers do not count; and a node
+that can't reach the store may serve old blocks from host memory (docs/tiers.md), unless it has
+promoted one.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3` prints counts.
 """
@@ -38,8 +38,8 @@ LAYERS, PAGE_BYTES, CHAIN, NUM_CHAINS = 2, 4096, 8, 4
 ARENA, DISK = "16MiB", "64MiB"
 CALL_S = 30.0
 HEAL_S = 8.0
-"""Seconds after which a node that was cut off has reached the store again, and nodes trust a store
-that was started from an old copy."""
+"""By then a cut-off node reaches the store again, and nodes trust a store restarted from an old
+copy."""
 CHAINS = [
     [b"%032d" % (chain * CHAIN + block) for block in range(CHAIN)] for chain in range(NUM_CHAINS)
 ]
@@ -47,12 +47,10 @@ CHAINS = [
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `stale` (loads that returned blocks from before a flush, although they
-    may not) must stay empty.
+    """`stale` must stay empty.
 
-    cut_off_loads: loads of blocks from before a flush that are allowed: a node that could not reach
-        the store served them from host memory.
-    done: number of events by kind.
+    cut_off_loads: allowed loads from before a flush, by a node that could not reach the store.
+    done: events by kind.
     """
 
     seed: int = 0
@@ -70,15 +68,12 @@ class Findings:
 
 
 class Link:
-    """A node's network connection to the store (Valkey), through a proxy that can fail."""
-
     def __init__(self, target: str) -> None:
         self.proxy = FaultProxy(target)
         self.is_cut = False
 
     def cut(self, *, hangs: bool) -> None:
-        """Cuts the connection. With `hangs` bytes are lost silently; otherwise connections are
-        closed."""
+        """`hangs`: bytes vanish; otherwise connections close."""
 
         def hole(piece: bytes) -> Iterator[bytes]:
             if not hangs:
@@ -97,8 +92,6 @@ class Link:
 
 
 class Node(Place):
-    """A node: a hotkv server with a disk tier, and one engine."""
-
     def __init__(self, folder: Path, link: Link, flags: list[str]) -> None:
         folder.mkdir()
         super().__init__(folder)
@@ -136,12 +129,11 @@ class Node(Place):
         self.unreached_until_s = time.monotonic() + HEAL_S
 
     def sync(self) -> None:
-        """Saves a copy of the disk tier's records, as the state that survives a power loss."""
+        """Copies the disk tier's records: what survives a power loss."""
         self.synced = (self.disk / "records").read_bytes()
 
     def lose_power(self) -> None:
-        """Simulates a power loss: deletes the arena, and the disk tier's records written since the
-        last `sync`."""
+        """Loses the arena, and the records since the last `sync`."""
         self.stop(signal.SIGKILL)
         shutil.rmtree(self.folder / "arena")
         if self.synced is not None:
@@ -149,19 +141,17 @@ class Node(Place):
         self.begin()
 
     def num_from_tiers(self) -> float:
-        """Returns the number of blocks promoted from tiers since the server started."""
         names = ("shared_fetched_blocks_total", "tier_promoted_blocks_total")
         return sum(map(self.counter, names))
 
     @property
     def reaches(self) -> bool:
-        """Returns True if the node can reach the store. After the link is repaired, returns False
-        for another HEAL_S, in which the node reconnects."""
+        """False until HEAL_S after the link's repair."""
         return not self.link.is_cut and time.monotonic() >= self.unreached_until_s
 
 
 class Campaign:
-    """A flush campaign, as the module describes it. Entering its context starts the nodes."""
+    """Entering the context starts the nodes."""
 
     def __init__(self, seed: int, store: "ValkeyStore", folder: Path, num_nodes: int):
         self.dice = random.Random(seed)
@@ -191,7 +181,6 @@ class Campaign:
             node.link.proxy.close()
 
     def run(self, num_flushes: int, seconds: float = float("inf")) -> Findings:
-        """Runs until this many flushes have begun, or the time limit is reached."""
         ends_s = time.monotonic() + seconds
         often = {self.load: 40, self.put: 24, self.flush: 8}
         seldom = {self.evict: 3, self.sync: 2, self.stop_or_go_on: 2, self.cut_or_heal: 2}
@@ -222,8 +211,7 @@ class Campaign:
     # Actions of nodes
 
     def put(self, node: Node) -> None:
-        """Stores a chain of blocks on a node. Each byte of the blocks is the generation, the number
-        of flushes begun so far."""
+        """Each byte is the number of flushes begun so far."""
         engine, chain = self.engine(node), self.dice.randrange(NUM_CHAINS)
         engine.kv[:, chain * CHAIN : (chain + 1) * CHAIN].view(np.int64)[:] = self.generation
         name = os.urandom(8).hex()
@@ -269,8 +257,7 @@ class Campaign:
         return node.reaches and self.store.is_up
 
     def flush(self, node: Node) -> None:
-        """Begins a flush on a node. After its answer, no load may return a block stored before
-        now."""
+        """After the answer, no load may return a block from before now."""
         generation = self.begin_generation()
         answer = self.engine(node).session.flush()
         self.under_way.append((generation, time.monotonic(), answer))
@@ -284,7 +271,7 @@ class Campaign:
         return self.generation
 
     def flush_and_leave(self, node: Node) -> None:
-        """Begins a flush from a client that disconnects without waiting for the answer."""
+        """The client does not wait for the answer."""
         self.begin_generation()
         self.findings.left += 1
         caller = node.new_engine(CHAIN, engine_id="leaves")
@@ -325,8 +312,7 @@ class Campaign:
             node.pause()
 
     def is_steady(self) -> bool:
-        """Returns True for HEAL_S seconds after a restart of the store with older data. During this
-        time the campaign must cause no other fault."""
+        """For HEAL_S after a restart with older data, no other fault may happen."""
         return time.monotonic() < self.steady_until_s
 
     def cut_or_heal(self, node: Node) -> None:
@@ -345,8 +331,6 @@ class Campaign:
             node.lose_power()
 
     def break_store(self, node: Node) -> None:
-        """Disturbs the store at random: copies its data, kills it, or restarts it with older or no
-        data."""
         if self.is_steady():
             return
         what = self.dice.choice(["copy", "copy", "kill", "older", "older", "empty"])
@@ -371,8 +355,6 @@ class Campaign:
         self.findings.done[what] = self.findings.done.get(what, 0) + 1
 
     def all_well(self) -> None:
-        """Resumes stopped nodes and repairs cut links. Waits until all nodes reach the store, and
-        loads from each node, so that each has seen the store's current state."""
         for node in self.nodes:
             if node.is_stopped:
                 node.resume()
@@ -388,7 +370,7 @@ class Campaign:
 
 
 class ValkeyStore:
-    """A Valkey that saves snapshots. A kill loses all writes since the last snapshot."""
+    """A kill loses all writes since the last snapshot."""
 
     def __init__(self, folder: Path) -> None:
         from tests.tiers.valkey_support import Server
@@ -448,7 +430,6 @@ def campaign(
 
 
 def main() -> bool:
-    """Runs a campaign and prints its counts. Returns True if a load was stale."""
     parser = argparse.ArgumentParser(description="The flush campaign.")
     parser.add_argument("--flushes", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=float("inf"))

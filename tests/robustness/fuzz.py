@@ -1,10 +1,11 @@
-"""A fuzzer for the server: sends random, mutated and meaningless messages to every call of a real
-server, runs misbehaving clients (`odd_clients`), and gives mutated files to the code that reads
-them. The server must answer each message with a response or a proper refusal, never INTERNAL. It
-must stay alive, fast and small, and log no traceback. The blocks of a well-behaved client must stay
-unchanged. A mutated file must be read or refused.
+"""A fuzzer for the server: random and mutated messages to every call, misbehaving clients
+(`odd_clients`), mutated files.
 
-`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints counts of inputs and answers.
+The server must answer each message, or refuse it with another reason than INTERNAL; stay alive,
+fast and small; log no traceback; and leave a well-behaved client's blocks alone. A mutated file is
+read or refused.
+
+`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints counts.
 """
 
 import argparse
@@ -51,12 +52,11 @@ STREAM_MESSAGES = 300
 IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
-"""This long after a client's end, the server must have released all of the client's resources."""
+"""By then all of an ended client's resources must be released."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
-"""Allowed growth of the server once a round's clients are gone: 32 MiB for key spaces
-(`MAX_WEIGHT_BYTES`), 32 MiB for free heap that is not returned yet (`FREE_BYTES`), and as much
-again for modules that are loaded at first use and for the allocators of Python and gRPC. A leak of
-100 bytes per input exceeds the limit within a million inputs."""
+"""Allowed growth after a round: 32 MiB for key spaces (`MAX_WEIGHT_BYTES`), 32 MiB of heap not
+yet returned (`FREE_BYTES`), as much for late imports and allocators. A leak of 100 bytes per
+input exceeds it."""
 SMALL_NUMBERS = (0, 1, 2, 3, 7, 16, 63, 64, 255, 256)
 ODD_NUMBERS = (*SMALL_NUMBERS, 1 << 14, 1 << 18, (1 << 31) - 1, -1, -2, -(1 << 31))
 ODD_FLOATS = (0.0, 0.1, 1.0, -1.0, float("inf"), float("nan"), 1e300, 256.0)
@@ -67,15 +67,12 @@ TEXTS = (*SHORT_TEXTS, "x" * 300, "y" * 20_000, "../../etc/passwd", "unix:/tmp/x
 
 @dataclass
 class Tally:
-    """Counts of messages and of their answers, by kind."""
-
     sent: "collections.Counter[str]" = field(default_factory=collections.Counter)
     answers: "collections.defaultdict[str, collections.Counter[str]]" = field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     footprints: str = ""
-    """Footprints (memory and descriptors) of the server: before the first round, the largest, and
-    after the last round."""
+    """The server's before the first round, the largest, and after the last."""
 
     @property
     def inputs(self) -> int:
@@ -97,8 +94,7 @@ TOPICS += ("savings", "sparse_layers")
 
 
 class Odd:
-    """A generator of random messages. Most fields have plausible values; the message's bytes may be
-    mutated afterwards."""
+    """Random messages, mostly of plausible values; their bytes may be mutated."""
 
     def __init__(self, seed: int, session_id: str) -> None:
         self.random = random.Random(seed)
@@ -113,8 +109,7 @@ class Odd:
         chance = self.random
         chosen = {chance.choice(one.fields).name for one in message.DESCRIPTOR.oneofs}
         if chance.random() < 0.5 and isinstance(message, warm_pb2.PrefetchBlocksRequest):
-            # Half of these requests name a key space that exists and no prompt. Otherwise nearly
-            # all of them would be refused for the same reason.
+            # Without an existing key space nearly all would be refused for that.
             message.key_space_id = 1
             message.groups.add(hashes=self.packed("hashes"))
             return
@@ -197,8 +192,7 @@ class Odd:
 
 
 class Fuzzer:
-    """A fuzzer for one server. It checks that the blocks of another, well-behaved client (the
-    bystander) do not change."""
+    """The bystander, a well-behaved client, must keep its blocks."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server, self.seed, self.tally = server, seed, Tally()
@@ -238,8 +232,6 @@ class Fuzzer:
         self.bystander.session.store(name, name, [run], 20).result(60)
 
     def look(self) -> None:
-        """Raises AssertionError if the server has ended, answers too slowly, has logged a
-        traceback, or has changed the bystander's blocks."""
         assert self.server._child.process.poll() is None, "the server has ended"
         session, kv = self.bystander.session, self.bystander.kv
         session.ping(PING_DEADLINE_S)
@@ -256,16 +248,13 @@ class Fuzzer:
         self.odd.session_id = self.session_id(self.victim)
 
     def check_footprint(self) -> None:
-        """Raises AssertionError if sessions or transfers of this round still exist, or the server's
-        memory or descriptors have grown beyond the limits."""
         deadline_s = time.monotonic() + SETTLE_S
         while left := self.left_behind():
             assert time.monotonic() < deadline_s, f"{SETTLE_S} s after its end: {left}"
             time.sleep(0.02)
 
     def left_behind(self) -> str:
-        """Describes the sessions, transfers, memory and descriptors that the server has not yet
-        released after a round. Returns an empty text if there are none."""
+        """What the server has not yet released after a round; empty if all."""
         with AdminClient(self.server.target) as admin:
             engines = {session["engine_id"] for session in admin.sessions()}
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
@@ -279,8 +268,7 @@ class Fuzzer:
         return f"{now}, after {self.first} at first" if has_grown else ""
 
     def calls(self, count: int) -> None:
-        """Makes `count` random calls: unary ones, and ones whose answer is a stream, of which it
-        reads only the first message."""
+        """Random calls; of streamed answers only the first message is read."""
         kinds = UNARY | SERVER_STREAMS
         for _ in range(count):
             name = self.odd.random.choice(sorted(kinds))
@@ -300,8 +288,7 @@ class Fuzzer:
                 self.tally.note(name, code_of(error))
 
     def stream(self, method: str, kind: type[Message], first: list[bytes]) -> None:
-        """Sends many random messages of the type `kind` on one stream, after the valid messages
-        `first`. The server may leave some unanswered, or end the stream."""
+        """The server may leave some messages behind `first` unanswered, or end the stream."""
         waiting: queue.Queue[bytes | None] = queue.Queue()
         free, broken = threading.Semaphore(IN_FLIGHT), list[str]()
         name = method.rpartition("/")[2]
@@ -325,7 +312,7 @@ class Fuzzer:
         reader = threading.Thread(target=read)
         reader.start()
         for _ in range(STREAM_MESSAGES):
-            # Waits for an answer, but not for long: the server does not answer every message.
+            # The server does not answer every message.
             free.acquire(timeout=0.002)
             if not call.is_active():
                 break
@@ -342,8 +329,6 @@ class Fuzzer:
         self.tally.answers[name][word_of(kind.FromString(answer))] += 1
 
     def round(self) -> None:
-        """Runs a round: fuzzes unary calls and streams, then runs one kind of misbehaving
-        client."""
         self.calls(300)
         opening = _wire.open_session(self.victim.session.config).SerializeToString()
         self.stream("/hotkv.v1.SessionService/Connect", session_pb2.ConnectRequest, [opening])
@@ -392,8 +377,7 @@ class FileFuzzer:
         }
 
     def run(self, name: str) -> None:
-        """Mutates the file `name` and reads it with the server's code. The reader must accept it or
-        raise a proper refusal (StateError, ValueError); any other exception is raised on."""
+        """A reader must accept the file, or raise StateError or ValueError."""
         try:
             self.each()[name]()
             self.tally.note(name, "read")
@@ -421,9 +405,7 @@ FLAGS = (
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """Sends this many inputs to a server, and gives a tenth of them as mutated files to the code
-    that reads files. Raises AssertionError at the first violation. `say`: called with a line of
-    progress after each round."""
+    """A tenth of the inputs are files. Raises AssertionError at the first violation."""
     with (
         runtime_folder(128 << 20) as folder,
         Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,

@@ -1,5 +1,4 @@
-"""Lists for the fuzzer: the calls that have a single request (unary calls, and calls answered by a
-stream), and examples of hints to send in them."""
+"""The fuzzer's calls with a single request, and hints to send in them."""
 
 import json
 
@@ -26,13 +25,12 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/PreviewEvict": admin_pb2.PreviewEvictRequest,
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
-"""Calls with a single answer. Of the admin API, only calls that do not change blocks."""
+"""Of the admin API, only calls that do not change blocks."""
 SERVER_STREAMS: dict[str, type[Message]] = {
     "Health/Watch": health_pb2.HealthCheckRequest,
     "AdminService/WatchRequests": admin_pb2.WatchRequestsRequest,
     "EventService/Subscribe": events_pb2.SubscribeRequest,
 }
-"""Calls that the server answers with a stream."""
 ENVELOPE = json.dumps(
     {
         "protocol_version": "0.1",
@@ -47,4 +45,4 @@ ENVELOPE = json.dumps(
         ],
     }
 )
-"""Hints that the server accepts; `tests/core/test_hint_parsing.py` has odd ones."""
+"""The server accepts these."""

@@ -1,6 +1,5 @@
-"""Clients that misbehave: they reuse ids for other purposes, and send unusable file descriptors.
-Answers are counted under `KIND: what`. Leaving a client's `with` block closes everything that it
-opened. No wait is longer than DEADLINE_S."""
+"""Clients that reuse ids for other purposes, and send unusable file descriptors. Answers are
+counted under `KIND: what`. No wait is longer than DEADLINE_S."""
 
 import contextlib
 import ctypes
@@ -36,9 +35,8 @@ LAYOUT = Layout(
     "x",
 )
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-"""gRPC options of a channel that shares no connection with others."""
 NAMES = ("a", "b", "c")
-"""The ids that clients use. There are few, so that clients often reuse an id."""
+"""Few, so that ids are often reused."""
 OF_LEASES = ("acquire", "reserve", "store", "load", "release", "cancel", "create", "append")
 CALLS = (*OF_LEASES, "open residency", "extend residency", "close residency", "delete")
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 8, 16
@@ -52,8 +50,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_file(num_bytes: int, *, filled: bool = True) -> int:
-    """Returns the descriptor of a memfd. If not `filled`, the file is a hole without allocated
-    pages."""
+    """A memfd; a hole unless `filled`."""
     fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
     if filled and num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -63,7 +60,6 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
 
 
 def run_of(blocks: list[bytes]) -> BlockRun:
-    """Returns a run of blocks in group 0, with the block ids 0, 1, and so on."""
     return BlockRun(0, blocks, np.arange(len(blocks), dtype=INT32))
 
 
@@ -80,25 +76,17 @@ def store(
 
 
 class OddClients:
-    """Clients that misbehave against one server.
-
-    note: called with each input and its answer, to count them.
-    """
-
     def __init__(
         self, target: str, chance: random.Random, note: Callable[[str, str], None]
     ) -> None:
         self.target, self.chance, self.note = target, chance, note
 
     def kinds(self) -> dict[str, Callable[[], None]]:
-        """Returns the kinds of clients: name to function. Each function sends some tens of
-        inputs."""
         return {"ids again": self.ids_again, "descriptors": self.descriptors}
 
     @contextlib.contextmanager
     def session(self, model: str) -> Iterator[RawSession]:
-        """Opens a session over a new channel, in a key space (a model in a configuration) with
-        one group. Closes the session afterwards."""
+        """In a key space with one group."""
         group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_BYTES,))
         space = KeySpace(model, "w", "bfloat16", (group,), 16)
         asked = SessionConfig(self.target, f"odd {model}", Role.TOOL, space)
@@ -110,8 +98,7 @@ class OddClients:
                 session.close(abruptly=self.chance.random() < 0.5)
 
     def hashes(self, count: int) -> list[bytes]:
-        """Returns random hashes. About half are from a small set, so that other calls use the same
-        hashes."""
+        """About half from a small set, so that calls meet."""
         return [
             bytes([self.chance.randrange(64)]) * 32
             if self.chance.random() < 0.5
@@ -121,7 +108,7 @@ class OddClients:
 
     @contextlib.contextmanager
     def working(self, model: str) -> Iterator[RawSession]:
-        """Opens a session that has memory and a read lease named `lease` on sixteen blocks."""
+        """With memory, and a read lease `lease` on sixteen blocks."""
         fd = memory_file(MEMORY_BYTES)
         blocks = [bytes([number]) * 32 for number in range(16)]
         try:
@@ -149,8 +136,6 @@ class OddClients:
         return np.array([self.chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
 
     def ids_again(self) -> None:
-        """Sends many requests that reuse a few ids of leases, transfers and sequences (contexts
-        that are decoded sparsely) for other purposes."""
         with self.working("ids") as session:
             asked: dict[int, str] = {}
             for _ in range(60):
@@ -202,9 +187,7 @@ class OddClients:
                 return _sparse_wire.delete_sequence(name)
 
     def descriptors(self) -> None:
-        """Sends bad file descriptors for memory and for fences (pages in which an engine can revoke
-        its stores): files that are too short, have holes, are sealed, are changed afterwards, or
-        are no memory at all."""
+        """Too short, with holes, sealed, changed afterwards, or no memory at all."""
         note = self.note
         for _ in range(4):
             with contextlib.ExitStack() as held:
@@ -252,7 +235,7 @@ class OddClients:
                 size = {"short": num_bytes // 2, "empty": 0}.get(what, num_bytes)
                 fd = memory_file(size, filled=what != "holes")
                 if what == "sealed":
-                    # Adding a seal fails if the server has already mapped the file.
+                    # Fails if the server has mapped the file.
                     fcntl.fcntl(fd, F_ADD_SEALS, self.chance.choice(SEALS))
                 if what in ("read-only", "path"):
                     mode = os.O_RDONLY if what == "read-only" else os.O_PATH
@@ -262,8 +245,7 @@ class OddClients:
         return what, fd
 
     def _spoil(self, fd: int) -> None:
-        """Changes a file that the server may have mapped (truncates, grows, punches, writes or
-        seals it). Ignores an OSError."""
+        """Changes a file that the server may have mapped. Ignores OSError."""
         with contextlib.suppress(OSError):
             match self.chance.choice(("cut", "grow", "punch", "write", "seal")):
                 case "cut":

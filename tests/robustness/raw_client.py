@@ -1,5 +1,5 @@
-"""A session whose test decides every message, descriptor and pause. Raises AssertionError if a wait
-takes longer than DEADLINE_S, or if an answer has the reason INTERNAL."""
+"""A session whose test decides every message, descriptor and pause. Raises AssertionError if a
+wait takes longer than DEADLINE_S, or an answer has the reason INTERNAL."""
 
 import contextlib
 import os
@@ -18,35 +18,29 @@ from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 DEADLINE_S = 30.0
 MAX_PACKET_BYTES = 65536
 BAD_CODES = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
-"""Status codes that mean a defect of the server, for any message."""
+"""A defect of the server, whatever the message."""
 
 
 def name_of(error: errors_pb2.ErrorDetail) -> str:
-    """Returns the name of an error's reason. Raises AssertionError if the reason is INTERNAL."""
     reason = errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
     assert reason != "INTERNAL", error
     return reason
 
 
 def word_of(answer: Any) -> str:
-    """Returns the name of the refusal's reason, or `answered` if the answer is no refusal."""
+    """The refusal's reason, or `answered`."""
     return name_of(answer.error) if answer.HasField("error") else "answered"
 
 
 def code_of(error: grpc.RpcError) -> str:
-    """Returns the name of the gRPC status code. Raises AssertionError for codes that mean a defect
-    or a hang."""
     code = str(error.code().name)
     assert code not in BAD_CODES, error
     return code
 
 
 class RawSession:
-    """A session's gRPC stream, used without the client library.
-
-    why_not: name of the status code with which the server refused the session; empty if the session
-    is open.
-    """
+    """A session's gRPC stream, without the client library. `why_not`: status code of a refused
+    session, else empty."""
 
     def __init__(
         self, channel: grpc.Channel, target: str, opening: session_pb2.ConnectRequest
@@ -70,14 +64,12 @@ class RawSession:
         yield from iter(self._outbox.get, None)
 
     def put(self, request: session_pb2.ConnectRequest) -> int:
-        """Sends a message with the next request id. Returns the id."""
         request.request_id, self._next_id = self._next_id, self._next_id + 1
         self._outbox.put(request)
         return request.request_id
 
     def answers(self, ids: set[int]) -> dict[int, session_pb2.ConnectResponse]:
-        """Reads answers until each of these request ids is answered, or the stream has ended.
-        Returns the answers by id."""
+        """Reads until these ids are answered, or the stream has ended."""
         found: dict[int, session_pb2.ConnectResponse] = {}
         try:
             while ids - found.keys():
@@ -90,8 +82,7 @@ class RawSession:
         return found
 
     def ask(self, request: session_pb2.ConnectRequest) -> tuple[str, session_pb2.ConnectResponse]:
-        """Sends a message and waits for its answer. Returns the result as a word (`answered`, a
-        refusal's reason, or `ended`), and the answer."""
+        """The answer, and before it `answered`, a refusal's reason, or `ended`."""
         number = self.put(request)
         answer = self.answers({number}).get(number)
         if answer is None:
@@ -99,8 +90,8 @@ class RawSession:
         return word_of(answer), answer
 
     def link(self, fds: dict[str, int]) -> str:
-        """Sends file descriptors over the descriptor socket, and keeps that connection open.
-        Returns `answered`, or the reason of the server's refusal."""
+        """Sends descriptors and keeps the connection open. Returns `answered`, or the refusal's
+        reason."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._links.append(link)
         link.settimeout(DEADLINE_S)
@@ -117,7 +108,7 @@ class RawSession:
         return word_of(session_pb2.LinkResponse.FromString(answer))
 
     def close(self, *, abruptly: bool = False) -> None:
-        """Ends the stream, either in order or abruptly, as if the client were killed."""
+        """`abruptly`: as if the client were killed."""
         self._outbox.put(None)
         if abruptly:
             self.call.cancel()
@@ -130,8 +121,6 @@ class RawSession:
 
 
 class Footprint:
-    """The memory, threads and file descriptors of a process."""
-
     def __init__(self, pid: int) -> None:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines if ":" in line)

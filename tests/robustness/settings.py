@@ -1,10 +1,10 @@
-"""Tests that blocks stored under some settings of vLLM are correct under other settings.
+"""Tests that blocks stored under some settings of vLLM are correct under others.
 
-`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. For each field of vLLM's config
-(`tests.vllm.config_walk`) and other values for it, an engine is started. It answers a prompt twice:
-with hits in the blocks of an engine with the usual settings, and under a cache salt, which prevents
-hits. The logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys depend on more
-settings than most. A value with which vLLM does not start counts as refused.
+`python -m tests.robustness.settings [--only PATH …] [--json FILE]` starts an engine for each
+field of vLLM's config (`tests.vllm.config_walk`) and other values. Its logprobs with hits in the
+usual engine's blocks, and without (under a cache salt), must be equal. The tiny Phi-3 with
+LongRoPE has keys that depend on more settings than most. A value with which vLLM does not start
+counts as refused.
 """
 
 import argparse
@@ -32,13 +32,12 @@ from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.tiny import COMMON, VOCAB, engine_args, transfer_config
 
 NOISE = 1e-3
-"""Largest difference of float32 logprobs between two ways of computing the same answer. Wrong KV
-causes far larger differences (`random_weights`)."""
+"""Largest difference of float32 logprobs between two ways of computing; wrong KV causes far
+larger ones."""
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 6
 PATIENCE_S = 90.0
-"""An engine that has not answered after this time counts as refused: it waits for other processes,
-such as further replicas."""
+"""Then an engine counts as refused: it waits for others, such as replicas."""
 SETTINGS: dict[str, Any] = {
     "load_format": "random",
     "dtype": "float32",
@@ -58,11 +57,8 @@ LONGROPE = {
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """The result for an engine with one changed setting.
-
-    hit_tokens: tokens that hit in blocks of the engine with the usual settings.
-    difference: the largest difference between logprobs of the answer with hits and the answer
-        without hits.
+    """hit_tokens: in the usual engine's blocks.
+    difference: largest between logprobs with and without hits.
     """
 
     path: str
@@ -79,8 +75,7 @@ def write_longrope(folder: Path) -> Path:
 
 
 def variants(model: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (field, value) for every field in an engine's config objects and for each other value
-    that the field is to be tested with. A field is given by its path."""
+    """(path of a field, other value), for every field of an engine's config objects."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_args(model, **SETTINGS)
@@ -98,8 +93,6 @@ def variants(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 class Restarts:
-    """A hotkv server and a prompt, with one engine at a time."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.daemon = Daemon(folder / "run").start()
@@ -116,18 +109,16 @@ class Restarts:
         return engine.ask("generate", prompts=[self.prompt], max_tokens=ANSWER_TOKENS, salt=salt)
 
     def fill(self) -> int:
-        """Stores the prompt's blocks with an engine of the usual settings. Returns the number of
-        tokens that a second such engine hits."""
+        """Stores the prompt's blocks; returns the tokens that a second engine hits."""
         engine = self.engine()
         self.ask(engine)
         engine.ask("wait", connected=True, timeout_s=20.0)
-        # A store may end in a later step, so runs some more steps.
+        # A store may end in a later step.
         engine.ask("generate", prompts=[self.prompt[:40]], max_tokens=8, salt="settles")
         engine.stop()
         return self.outcome("", None).hit_tokens
 
     def outcome(self, path: str, value: Any) -> Outcome:
-        """Starts an engine with this value for one field, and returns its `Outcome`."""
         engine = self.engine(config_overrides={path: value} if path else {})
         patience = threading.Timer(PATIENCE_S, engine.process.kill)
         patience.start()

@@ -1,13 +1,12 @@
 """The soak: engines store, cancel, load, release and flush, while others read every HTTP page and
-evict. The server looks at its event loop all the time, as it does only on an overloaded machine,
-and runs with Python's debug allocator, which finds writes past the end of an object. Busy loops may
-run beside it.
+evict.
 
-The server must not die by itself, and each loaded byte must be the byte computed from the block's
-hash. A server that died is started again.
+The server looks at its event loop all the time, as else only under overload, and runs with Python's
+debug allocator, which finds writes past an object's end. It must not die (it is started again), and
+no loaded byte may be wrong.
 
-`python -m tests.robustness.soak --minutes 30 --clients 9 --busy 2` prints a line a minute. The exit
-status is 1 if a server died or a byte was wrong.
+`python -m tests.robustness.soak --minutes 30 --clients 9 --busy 2` prints a line a minute;
+status 1 if a server died or a byte was wrong.
 """
 
 import argparse
@@ -37,7 +36,6 @@ from tests.support.ports import free_port
 
 LAYERS, PAGE_BYTES = 2, 8192
 HALF = 48
-"""Blocks of an engine's memory from which it stores; it loads into as many others."""
 MAX_KNOWN = 4000
 ARENA = "64MiB"
 Counts = collections.Counter[str]
@@ -46,16 +44,16 @@ PAGES = ("metrics", "api/v1/status", "api/v1/savings?since_s=60", "livez", "read
 
 
 def content(block: bytes, model: int) -> NDArray[np.uint8]:
-    """Returns the bytes [LAYERS, PAGE_BYTES] of a block with this hash."""
+    """[LAYERS, PAGE_BYTES] of a block."""
     bits = np.random.PCG64(int.from_bytes(block[:8], "little") + model)
     return np.random.Generator(bits).integers(0, 256, (LAYERS, PAGE_BYTES), dtype=np.uint8)
 
 
 class Soak:
-    """The clients of a server at `target`, which may be another process each time they connect.
+    """The server at `target` may be another process at each connect.
 
-    is_over: says by the counts whether the clients are to end.
-    counts: operations, errors by their text, and `wrong`, the blocks with wrong bytes.
+    is_over: by the counts.
+    counts: operations, errors by text, and `wrong` blocks.
     """
 
     def __init__(self, target: str, port: int, is_over: IsOver, seed: int) -> None:
@@ -68,7 +66,6 @@ class Soak:
             self.counts[name] += number
 
     def run_engine(self, model: int) -> None:
-        """Runs engines one after the other, on the calling thread, until the soak ends."""
         chance, known = random.Random(self.seed + model), list[bytes]()
         while not self.is_over(self.counts):
             engine = PagedEngine(
@@ -79,7 +76,7 @@ class Soak:
                 num_blocks=2 * HALF,
                 engine_id=f"engine{model}",
             )
-            # A server that has died, is full or drops a session: the next engine goes on.
+            # Dead, full, or dropped: the next engine goes on.
             try:
                 engine.connect(30)
                 self.count("sessions")
@@ -131,12 +128,11 @@ class Soak:
                 for row in rows:
                     right = content(picked[row], model)
                     self.count("wrong", not np.array_equal(engine.kv[:, HALF + row], right))
-        # A lease that is not released ends with its time, or with its session.
+        # Else it ends with its time or session.
         if chance.random() < 0.95:
             engine.session.release(name)
 
     def run_operator(self) -> None:
-        """Reads the pages, and sometimes evicts every block, until the soak ends."""
         chance = random.Random(self.seed)
         while not self.is_over(self.counts):
             try:
@@ -165,7 +161,6 @@ def footprint(pid: int) -> str:
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Keeps `count` processors busy."""
     loops = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(count)]
     for one in loops:
         one.start()
@@ -183,8 +178,7 @@ def _spin() -> None:
 
 
 def outlives(server: Server, threads: Sequence[threading.Thread], done: Soak) -> bool:
-    """Waits until the threads of the clients have ended. Returns False as soon as the server has
-    died, and prints its log."""
+    """False, with the log, once the server has died."""
     said_s = -math.inf
     while any(one.is_alive() for one in threads):
         if (status := server._child.process.poll()) is not None:
@@ -199,7 +193,6 @@ def outlives(server: Server, threads: Sequence[threading.Thread], done: Soak) ->
 
 
 def soak(folder: Path, is_over: IsOver, clients: int, seed: int) -> tuple[int, Counts]:
-    """Runs the soak in a folder. Returns how often a server died, and the clients' counts."""
     port = free_port()
     flags = ("--arena.slab-bytes", "64KiB", "--http.port", str(port))
     done = Soak(f"unix:{folder}/run/grpc.sock", port, is_over, seed)

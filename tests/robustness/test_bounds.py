@@ -51,10 +51,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Bystander:
-    """An engine with blocks that it looks up again and again, and that stores new ones.
-
-    evicted: number of blocks that the server has evicted.
-    """
+    """`evicted`: blocks that the server has evicted."""
 
     def __init__(self, server: Server, tenant: str = "") -> None:
         self.evicted = 0
@@ -80,7 +77,6 @@ class Bystander:
         assert {*result.results[0].tolist()} == {BlockResult.STORED}
 
     def goes_on(self) -> None:
-        """Checks that the hot blocks hit, and that new ones are stored."""
         assert self.engine.session.lookup([GroupHashes(0, self._hot)]).result(60)[0].all()
         self.store(hashes(NUM_NEW))
 
@@ -147,7 +143,6 @@ def test_who_reserves_and_writes_nothing_evicts_nobody(has_tenants: bool) -> Non
             kind.goes_on()
         assert seen.keys() == {BlockResult.RESERVED, BlockResult.NO_SPACE}
         assert 0 < seen[BlockResult.RESERVED] <= UNWRITTEN_SHARE * SLOTS
-        # What it gives back, it may reserve again.
         hostile.release("l0")
         again = hostile.reserve("again", [run], 1e6).result(60)[0]
         assert (again == BlockResult.RESERVED).any()
@@ -157,7 +152,7 @@ def test_who_reserves_and_writes_nothing_evicts_nobody(has_tenants: bool) -> Non
 
 
 def test_a_rank_whose_partner_never_stores_evicts_nobody() -> None:
-    """Stores the first of two shards only, so that no block ever becomes ready."""
+    """With one of two shards, no block becomes ready."""
     with serving() as server, bystander(server) as kind:
         half = PagedEngine(server.target, engine_id="half", model="half", num_shards=2).connect(60)
         seen = Counter[int]()
@@ -177,7 +172,7 @@ def test_a_rank_whose_partner_never_stores_evicts_nobody() -> None:
 
 
 def hidden_holes(num_bytes: int) -> int:
-    """Returns a file whose first `num_bytes` are a hole, with as much memory beyond its end."""
+    """A hole, with as much memory beyond the file's end."""
     fd = os.memfd_create("holes")
     os.truncate(fd, num_bytes)
     beyond(fd, num_bytes)
@@ -212,8 +207,7 @@ def test_memory_that_hides_its_holes_is_refused(server: Server) -> None:
 
 
 def test_holes_that_come_later_cost_the_server_nothing(server: Server) -> None:
-    """Frees pages of registered memory and allocates as many beyond the file's end, so that their
-    number stays the same."""
+    """The number of allocated pages stays the same."""
     num_blocks, fd = 64, os.memfd_create("kv")
     num_bytes = num_blocks * SLOT_BYTES
     os.posix_fallocate(fd, 0, num_bytes)
@@ -297,7 +291,6 @@ PACKETS = {"malformed": "b'x'", "foreign": repr(_wire.link_request("no-session",
 
 @contextlib.contextmanager
 def running(program: str, *arguments: str) -> Iterator[None]:
-    """Runs a Python program in a process of its own, which prints `begun`."""
     command = [sys.executable, "-c", program, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -311,7 +304,6 @@ def running(program: str, *arguments: str) -> Iterator[None]:
 
 
 def refused(server: Server) -> dict[str, float]:
-    """Returns the number of refusals by reason."""
     url = f"http://127.0.0.1:{http_port(server)}/metrics"
     with urllib.request.urlopen(url, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
@@ -331,13 +323,12 @@ def test_a_flood_of_bad_packets_is_cut_off(packet: str) -> None:
             for number in range(10):
                 kind.goes_on()
                 kind.is_probed()
-                # A client without faults is served on the flooded socket.
                 PagedEngine(server.target, engine_id=f"new {number}").connect(60).close()
             wait_for(lambda: sum(refused(server).values()) > 1500, "the flood")
             counts = refused(server)
         seconds = time.monotonic() - began_s + 1
         served = sum(counts.values()) - counts["overloaded"]
-        # The rate of a single process, and what it may do after a pause.
+        # A process's rate, and its burst after a pause.
         assert served <= 20 * (seconds + 2), counts
-        # Two loggers may say something of each packet, and sessions have lines of their own.
+        # Two loggers per packet, and the sessions' own lines.
         assert num_lines(server.log) - lines <= 3 * MAX_LINES_PER_S * (seconds + 2)

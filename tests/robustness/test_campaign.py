@@ -1,6 +1,4 @@
-"""Runs the kill campaign (`tests.robustness.campaign`) for a short time: engines store and load
-blocks while the server or an engine is killed again and again, and every byte is checked. `make
-torture` runs the campaign for long."""
+"""Runs the kill campaign (`tests.robustness.campaign`) briefly; `make torture` runs it for long."""
 
 import pytest
 
@@ -8,14 +6,11 @@ from tests.robustness.campaign import Findings, campaign
 
 MAX_KILLS = 100
 SEED, LONG_LIVES = 5, 77583
-"""Seeds of campaigns. With LONG_LIVES, the first servers live for seconds, so that blocks soon go
-to the disk and come back.
-"""
+"""With LONG_LIVES the first servers live for seconds, so blocks soon go to the disk and back."""
 
 
 def has_done(findings: Findings, roomy: bool, has_disk: bool) -> bool:
-    """Returns True if the campaign has stored, loaded, and read blocks in the arena; in a `roomy`
-    arena also found some again after a restart; with a disk also promoted and encoded some."""
+    """Has each kind of work happened that this campaign can do?"""
     ways = [findings.loaded_blocks, findings.read_blocks, findings.acknowledged_blocks]
     ways += [findings.found_again_blocks] if roomy else []
     ways += [findings.promoted_blocks, findings.encoded_blocks] if has_disk else []
@@ -34,13 +29,11 @@ def has_done(findings: Findings, roomy: bool, has_disk: bool) -> bool:
 def test_no_kill_corrupts_or_loses_acknowledged_blocks(
     roomy: bool, has_disk: bool, seed: int
 ) -> None:
-    """Runs the kill campaign. `run` raises at the first wrong byte, lost block, or server that ends
-    without being killed."""
+    """`run` raises at the first violation."""
     findings = Findings()
     with campaign(seed, roomy=roomy, findings=findings, has_disk=has_disk) as running:
         running.run(15)
-        # On a busy machine, some kinds of work may not have happened after 15 kills. Then the
-        # campaign goes on.
+        # On a busy machine 15 kills may not do.
         while not has_done(findings, roomy, has_disk) and findings.num_kills < MAX_KILLS:
             running.run(5)
     assert findings.num_kills >= 15 and has_done(findings, roomy, has_disk), findings

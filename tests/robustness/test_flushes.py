@@ -1,5 +1,4 @@
-"""Runs the flush campaign for a short time; `python -m tests.robustness.flushes` runs it for
-long."""
+"""Runs the flush campaign (`tests.robustness.flushes`) briefly."""
 
 import pytest
 
@@ -7,8 +6,7 @@ from tests.robustness.flushes import campaign
 from tests.support.daemons import quick_servers
 
 ALL_FAULTS = 4672
-"""A seed of a flush campaign. With it, the first events already contain all kinds of faults: cut
-off, stop, kill and switch off nodes, and restore the store from an old copy."""
+"""The first events with this seed have all kinds of faults."""
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """Runs the tests of kernels with numba's checks of array bounds, which the product leaves out.
 
-Not covered: code that reads and writes memory by its address. These are the copies of
-`hotkv_proto.table_reading`, `integrity.sum_kernels.add_sums`, the reads, writes and seals of
-`tiers.disk.disk_kernels`, the groups of `tiers.compression.codec_kernels`, and the operations of
-`hotkv_sparse.vectors`. `tests/core/test_kernel_addresses.py` checks that the arrays behind such
-addresses are alive.
+Not covered is access by address: `hotkv_proto.table_reading`, `integrity.sum_kernels.add_sums`,
+`tiers.disk.disk_kernels`, the groups of `tiers.compression.codec_kernels`,
+`hotkv_sparse.vectors`. `tests/core/test_kernel_addresses.py` checks that arrays behind addresses
+are alive.
 """
 
 import os
@@ -25,7 +24,7 @@ TESTS = {
 
 
 def checked(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs Python with bounds checks in kernels, which it compiles into `folder`."""
+    """Runs Python with bounds checks; kernels are compiled into `folder`."""
     checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(folder)}
     return subprocess.run(
         [sys.executable, *arguments],

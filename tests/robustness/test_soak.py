@@ -1,4 +1,4 @@
-"""Runs the soak (`tests.robustness.soak`) for a short time."""
+"""Runs the soak (`tests.robustness.soak`) briefly."""
 
 import pytest
 

@@ -1,6 +1,5 @@
-"""Runs the CUDA kernels of sparse decode on the CPU, so that they can be tested without a GPU.
-`CpuDevice` implements the protocol `Device` with numpy arrays as device memory, and runs kernels by
-`tests.device.cuda_on_cpu`."""
+"""Runs the CUDA kernels of sparse decode without a GPU: `CpuDevice` is a `Device` over numpy
+arrays and `tests.device.cuda_on_cpu`."""
 
 import functools
 import mmap
@@ -28,18 +27,13 @@ def module(source: str) -> cuda_on_cpu.Module:
 
 
 class CpuDevice:
-    """A simulated CUDA device that runs kernels on the CPU.
-
-    seed: selects the order in which a kernel's threads run. Each launch uses another order, unless
-    the seed is 0.
-    """
+    """seed: order of a kernel's threads, another for each launch; 0: by number."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
-        """Returns an array of zeros in "device" memory (a numpy array). Its address is a multiple
-        of 32 bytes."""
+        """The address is a multiple of 32."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 32
@@ -67,7 +61,7 @@ class CpuDevice:
 
 
 class CpuTensors(CpuDevice):
-    """A simulated CUDA device whose memory is torch tensors, as on a real CUDA device."""
+    """With torch tensors as memory, as on a real device."""
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
         import torch
@@ -95,17 +89,15 @@ class CpuTensors(CpuDevice):
 PAGE = mmap.PAGESIZE
 
 
-class CUDARuntimeError(RuntimeError):
-    """A stand-in for CuPy's error of this name."""
+class CUDARuntimeError(RuntimeError): ...
 
 
 class Cuda:
-    """A stand-in for the module `cupy` that records calls. Like CUDA, it raises an error if memory
-    is registered twice, or if unregistered memory is unregistered.
+    """The module `cupy`, recording calls. Registering twice, or unregistering what is not, raises.
 
-    attributes: the device attributes that are 1; all others are 0.
-    beyond: the number of bytes that can be registered; more raises an error.
-    flags: the flags that each call of `hostRegister` must have.
+    attributes: those that are 1; others are 0.
+    beyond: bytes that can be registered.
+    flags: what each `hostRegister` must have.
     """
 
     def __init__(
@@ -160,12 +152,10 @@ class Cuda:
 def place(
     hot: CudaHotSets, blocks: npt.NDArray[np.int32], capacity_blocks: int, num_known: int
 ) -> None:
-    """Writes the device's tables for sequence 0 between two decode steps: which blocks are in its
-    hot set (the blocks in device slots, to which a layer attends).
+    """Writes sequence 0's hot set between two steps.
 
-    blocks: the blocks in the slots 0, 1, … without repetitions, most recently used first.
-    capacity_blocks: the largest number of blocks in the hot set, at most the number of slots.
-    num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
+    blocks: in the slots 0, 1, …, most recently used first.
+    num_known: blocks of the context; `grow` gives slots to later ones.
     """
     device, shape, count = hot._device, hot._workspace.shape, len(blocks)
     state = np.zeros((1, shape.num_slots), np.int8)

@@ -1,6 +1,5 @@
-"""A naive model of the hot set (the context's blocks that have a device slot, and to which a layer
-can attend), made of Python sets and dicts. Tests compare the real `HotSet` with it. The model knows
-which blocks have a slot, but not which slot each block has."""
+"""A naive model of `HotSet`, of sets and dicts: it knows which blocks have a slot, not which
+slot."""
 
 from dataclasses import dataclass, field
 
@@ -50,9 +49,9 @@ class NaiveHotSet:
     def extend(
         self, first: int, last: int, count: int, num_complete: int, num_host: int
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """Extends the context to `count` blocks, of which `num_host` are in host memory and
-        `num_complete` are full. Blocks before `first` and from `last` on are always kept. Returns
-        (new blocks, evicted blocks, blocks to copy to host memory), or None if there is no room."""
+        """Extends the context to `count` blocks, `num_host` of them in host memory and
+        `num_complete` full; those before `first` and from `last` are kept. Returns (new,
+        evicted, to copy to host memory), or None without room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
         self.first, self.last = first, last
@@ -110,11 +109,10 @@ class NaiveHotSet:
     def step(
         self, weights: dict[int, float], max_loads: int
     ) -> tuple[list[int], list[int], list[int]]:
-        """Runs a decode step and returns (blocks to load, blocks to prefetch, evicted blocks).
+        """Returns (to load, to prefetch, evicted).
 
-        weights: the weight of each selected block; infinity for blocks that are always kept.
-        max_loads: the most blocks to load. Blocks that are always kept are loaded even if they are
-            more.
+        weights: of the selected blocks; infinity: always kept.
+        max_loads: always-kept blocks may exceed it.
         """
         self.clock += 1
         victims = []
@@ -130,8 +128,7 @@ class NaiveHotSet:
         able, more = self.room(min(len(missing), max(num_kept, max_loads)), protected=True)
         for block in more:
             del self.used_at[block]
-        # If a block that is always kept has no slot yet, it may even get the slot of a selected
-        # block.
+        # An always-kept block may even take a selected block's slot.
         selected = self.victims(num_kept - able, protected=False)
         for block in selected:
             del self.used_at[block]
@@ -157,8 +154,7 @@ class NaiveHotSet:
             self.ready[slot] = block
 
     def adopt(self) -> tuple[list[int], list[int]]:
-        """Adds prefetched blocks to the hot set (the blocks in device slots to which a layer can
-        attend). Returns (added blocks, evicted blocks)."""
+        """Prefetched blocks become part of the hot set. Returns (added, evicted)."""
         excess = len(self.used_at) + len(self.ready) - self.capacity if self.ready else 0
         victims = self.victims(excess, protected=False)
         slots = sorted(self.ready)

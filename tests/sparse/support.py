@@ -1,5 +1,4 @@
-"""Random keys and queries for tests of scorers (formats that estimate which blocks matter), and the
-results of exact attention to compare with."""
+"""Random keys and queries for tests of scorers, and exact attention."""
 
 from dataclasses import dataclass
 
@@ -13,14 +12,13 @@ F32 = npt.NDArray[np.float32]
 TOKEN_FORMATS = ("rot2u", "rot3u")
 SUMMARIES = ("quest", "mean")
 UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
-"""All scorer formats except mix2. Its axes need calibration, so `test_axes.py` tests it."""
+"""All formats but mix2, whose axes need calibration (`test_axes.py`)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a block selection, for B blocks of T tokens, H KV heads, Q query heads and D
-    channels: keys [B, T, H, D], number of valid tokens in each block [B], queries [Q, D], and the
-    centre (mean key) [H, D] or None."""
+    """keys [B blocks, T tokens, H KV heads, D channels], valid tokens [B], queries [Q query
+    heads, D], and centre [H, D] or None."""
 
     keys: F32
     num_tokens: npt.NDArray[np.int32]
@@ -32,8 +30,7 @@ class Case:
         return self.keys.shape[2]
 
     def token_scores(self) -> F32:
-        """Computes q . k / sqrt(D) for each query head, block and token: [Q, B, T], -inf for absent
-        tokens."""
+        """q . k / sqrt(D): [Q, B, T], -inf for absent tokens."""
         num_blocks, block_tokens, kv_heads, head_size = self.keys.shape
         grouped = self.query.reshape(kv_heads, len(self.query) // kv_heads, head_size)
         exact = np.einsum("bthd,hgd->hgbt", self.keys, grouped).reshape(
@@ -42,8 +39,7 @@ class Case:
         return np.where(np.arange(block_tokens) < self.num_tokens[:, None], exact, -np.inf)
 
     def log_mass(self) -> F32:
-        """Computes the exact attention mass of each block: logsumexp of its tokens' scores, [Q
-        query heads, B blocks]."""
+        """Exact: logsumexp of a block's scores, [Q, B]."""
         with np.errstate(divide="ignore"):
             return np.log(np.exp(self.token_scores()).sum(axis=-1))
 
@@ -72,7 +68,7 @@ def make_case(
 
 
 def rows_of(data: st.DataObject, case: Case) -> npt.NDArray[np.int32]:
-    """Draws indices of the case's blocks in any order, with repetitions."""
+    """Indices of blocks, in any order, with repetitions."""
     numbers = st.lists(st.integers(0, len(case.keys) - 1), max_size=150)
     return np.array(data.draw(numbers) if len(case.keys) else [], np.int32)
 

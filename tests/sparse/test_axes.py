@@ -1,6 +1,5 @@
-"""Tests mix2, a format in which a block's keys are summarised in few bytes: keys are rotated onto
-axes (directions in which they vary most) that are computed from sample keys and queries. Tests the
-axes, the encoding, the kernels against references, and scores against exact attention."""
+"""Tests mix2: axes from sample keys and queries, the encoding, kernels against references,
+scores against exact attention."""
 
 import itertools
 from collections.abc import Callable
@@ -28,8 +27,8 @@ HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A layer's keys [S, H, D] and queries [S, Q, D] (S tokens, H KV heads, Q query heads, D
-    channels), with the centre (mean key, `mu`) and the rotation axes computed from them."""
+    """keys [S tokens, H KV heads, D channels], queries [S, Q query heads, D], and what comes of
+    them."""
 
     keys: F32
     queries: F32
@@ -40,11 +39,8 @@ class Calibrated:
 def calibrated(
     head_size: int, kv_heads: int = 2, group: int = 3, num_tokens: int = 2000, seed: int = 0
 ) -> Calibrated:
-    """Returns random keys and queries, and the centre (mean key) and rotation axes computed from
-    them. Keys vary much along a few random directions, and queries vary along other directions.
-
-    group: query heads per KV head.
-    """
+    """Keys vary much along a few random directions, queries along others. `group`: query heads
+    per KV head."""
     dice = np.random.default_rng(seed)
     turns = np.linalg.qr(dice.standard_normal((2, kv_heads, head_size, head_size)))[0]
     strengths = np.logspace(0.5, -1.5, head_size), np.logspace(0.3, -1.0, head_size)
@@ -61,7 +57,7 @@ def calibrated(
 
 
 def axes_of(case: Case, seed: int = 0) -> Axes:
-    """Returns axes that fit the shape of a case's keys, but are computed from other random keys."""
+    """They fit the case's shape, but come from other random keys."""
     return calibrated(case.keys.shape[3], case.kv_heads, 1, 100, seed).axes
 
 
@@ -95,8 +91,8 @@ def test_strong_channels_come_first_and_runs_are_even() -> None:
     runs = energy[:, :fine], energy[:, fine : fine + coarse], energy[:, fine + coarse :]
     assert (runs[0].min(axis=1) > runs[1].max(axis=1)).all()
     assert (runs[1].min(axis=1) > runs[2].max(axis=1)).all()
-    # Hadamard mixing (a rotation) spreads the energy within each of these groups of channels, so
-    # that it differs little. Without mixing, it differs more than tenfold.
+    # Hadamard mixing evens the energy within a run; without it, channels differ more than
+    # tenfold.
     assert (runs[0].max(axis=1) < 3 * runs[0].min(axis=1)).all()
     np.testing.assert_allclose(
         one.axes.rms, [[np.sqrt(part[h].mean()) for part in runs[:2]] for h in (0, 1)], rtol=1e-3
@@ -115,7 +111,7 @@ def test_moments_add_up_in_any_parts() -> None:
     assert parts.num_tokens == 2000
     mu, axes = parts.axes() or pytest.fail("enough tokens")
     np.testing.assert_allclose(mu, one.keys.mean(axis=0), atol=1e-5)
-    # The sign of a principal axis is arbitrary, so the test compares only the magnitudes of axes.
+    # A principal axis' sign is arbitrary.
     np.testing.assert_allclose(axes.rms, one.axes.rms, rtol=1e-3)
 
 
@@ -227,7 +223,7 @@ def test_refusals(call: Callable[..., object], words: str) -> None:
 
 
 def _turned(x: F32, positions: npt.NDArray[np.int64], frequencies: F64) -> F32:
-    """Turns keys by RoPE at these positions, computed with complex numbers."""
+    """Turns keys by RoPE, with complex numbers."""
     count = len(frequencies)
     z = x[..., :count] + 1j * x[..., count : 2 * count]
     z = z * np.exp(1j * positions[:, None, None] * frequencies)
@@ -257,12 +253,9 @@ def test_places_cover_a_context_evenly() -> None:
 
 
 def test_axes_of_a_short_prompt_hold_longer() -> None:
-    """Computes the principal axes of keys turned by RoPE (rotary position embedding) in a context
-    of 8192 tokens, in three ways: from all tokens by `add`, from the first 1100 by `add`, and from
-    the first 1100 by `add_moved`, which adds them as RoPE would turn them at positions spread over
-    the context. Then scores blocks in the format mix2 with these axes, and compares the scores with
-    the exact attention mass. The errors with `add_moved` must be nearly as small as with all
-    tokens, and those with `add` of the first tokens much larger."""
+    """`add_moved` turns the first 1100 of 8192 tokens by RoPE to positions spread over the
+    context: nearly as good as all tokens, and far better than those 1100 by `add`.
+    """
     dice, head_size, length = np.random.default_rng(3), 64, 8192
     frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
     common = 3 * dice.standard_normal((2, head_size))

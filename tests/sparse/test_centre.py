@@ -1,5 +1,5 @@
-"""Tests `measured_bias`: the mean error of a scorer format's estimated scores against exact
-attention, with and without a centre (the mean key, which is subtracted from keys)."""
+"""Tests `measured_bias`, a scorer's mean error against exact attention, with and without a
+centre."""
 
 import itertools
 from typing import Any
@@ -42,14 +42,13 @@ def _naive_bias(
     scale: float | None,
     axes: Axes,
 ) -> float:
-    """Computes the bias (mean error) of a format's scores one block of 16 tokens at a time:
-    estimated minus exact score, weighted by the block's attention. Ignores the first 32 and the
-    last 64 tokens.
+    """Estimated minus exact score, block by block, weighted by attention; without the first 32 and
+    the last 64 tokens.
 
-    mu: the centre (mean key), or None.
-    positions: the position of each query in the context.
-    scale: scale of attention; None: 1 / sqrt(head size).
-    axes: rotation axes, which only the format mix2 uses.
+    mu: None without a centre.
+    positions: of each query.
+    scale: None: 1 / sqrt(head size).
+    axes: for mix2 only.
     """
     errors, masses = [], []
     for query, position in zip(queries, positions, strict=True):

@@ -1,5 +1,5 @@
-"""Tests the files that store a model's centres (the mean key of each layer). A written file must be
-read back unchanged; a file with wrong content must be refused by an error that names it."""
+"""Tests the files of a model's centres: they come back unchanged; wrong ones are refused by
+name."""
 
 import io
 import os
@@ -64,11 +64,7 @@ def written(
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Callable[..., Path]:
-    """Returns a function that writes the example file and returns its path.
-
-    how: compression and `allow_pickle`, as for `written`.
-    others: arrays by name that replace those of the example; None removes an array.
-    """
+    """Writes the example with some arrays replaced, or removed by None. `how`: as for `written`."""
 
     def change(*how: Any, **others: Any) -> Path:
         path = tmp_path / "a.npz"
@@ -129,8 +125,6 @@ def test_formats_that_are_not_known_are_ignored(changed: Callable[..., Path]) ->
 def test_damaged_files_are_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Damages a file: cuts it, flips bits, inserts bytes or writes random bytes. Reading must
-    return the original centres, or raise an error that names the file."""
     path = tmp_path_factory.mktemp("centres") / "a.npz"
     write_centres(path, example())
     whole = path.read_bytes()
@@ -152,8 +146,7 @@ def test_damaged_files_are_refused(
     except HotKVError as error:
         assert error.reason is Reason.INVALID_FIELD and error.message.startswith(f"{path}: ")
     else:
-        # The damage may lie in bytes without meaning, such as the dates in the archive. Then the
-        # file must be read as if undamaged.
+        # Some bytes, such as the archive's dates, mean nothing.
         assert (found.model, found.num_tokens) == ("some-model", 4000)
         for index, layer in example().layers.items():
             np.testing.assert_array_equal(found.mu(index), layer.mu)

@@ -1,5 +1,4 @@
-"""Tests that an invalid sparse configuration is refused by an error that names the field, the value
-and how to fix it."""
+"""Tests that invalid sparse configurations are refused with field, value and remedy."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,4 @@
-"""Tests how an engine makes the server's arena readable for its CUDA device, by registering the
-arena's memory with CUDA. Checks the calls to CUDA and their order, without a GPU."""
+"""Tests how an engine registers the arena with CUDA: the calls and their order, without a GPU."""
 
 import mmap
 import sys
@@ -28,7 +27,7 @@ from tests.sparse.cuda_support import PAGE, Cuda
 
 
 def mapped(num_bytes: int) -> np.ndarray:
-    """Returns memory that is mapped read-only, as `hotkv_client.arena` maps the arena."""
+    """Mapped read-only, as by `hotkv_client.arena`."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
 
 
@@ -49,12 +48,9 @@ def made(
 def test_readable_memory_is_registered_until_close(
     num_pages: int, piece_pages: int, tail: int, fits: int, is_writable: bool
 ) -> None:
-    """Registers an arena of `num_pages` piece by piece (`piece_pages` each) with a device that can
-    register only `fits` pages. Only addresses in registered pieces may be readable, and closing
-    must unregister all pieces.
-
-    tail: number of bytes that the last page lacks.
-    is_writable: if True, the device can register only writable mappings.
+    """tail: bytes that the last page lacks.
+    fits: pages that the device can register.
+    is_writable: it can register only writable mappings.
     """
     attributes, flags = (READ_ONLY_REGISTER, SAME_ADDRESS), REGISTER_FLAGS
     if is_writable:
@@ -94,7 +90,7 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
     gone, arena = weakref.ref(mapping), MappedArena(np.frombuffer(mapping, np.uint8), 1, PAGE)
     del mapping
     held: list[bool] = []
-    # Delays the registration of memory until a thread waits in `join` for its end.
+    # Holds the registration until a thread joins it.
     waits, join = threading.Event(), threading.Thread.join
     register, unregister = cuda.hostRegister, cuda.hostUnregister
 
@@ -119,12 +115,10 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
 def test_bytes_without_memory_are_not_registered(
     monkeypatch: pytest.MonkeyPatch, piece: int, ends: list[int]
 ) -> None:
-    """The server allocates the arena's pages while an engine starts, and stops after 3 of 4 pages.
-    The engine must wait for each page, because registering a page without memory would allocate it.
-    It must then register all pages that have memory, even if they end within a piece.
+    """Registering a page without memory would allocate it; the server's allocation stops after 3 of
+    4 pages.
 
-    piece: pages that are registered at a time.
-    ends: the pages up to which each registration must reach.
+    ends: pages that each registration must reach.
     """
     cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS)
     monkeypatch.setitem(sys.modules, "cupy", cuda.module)
@@ -194,7 +188,7 @@ def test_refuses_other_memory_pieces_and_slots(
 
 
 class Tensor:
-    """A stand-in for a torch tensor whose dtype numpy's array interface may not support."""
+    """A torch tensor whose dtype numpy's array interface may lack."""
 
     shape = (1,)
     is_cuda = True

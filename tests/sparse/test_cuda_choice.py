@@ -1,6 +1,5 @@
-"""Tests the CUDA kernels that compute weights of blocks, select blocks, and update the hot set (the
-blocks in device slots, to which a layer attends). They run on the CPU and are compared with the
-numpy references."""
+"""Compares the CUDA kernels for weights, selection and hot sets, on the CPU, with the numpy
+references."""
 
 import numpy as np
 import pytest
@@ -104,8 +103,7 @@ def test_chooses_what_the_reference_chooses(
     middle = slice(where.first, where.last)
     expected = oracle.aggregate(scores[:, middle], log_mass, 1)
     np.testing.assert_allclose(work.weights[0, middle], expected.shared, rtol=1e-4, atol=1e-12)
-    # For subnormal float32 numbers, an error in the last digit is larger than rtol allows, hence
-    # atol.
+    # rtol is too strict for subnormal numbers.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
     # Given the device's weights, the choice must equal the oracle's.
     want = oracle.select(
@@ -132,9 +130,8 @@ def test_unreachable_share_takes_a_whole_selection() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """A state machine that compares hot sets (the blocks in device slots) in the device's tables
-    with the reference `HotSet`. The device's kernels run decode steps and extend the context. All
-    other changes are made in the reference, and its state is then copied to the device's tables."""
+    """Compares the device's hot set tables with `HotSet`. The device runs steps and growth; all
+    other changes are made in the reference and copied to it."""
 
     @initialize(
         capacity=st.integers(4, 40),
@@ -209,7 +206,6 @@ class StepMachine(RuleBasedStateMachine):
         self.wanted = expected.prefetch
 
     def compare(self) -> None:
-        """Checks that the device's tables equal the tables of the reference."""
         hot, device, count = self.hot, self.selector.hot, self.hot.span.count
         assert device.state[1].tolist() == hot.state.tolist()
         assert device.block_of[1].tolist() == hot.block_of.tolist()
@@ -221,8 +217,8 @@ class StepMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hot.span.count < 200)
     @rule(more=st.integers(1, 3))
     def grow(self, more: int) -> None:
-        """Extends the context, on the device and in the reference, by blocks that the next step
-        computes, so they need slots at once. If too few slots are free, nothing may change."""
+        """The next step computes these blocks, so they need slots at once. Without room nothing
+        may change."""
         hot, device, work = self.hot, self.selector.hot, self.selector._workspace
         count = min(hot.span.count + more, 200)
         self.upload()

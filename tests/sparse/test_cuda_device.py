@@ -1,4 +1,4 @@
-"""Tests `CupyDevice` without a GPU. The kernels run in other tests, by `CpuDevice` or on a GPU."""
+"""Tests `CupyDevice` without a GPU."""
 
 import subprocess
 import sys
@@ -42,9 +42,9 @@ CupyDevice().compile()
 threading.Timer(1, os.kill, (os.getpid(), int(sys.argv[2]))).start()
 queue.Queue().get()
 """
-"""Compiles the kernels, waits for a lock in the main thread as an idle vLLM engine does, and gets a
-signal then. CuPy is a fake that compiles a tiny kernel by NVRTC, if there is one, and then sets the
-signals' handlers anew with C's `signal`, as NVRTC 12 does."""
+"""Compiles the kernels, waits for a lock in the main thread as an idle engine does, and gets a
+signal. The fake CuPy compiles by NVRTC, if there is one, and then sets handlers anew with C's
+`signal`, as NVRTC 12 does."""
 
 
 @pytest.mark.parametrize("number", [2, 15])

@@ -1,5 +1,5 @@
-"""Tests the CUDA kernels that build sketches (compact summaries of blocks' keys) and score
-them. They run on the CPU and are compared with the numpy references."""
+"""Compares the CUDA kernels that build and score sketches, on the CPU, with the numpy
+references."""
 
 import numpy as np
 import pytest
@@ -28,12 +28,12 @@ BF16_NAN = 0x7FC0
 def paged(
     keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray
 ) -> tuple[Pages, np.ndarray]:
-    """Returns an engine's KV cache that has block i of the keys in page `order[i]`, and NaN
-    everywhere else. Also returns the keys as float32, rounded to the cache's dtype.
+    """An engine's KV cache with block i in page `order[i]` and NaN elsewhere, and the keys as it
+    rounds them.
 
-    keys_BTHD: keys [B blocks, T tokens, H KV heads, D channels].
-    layout: "HND" (heads before tokens), "pairs" (keys and values of a block side by side), or
-        tokens before heads.
+    keys_BTHD: blocks, tokens, KV heads, channels.
+    layout: "HND": heads before tokens; "pairs": keys and values of a block side by side; else
+        tokens first.
     """
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
     held, stored = as_stored(keys_BTHD, dtype)
@@ -51,13 +51,7 @@ def paged(
 def built(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> tuple[Index, np.ndarray, np.ndarray]:
-    """Builds the sketches (compact summaries of keys) of a case's blocks. Returns (index,
-    each block's row in the index, keys rounded to the cache's dtype). A block with row -1 gets no
-    sketch.
-
-    name: the sketches' format.
-    layout: the layout of the KV cache, as for `paged`.
-    """
+    """(index, row of each block or -1 without a sketch, rounded keys)."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     rng, shape = np.random.default_rng(seed), IndexShape(name, kv_heads, head_size, block_tokens)
     index = Index(CpuDevice(seed), shape, num_blocks + 3, case.mu)
@@ -107,8 +101,7 @@ def test_builds_what_the_reference_builds(
     same = want.levels[..., :size] == have.levels[..., :size]
     whole = same.all(axis=-1)
     assert np.array_equal(want.sigma < 0, have.sigma < 0)
-    # A value halfway between two levels may be rounded either way, and sigma may differ in its last
-    # bit. Everything else must be equal.
+    # Halfway values may be rounded either way, and sigma may differ in its last bit.
     assert same.mean() > 0.999 or (~same).sum() <= 2
     np.testing.assert_allclose(have.sigma[whole], want.sigma[whole], rtol=2**-9, atol=2**-23)
     keys = [approximate_keys(name, packed, size) for packed in (found, expected)]
@@ -120,11 +113,10 @@ def test_builds_what_the_reference_builds(
 def selector_of(
     case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int
 ) -> CudaSelector:
-    """Returns a layer's block selector for a context of this case's blocks, of which all but the
-    last may be selected.
+    """All blocks but the last may be selected.
 
-    rows: for each block, the row of its sketch (compact summary of its keys).
-    packed: bytes of all sketches, one row each.
+    rows: of each block's sketch.
+    packed: all sketches, one a row.
     """
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device, most = CpuDevice(seed), num_blocks + 2

@@ -1,5 +1,4 @@
-"""Tests that a decode step in one compiled call gives the same results as separate calls that score
-blocks, select blocks, and update the hot set (the blocks in device slots)."""
+"""Compares a decode step in one compiled call with separate scoring, selection and hot set."""
 
 from typing import Any
 
@@ -18,13 +17,11 @@ from tests.sparse.support import UNCALIBRATED
 
 TOKENS, HEADS, QUERIES = 16, 2, 6
 KINDS = ("bfloat16", "float16", "float32")
-"""Types of keys, by the number that the kernel gives them."""
+"""In the order of the kernel's numbers."""
 NOTHING = np.empty(0, np.int32)
 
 
 def axes_of(keys: Any) -> tuple[Any, Axes]:
-    """Returns the centre (mean key) of the keys, and the rotation axes (directions in which keys
-    vary most) computed from them."""
     tokens = keys.reshape(-1, *keys.shape[2:])
     estimate = AxesEstimate(*tokens.shape[1:])
     estimate.add(tokens, tokens)
@@ -32,8 +29,8 @@ def axes_of(keys: Any) -> tuple[Any, Axes]:
 
 
 def pages_of(stored: Any, run: int, pair: int) -> Any:
-    """Returns keys [B blocks, T tokens, H heads, D channels] as pages of bytes. Within a block and
-    head, the order is [T / run][D / pair][run][pair]."""
+    """Keys [B blocks, T tokens, H heads, D channels] as bytes, ordered [T / run][D /
+    pair][run][pair] within block and head."""
     blocks, tokens, heads, size = stored.shape
     parts = stored.reshape(blocks, tokens // run, run, heads, size // pair, pair)
     ordered = np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5))
@@ -44,13 +41,11 @@ def in_parts(
     config: SparseConfig, hot: HotSet, query: Any, source: Source, rows: Any, always: Any,
     tokens: int, block: int, scale: float, most: int, arriving: Any,
 ) -> tuple[Any, Selection, Any, int, int, int, int]:  # fmt: skip
-    """Runs a decode step as separate calls: adds prefetched blocks to the hot set, selects blocks,
-    updates the hot set (the blocks in device slots), begins the next prefetch.
+    """A decode step as separate calls.
 
-    source, rows: the sketches (compact summaries of keys), and each block's row among them.
-    always: log of the attention mass of the always-kept blocks, for each query head.
-    tokens, block: tokens of the context, and of a block.
-    most: the most blocks to load.
+    source, rows: the sketches, and each block's row.
+    always: log mass of the always-kept blocks [query heads].
+    most: blocks to load.
     arriving: slots whose prefetch has ended.
     """
     num_adopted = 0
@@ -90,7 +85,7 @@ def test_one_call_equals_its_parts_step(
     rng, scale = np.random.default_rng(seed), 0.2
     keys = rng.standard_normal((60, block, HEADS, head_size)).astype(np.float32)
     dtype, num_queries, run = paged or "float32", HEADS * group, block if is_whole else 16
-    # Only values of 16 bits are stored in pairs of channels.
+    # Only 16-bit values are stored in pairs.
     pair = 1 if dtype == "float32" else pair
     keys, stored = as_stored(keys, dtype)
     pages, packing = pages_of(stored, run, pair), (block, run, pair, KINDS.index(dtype))

@@ -1,5 +1,4 @@
-"""Tests estimates of memory use, for sparse decode and for contexts in host memory. Compares them
-with numbers computed by hand, and checks rules that hold for all estimates."""
+"""Tests estimates of memory use against numbers by hand, and rules for all estimates."""
 
 import json
 from pathlib import Path
@@ -41,9 +40,8 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
 
 
 def test_published_examples() -> None:
-    """Compares estimates with published figures. Llama: 128 KiB of KV per token, 512 MiB of staging
-    memory (in which a prefill assembles a context) per layer. Qwen with 1M tokens: 197 GB of KV
-    and 13.1 GB of block sketches (compact summaries of keys)."""
+    """Llama: 128 KiB of KV per token, 512 MiB of staging per layer. Qwen with 1M tokens: 197 GB
+    of KV, 13.1 GB of sketches."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB
@@ -98,7 +96,7 @@ def test_devices_share_weights_and_heads() -> None:
         quantised = memory(LLAMA, H200, Plan(1, weight_bits=bits, tensor_parallel=2), Mode.DENSE)
         assert quantised.weights.value == LLAMA.parameters * bits / 16
     assert taken(2).request.value == taken(1).request.value / 2
-    # 8 KV heads on 16 devices: each device has one head, so each head is stored twice.
+    # 16 devices for 8 KV heads: each head is stored twice.
     assert taken(16).request.value == taken(1).request.value / 8
     assert len({taken(n, Mode.RESIDENT).host_request.value for n in (1, 2, 16)}) == 1
 
@@ -115,8 +113,7 @@ def test_memory_of_host_and_device_bounds_the_batch() -> None:
 
 
 def fits(plan: Plan) -> bool:
-    """Returns True if `Plan.check` accepts the plan for the Llama: its settings of sparse decode
-    and its number of devices must fit the model."""
+    """Does `Plan.check` accept the plan for the Llama?"""
     try:
         plan.check(LLAMA)
     except HotKVError:
@@ -253,9 +250,8 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
-    """Reads a Qwen config. The computed number of parameters must include biases, which the model
-    has although no field of the config says so. `use_sliding_window` is off, so the config's window
-    must be ignored."""
+    """Qwen has biases that no field names; without `use_sliding_window` its window counts for
+    nothing."""
     sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
     sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
     file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)

@@ -1,5 +1,4 @@
-"""Compares the hot set (the context's blocks that have a device slot, and to which a layer can
-attend) with a naive model. The test also tracks the content of every slot."""
+"""Compares `HotSet` with a naive model, and tracks each slot's content."""
 
 from collections.abc import Callable
 
@@ -17,9 +16,7 @@ from tests.sparse.support import selection_of
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine that compares a hot set (the blocks in device slots) with a naive model.
-    `content` maps each slot to its block. The test changes it where an engine, or its prefetcher,
-    would write another block into the slot."""
+    """`content` maps slots to blocks; it changes where an engine or its prefetcher would write."""
 
     @initialize(
         capacity=st.integers(1, 14),
@@ -134,8 +131,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def seed(self, data: st.DataObject) -> None:
-        # `seed` starts a hot set with given blocks. They are loaded, so they must be in host
-        # memory.
+        # They are loaded, so they must be in host memory.
         able = np.flatnonzero(self.hot.has_copy[: self.hot.span.count]).tolist()
         blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
         moves = self.hot.seed(np.array(blocks, np.int32))
@@ -156,8 +152,7 @@ TestHotSet = Machine.TestCase
 
 
 def test_many_victims_are_the_coldest_in_their_order() -> None:
-    """Evicts several hundred blocks at once, enough that the hot set (the blocks in device slots)
-    uses its radix sort. They must be the least recently used, in this order."""
+    """There are enough for the hot set's radix sort."""
     hot = HotSet(500, 0)
     hot.extend(CandidateSpan(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))
@@ -188,9 +183,8 @@ def test_blocks_above_lowered_capacity_go_once_copied() -> None:
 
 
 def test_always_kept_blocks_take_selected_blocks_slots() -> None:
-    """Runs a step with five slots and the always-kept blocks 0 and 11, of which 11 is only in host
-    memory. Block 11 must get the slot of block 3, although block 3 was selected too, because block
-    3 has the lowest weight."""
+    """Of the always-kept 0 and 11, 11 is only in host memory; the selected 3 has the lowest
+    weight."""
     hot = HotSet(5, 0)
     hot.extend(CandidateSpan(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))

@@ -1,5 +1,4 @@
-"""Tests that kernels compiled for a processor without dot product instructions for bytes give the
-same scores."""
+"""Tests that processors without dot products of bytes compute the same scores."""
 
 import os
 import pickle
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 PLAIN_X86 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+cx16"
 )
-# Compiles only the scoring kernels; compiling all kernels would take four times as long.
+# All kernels would take four times as long.
 SCORES = """
 import pickle, sys, types
 from pathlib import Path
@@ -50,8 +49,7 @@ def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
             asked.append((prepare(name, case.query, case.mu, axes=axes), packed))
     file = tmp_path / "scores"
     file.write_bytes(pickle.dumps(asked))
-    # Uses a separate cache folder: if two processes write the same index, numba keeps the
-    # kernels of only one of them.
+    # If two processes write the same index, numba keeps only one's kernels.
     features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": PLAIN_X86}
     features["NUMBA_CACHE_DIR"] = str(Path(sys.prefix) / "numba-haswell")
     path = os.pathsep.join(filter(None, sys.path))

@@ -1,5 +1,4 @@
-"""Tests that the example in sparse/README.md runs as printed, in a Python without grpcio, protobuf
-or torch."""
+"""Tests that sparse/README.md's example runs as printed, without grpcio, protobuf and torch."""
 
 import re
 import subprocess

@@ -1,5 +1,4 @@
-"""Compares the kernels that score blocks with reference implementations, and their scores with
-exact attention."""
+"""Compares the scoring kernels with references, and scores with exact attention."""
 
 import numpy as np
 import pytest
@@ -56,9 +55,7 @@ def test_token_scores_approach_exact_mass(
     query = rng.standard_normal((8, head_size)).astype(np.float32)
     exact = Case(keys, np.full(300, 16, np.int32), query, None).log_mass()
     estimate = score(prepare(name, query), build(name, keys)) + bias
-    # `bias` corrects the mean error of the format's scores, as measured on a model's sharp
-    # attention. With these random keys the error is only about half as large. So the corrected
-    # estimate is too high, but by less than `bias`.
+    # `bias` was measured on a model's sharp attention; with random keys the error is about half.
     assert -0.05 <= (estimate - exact).mean() <= bias
     assert np.abs(estimate - exact).mean() <= error
     assert np.corrcoef(estimate.ravel(), exact.ravel())[0, 1] > correlation
@@ -70,7 +67,7 @@ def test_token_scores_approach_exact_mass(
 def test_quest_is_an_upper_bound(case: Case) -> None:
     packed = build("quest", case.keys, case.mu, case.num_tokens)
     bound = score(prepare("quest", case.query, case.mu), packed)
-    # Quantizing the query to int8 changes each channel by at most half a step.
+    # By int8 each channel changes by half a step at most.
     step = np.abs(case.query).max() / 254
     slack = 3 * step * np.abs(case.keys).max(initial=0) * np.sqrt(case.keys.shape[3]) + 1e-3
     assert (bound + slack >= case.token_scores().max(axis=-1, initial=-np.inf)).all()

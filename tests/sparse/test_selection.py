@@ -1,6 +1,5 @@
-"""Tests the selection of blocks to attend to: weights from scores, fusion of several scorers'
-scores, top-k, and the spans of blocks that are always kept. Compares kernels with references, and
-checks properties that every selection must have."""
+"""Tests the selection of blocks (weights, fusion, top-k, always-kept spans) against references
+and what every selection must fulfil."""
 
 import numpy as np
 import pytest

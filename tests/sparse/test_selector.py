@@ -1,5 +1,4 @@
-"""Tests how a layer selects the blocks to attend to, against exact attention. All parts run
-together: scores, weights and choice."""
+"""Tests a layer's whole selection (scores, weights, choice) against exact attention."""
 
 from typing import Any
 
@@ -26,8 +25,8 @@ BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
 
 
 class Context:
-    """A context of random keys. Its queries are sums of a few keys plus noise, so they attend
-    mainly to a few tokens."""
+    """Random keys. Queries are sums of a few keys plus noise, so they attend mainly to a few
+    tokens."""
 
     def __init__(self, num_tokens: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -116,8 +115,7 @@ def test_choosing_in_one_kernel_equals_its_reference(
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
     if num:
-        # With a wide spread, each head also gets one block whose score is so high that the weights
-        # of all other blocks vanish.
+        # With a wide spread, one block per head makes all other weights vanish.
         scores[range(heads), rng.integers(num, size=heads)] += spread * spread / 4
     scores[rng.random(scores.shape) < empty] = -np.inf
     always = rng.standard_normal(heads).astype(np.float32)
@@ -134,8 +132,7 @@ def test_choosing_in_one_kernel_equals_its_reference(
     own = shares.shared[found.blocks[middle] - first]
     np.testing.assert_allclose(found.weights[middle], own, rtol=1e-4, atol=1e-6)
     if len(found.blocks) == len(expected.blocks):
-        # Of blocks whose weights are equal up to rounding, any may be chosen. So the test compares
-        # only weights.
+        # Of equal weights, any may be chosen.
         weights = np.sort(found.weights), np.sort(expected.weights)
         np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-6)
 

@@ -1,5 +1,4 @@
-"""Compares `SequenceBook`, the server's table of the contexts that clients decode sparsely, with a
-dict. Also tests when a step counts as a use of a block."""
+"""Compares `SequenceBook` with a dict, and tests when a step counts as a use."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,8 +33,7 @@ def words(blocks: list[int]) -> Words:
 
 @contextlib.contextmanager
 def refusal(reason: Reason | None) -> Iterator[None]:
-    """Checks that the code inside the context raises HotKVError with this reason; None: that it
-    raises nothing."""
+    """Expects HotKVError with this reason; None: no error."""
     if reason is None:
         yield
         return
@@ -45,9 +43,7 @@ def refusal(reason: Reason | None) -> Iterator[None]:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """A state machine that compares `SequenceBook`, the table of sequences (contexts that are
-    decoded sparsely), with a dict. Two clients have at most three sequences each, with at most nine
-    blocks in a sequence. Both clients share one limit on the number of blocks (CAPACITY)."""
+    """Two clients, at most three sequences each, share one bound of CAPACITY blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
-"""Tests that the server's block selection, which reads sketches (compact summaries of
-blocks' keys) in the arena, gives the same results as the same functions on copies. Bad requests
-must be refused."""
+"""Compares the server's selection over sketches in the arena with the same functions on copies;
+bad requests are refused."""
 
 import re
 from dataclasses import replace
@@ -32,8 +31,7 @@ CONFIG = hotkv_sparse.SparseConfig(
 
 
 class Slots:
-    """A simulated arena. Random slots have the sketches (compact summaries of keys) of a
-    context's blocks; all other bytes are random."""
+    """An arena with sketches in random slots, else random bytes."""
 
     def __init__(self, spec: SelectSpec, num_blocks: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -54,8 +52,8 @@ class Slots:
                     at += pool[0].size
 
     def mu(self, spec: SelectSpec, layer: int, shard: int, name: str) -> F32 | None:
-        """Returns the part of the layer's centre (mean key) for the KV heads of rank `shard`.
-        Returns None if the layer has no centre, or the format does not summarise single tokens."""
+        """Rank `shard`'s heads of the layer's centre; None without one, or if the format codes
+        no tokens."""
         if layer not in spec.centres or name not in TOKEN_FORMATS:
             return None
         mu_HD: F32 = np.frombuffer(spec.centres[layer].mu, "<f4").reshape(-1, spec.head_size)
@@ -75,8 +73,6 @@ class Slots:
 def centres(
     layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int
 ) -> dict[int, PackedCentre]:
-    """Returns a random centre (mean key) for each layer. `bias` is the same for all: the mean error
-    of each scorer format."""
     random, shape = np.random.default_rng(seed), (num_heads, head_size)
     mus = {layer: random.standard_normal(shape).astype("<f4").tobytes() for layer in layers}
     return {layer: PackedCentre(mu, bias) for layer, mu in mus.items()}
@@ -117,8 +113,8 @@ def test_selection_equals_an_engines_over_same_bytes(
     request = SelectRequest(layer, shard, query, context_tokens, log_mass)
     where = check_request(spec, request, num_blocks)
     rows, sources = np.arange(num_blocks, dtype=np.int32), slots.sources(spec, layer, shard)
-    # A request may include the attention weight of the blocks that are always kept. If it does not,
-    # the server estimates this weight from those always-kept blocks that the context has.
+    # A request without the always-kept blocks' weight has it estimated from those that the
+    # context has.
     name, first = next(iter(sources.items()))
     prepared = hotkv_sparse.prepare(name, query, first.mu, None, first.bias)
     estimated = hotkv_sparse.score(prepared, first.pool, where.always[where.always < num_blocks])
@@ -159,7 +155,7 @@ def test_client_following_its_moves_holds_hot_set(seed: int, policy: str, correc
         assert not set(loads.values()) & set(held.values()) and not loads.keys() & held.keys()
         held |= loads
         mapped = dict(zip(answer.map.blocks.tolist(), answer.map.slots.tolist(), strict=True))
-        # The last block, which is not full, gets a slot without being loaded.
+        # The last, unfull block is not loaded.
         fresh = mapped.keys() - held.keys()
         assert fresh <= {where.count - 1} and held.items() <= mapped.items()
         held = mapped
@@ -196,7 +192,6 @@ def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCe
             {"hot_blocks": (1 << 20) + 1, "num_shards": 2},
             "select.hot_block_count is 1048577; allowed are 0 to 1048576 with",
         ),
-        # These centres have the largest allowed number of bytes.
         (
             {"kv_heads": 4096, "head_size": 256, **mu(2, bytes(4 * 4096 * 256))},
             "select.centres.layer_index is 2",
@@ -232,5 +227,5 @@ def test_the_work_of_a_selection_is_bounded() -> None:
         check_request(spec, SelectRequest(0, 0, many, 800), 50)
     with pytest.raises(HotKVError, match="context_token_count is 4194305"):
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
-    # The largest allowed selection: 128 heads x 2^18 blocks scores, for a context of 2^22 tokens.
+    # The largest allowed: 128 heads x 2^18 blocks, a context of 2^22 tokens.
     assert check_request(spec, SelectRequest(0, 0, many[:128], 1 << 22), 1 << 18).count == 1 << 18

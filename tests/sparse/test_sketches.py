@@ -1,5 +1,4 @@
-"""Tests sketches (compact summaries of blocks' keys): building them, their byte format,
-decoding and their versions."""
+"""Tests sketches: building, byte format, decoding, versions."""
 
 import hashlib
 from collections.abc import Callable
@@ -29,7 +28,7 @@ def test_rotation_keeps_products_and_mixes_every_channel(head_size: int) -> None
     matrix = rotate(np.eye(head_size, dtype=np.float32))
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(head_size), atol=1e-5)
     assert sum(size for _, size in passes(head_size)) >= head_size
-    # The rotation must spread each channel over at least half of the channels.
+    # Spread over at least half of the channels.
     assert (np.count_nonzero(np.abs(matrix) > 1e-6, axis=1) >= max(head_size // 2, 1)).all()
 
 

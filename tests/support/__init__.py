@@ -1,2 +1,1 @@
-"""Helpers for the tests of all folders: waiting, free ports, server processes, external
-programs."""
+"""Helpers of all tests' folders."""

@@ -1,14 +1,11 @@
-"""Starts servers for tests in a tenth of a second, by forks of a process (`server_nursery`) that
-has imported hotkv-server and loaded its compiled kernels. A new Python process would need a second
-for that.
+"""Starts servers in a tenth of a second, by forks of a process with hotkv-server imported and
+kernels loaded (`server_nursery`).
 
-`start_server` returns a substitute for `subprocess.Popen`. `quick_servers` makes
-`demo.processes.Server` fork.
-
-Always true: a forked server has the environment, standard streams and working directory that a
-program started by the test would have, without the variables in `_LEFT_OUT`. If the test has
-changed another variable or `subprocess.Popen`, a new program is started instead. Servers end with
-the tests. Tests of the start itself don't use this module, but `subprocess`.
+`start_server` gives a stand-in for `subprocess.Popen`; `quick_servers` makes
+`demo.processes.Server` fork. A forked server has the environment (without `_LEFT_OUT`), streams
+and working directory that a program started by the test would have. If the test has changed
+another variable or `subprocess.Popen`, a new program is started. Servers end with the tests.
+Tests of the start itself use `subprocess`.
 """
 
 import contextlib
@@ -44,13 +41,11 @@ _LEFT_OUT = (
     "TORCHINDUCTOR_",
     "VLLM_",
 )
-"""Prefixes of environment variables that pytest sets for each test, or that vLLM sets when an
-engine's config is made. Servers do not read these variables."""
+"""Prefixes of variables that pytest or vLLM's config sets, and servers do not read."""
 
 
 class ForkedServer:
-    """A forked server, with those methods of `subprocess.Popen` that tests use. Any thread may send
-    it signals, but only one thread may wait for its end."""
+    """What tests use of `subprocess.Popen`. Any thread may send signals, one may wait."""
 
     def __init__(self, nursery: "ServerNursery", pid: int) -> None:
         self.pid = pid
@@ -62,15 +57,12 @@ class ForkedServer:
         return f"ForkedServer(pid={self.pid}, returncode={self.returncode})"
 
     def poll(self) -> int | None:
-        """Returns the exit status in the same form as `subprocess`, or None while the server
-        runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end of the server and returns its exit status. Raises
-        subprocess.TimeoutExpired if it does not end within `timeout` seconds."""
+        """Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
@@ -81,7 +73,6 @@ class ForkedServer:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, unless the server has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -94,8 +85,7 @@ class ForkedServer:
 
 
 class ServerNursery:
-    """A connection to the process that forks servers (`server_nursery`), which it starts.
-    Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self.environment = _environment()
@@ -107,8 +97,7 @@ class ServerNursery:
             cwd=processes.ROOT,
         )
         far.close()
-        # Waits for the process, which compiles kernels in its first run. That time must not count
-        # against a server's deadline.
+        # Its first run compiles kernels, which must not count against a server's deadline.
         self._answer()
 
     def fork(
@@ -119,11 +108,11 @@ class ServerNursery:
         leads_group: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> ForkedServer:
-        """Forks a server that runs as `python -m ARGUMENTS`, in the test's working directory.
+        """Runs `python -m ARGUMENTS` in the test's working directory.
 
-        streams: file descriptors of its standard input, output and error.
-        leads_group: True if it leads a new process group.
-        environment: variables to add to its environment.
+        streams: descriptors of standard input, output and error.
+        leads_group: it leads a new process group.
+        environment: variables to add.
         """
         order = {"arguments": list(arguments), "cwd": os.getcwd(), "leads_group": leads_group}
         order["environment"] = environment or {}
@@ -147,19 +136,15 @@ class ServerNursery:
 
 @functools.cache
 def nursery() -> ServerNursery:
-    """Returns the connection to the process that forks servers. Starts this process at the first
-    call; it lives as long as the tests."""
     return ServerNursery()
 
 
 def _environment() -> dict[str, str]:
-    """Returns the variables of this process's environment that a server may read."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
 
 
 def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Returns True if a forked server would behave like a program started with this command and
-    these additional variables (`env`)."""
+    """Would a forked server behave like this command with `env` added?"""
     is_server = command[:2] == [sys.executable, "-m"] and command[2].startswith("hotkv_server")
     return (
         is_server
@@ -170,8 +155,6 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 class ForkedChild(processes.Child):
-    """A `demo.processes.Child` whose process is forked if it is a server."""
-
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
     ) -> None:
@@ -186,8 +169,7 @@ class ForkedChild(processes.Child):
 
 
 def _cli(server: processes.Server, *arguments: str) -> str:
-    """Runs the `hotkv` command in this process and returns its output. Raises ChildError if it
-    fails."""
+    """Runs `hotkv` in this process. Raises ChildError if it fails."""
     printed, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
         try:
@@ -200,7 +182,6 @@ def _cli(server: processes.Server, *arguments: str) -> str:
 
 
 def _simulate(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the simulator for the command `hotkv size`, in a forked process if possible."""
     if can_fork(command, {}):
         return run(*command[3:], timeout_s=300)
     return subprocess.run(command, **options)
@@ -208,8 +189,7 @@ def _simulate(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextlib.contextmanager
 def quick_servers() -> Iterator[None]:
-    """Makes `demo.processes.Server` fork its servers, `hotkv size` fork the simulator, and the
-    `hotkv` command run in this process, until the context ends."""
+    """Also makes `hotkv size` fork the simulator, and `hotkv` run in this process."""
     nursery()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizing, "subprocess", SimpleNamespace(run=_simulate))
@@ -219,8 +199,6 @@ def quick_servers() -> Iterator[None]:
 
 
 def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
-    """Starts a server (`python -m hotkv_server run`) with these arguments. It has the standard
-    streams and the process group of the tests."""
     command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
     if not can_fork(command, {}):
         return subprocess.Popen(command)
@@ -230,8 +208,7 @@ def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
 def run(
     *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m hotkv_server` with these arguments, waits for its end, and returns its output
-    and exit status. `environment`: variables to add. Raises subprocess.TimeoutExpired."""
+    """Runs `python -m hotkv_server` to its end. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
         streams = 0, printed.fileno(), said.fileno()
         command = ["hotkv_server", *arguments]

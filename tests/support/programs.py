@@ -1,8 +1,4 @@
-"""Finds programs of the Linux distribution that some tests run: a browser, Prometheus, Compose,
-systemd-nspawn.
-
-`make programs` installs them. A test whose program is missing is skipped with a message.
-"""
+"""Programs of the Linux distribution (`make programs`) that some tests need."""
 
 import shutil
 from pathlib import Path
@@ -16,11 +12,11 @@ PACKAGES = {
     "promtool": "prometheus",
     "systemd-nspawn": "systemd-container",
 }
-"""The Debian package that contains each program."""
+"""Debian's package of each program."""
 
 
 def program(name: str) -> Path:
-    """Returns the program's path. Skips the test if the program is not installed."""
+    """Skips the test if it is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"no {name} here: `make programs` installs Debian's package {PACKAGES[name]}")

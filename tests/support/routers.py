@@ -1,5 +1,5 @@
-"""Two readers of hotkv's KV events: the indexer of NVIDIA Dynamo, as a router uses it, and a reader
-of the messages that an event publisher still keeps for replay."""
+"""Two readers of hotkv's KV events: NVIDIA Dynamo's indexer, and a reader of what a publisher
+keeps for replay."""
 
 import contextlib
 import json
@@ -23,8 +23,7 @@ WHEEL = "ai-dynamo-runtime==1.6.1"
 
 
 def installed() -> Path:
-    """Returns a folder with Dynamo's wheel and its dependencies. Downloads them from the package
-    index the first time."""
+    """Dynamo's wheel with its dependencies; downloaded the first time."""
     folder = Path(sys.prefix) / ".dynamo" / WHEEL
     if not folder.exists():
         making = folder.with_name(f"making-{os.getpid()}")
@@ -35,12 +34,11 @@ def installed() -> Path:
 
 
 Worker = tuple[str, str]
-"""A publisher: the address of its events, and the address of its replays."""
+"""A publisher's addresses of events and replays."""
 
 
 class Indexer:
-    """A process with Dynamo's standalone indexer, which reads the events of several publishers
-    (workers). The workers have the ids 1, 2, …"""
+    """Dynamo's standalone indexer; the workers have the ids 1, 2, …"""
 
     def __init__(self, log: Path, block_tokens: int, *workers: Worker) -> None:
         (port,) = free_ports(1)
@@ -77,8 +75,7 @@ class Indexer:
         return False
 
     def credits(self, prompt: list[int], worker: int = 1) -> tuple[int, int]:
-        """Returns how many of the prompt's tokens a worker has, according to the indexer: (tokens
-        in host memory, tokens in host memory or in tiers below it)."""
+        """Of the prompt's tokens: in a worker's host memory, and there or in tiers below."""
         found = self._post("/query", {"model_name": "m", "token_ids": prompt})["instances"]
         of_worker = found.get(str(worker), {"cpu": 0, "disk": 0})
         return of_worker["cpu"], of_worker["disk"]
@@ -91,12 +88,10 @@ class Indexer:
 def replay(
     endpoint: str, since: int = 0, before: Sequence[list[bytes]] = (), topic: bytes = b""
 ) -> list[tuple[bytes, int, list[Any]]]:
-    """Returns topic, number and events of each message that a publisher still keeps, in order.
+    """(topic, number, events) of each kept message, in order.
 
-    endpoint: the publisher's address for replays.
-    since: number of the first message to return.
-    before: messages to send to the publisher before the request.
-    topic: the topic whose messages to return; empty: all topics.
+    before: messages to send first.
+    topic: empty: all.
     """
     messages = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -115,5 +110,4 @@ def replay(
 
 
 def replayed(endpoint: str) -> list[Any]:
-    """Returns the events of all messages that a publisher still keeps, in order."""
     return [event for *_, events in replay(endpoint) for event in events]

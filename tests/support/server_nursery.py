@@ -1,13 +1,12 @@
-"""The process that forks servers for tests. It imports hotkv-server and loads its kernels once.
+"""Forks servers for tests, with hotkv-server imported and kernels loaded.
 
-`daemons` runs it as `python -m tests.support.server_nursery FD`; FD is a SOCK_SEQPACKET socket,
-over which it receives requests in JSON. A request to fork has `arguments` (of `python -m`), `cwd`,
-`leads_group`, `environment` (variables to add), and the standard streams as descriptors. The answer
-has the `pid`. A request with `wait_for` (a pid) is answered with the `status` of that process when
-it has ended.
+`daemons` runs `python -m tests.support.server_nursery FD`; over this SOCK_SEQPACKET socket come
+requests in JSON. To fork: `arguments` (of `python -m`), `cwd`, `leads_group`, `environment` (to
+add), and the standard streams as descriptors; answered with `pid`. With `wait_for` (a pid):
+answered with `status` at that process's end.
 
-Always true: a forked server has imported only the modules that `hotkv-server` imports, and this
-module. It ends with Python's normal exit. It gets SIGTERM when this process ends.
+A forked server has imported what `hotkv-server` imports, and this module; it ends with Python's
+normal exit, and gets SIGTERM when this process ends.
 """
 
 import gc
@@ -37,8 +36,7 @@ def _preload() -> None:
 
 
 def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -> int:
-    """Runs the requested server in a forked child and returns its exit status, with which the child
-    then exits."""
+    """Runs in the forked child. Returns the exit status."""
     end_with_the_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     link.close()
@@ -58,9 +56,8 @@ def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -
 
 
 def main() -> int:
-    """Forks servers on request until the tests end. Returns the exit status of this process, or in
-    a forked child the exit status of its server."""
-    # Ignores Ctrl-C: pytest receives it too, and ends its servers itself.
+    """Returns, in a forked child, the server's exit status."""
+    # pytest gets Ctrl-C too, and ends its servers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _preload()
     gc.collect()

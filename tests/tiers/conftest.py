@@ -1,5 +1,4 @@
-"""Fixtures for tests of tiers: Valkey and S3 servers, which start slowly and are therefore shared
-by several tests, and proxies in front of them."""
+"""Valkey and S3 servers, shared by tests as they start slowly, and proxies in front of them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[s3_support.Server]":
-    """Yields a SeaweedFS server, which offers an S3 API. Skips the test if obstore or SeaweedFS is
-    not installed."""
+    """SeaweedFS. Skips the test without it or obstore."""
     pytest.importorskip("obstore", reason="obstore speaks S3")
     from tests.tiers.s3_support import running
 
@@ -27,8 +25,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[s3_support.
 
 @pytest.fixture
 def s3_proxy(s3_server: "s3_support.Server") -> "Iterator[FaultProxy]":
-    """Yields a proxy in front of the S3 server. Tests use the proxy to delay or break
-    connections."""
     from tests.tiers.s3_support import proxied
 
     with proxied(s3_server) as (one, _):
@@ -47,15 +43,13 @@ def valkey_of_file(
 
 @pytest.fixture
 def server(valkey_of_file: "valkey_support.Server") -> "valkey_support.Server":
-    """Returns an empty Valkey server. Skips the test if Valkey is not installed."""
+    """Empty. Skips the test without Valkey."""
     valkey_of_file.client.flushall()
     return valkey_of_file
 
 
 @pytest.fixture
 def proxy(server: "valkey_support.Server") -> "Iterator[FaultProxy]":
-    """Yields a proxy in front of the Valkey server. Tests use the proxy to delay or break
-    connections."""
     from hotkv_server.testing.fault_proxy import FaultProxy
 
     one = FaultProxy(server.path)
@@ -65,8 +59,7 @@ def proxy(server: "valkey_support.Server") -> "Iterator[FaultProxy]":
 
 @pytest.fixture(params=["valkey", "s3"])
 def store(request: pytest.FixtureRequest) -> "Store":
-    """Returns a `Store`: a real Valkey or S3 server behind a proxy. Each test runs once with each
-    server."""
+    """Each test runs with Valkey and with S3."""
     from hotkv_server.testing.flush_contract import NAME
     from tests.tiers.support import Store
 

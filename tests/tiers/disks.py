@@ -1,8 +1,5 @@
-"""Makes disk tiers for tests on several kinds of file systems, and `TierRig` objects (a tier with
-an arena) for the checks of `tier_contract`, which every tier must pass.
-
-All files are in temporary folders, which are deleted at the end.
-"""
+"""Disk tiers on several kinds of file systems, in temporary folders, and their `TierRig`s for
+`tier_contract`."""
 
 import contextlib
 import mmap
@@ -30,7 +27,7 @@ SHM = Path("/dev/shm")
 
 
 def memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Returns memory of zeros that begins at a page boundary."""
+    """Zeros, beginning at a page boundary."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
@@ -49,15 +46,14 @@ def shm_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def small_tmpfs(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """Mounts a tmpfs of this size below the folder. Skips the test if mounting is not allowed."""
+    """Skips the test if mounting is not allowed."""
     with _mounted(folder, ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs"]) as at:
         yield at
 
 
 @contextlib.contextmanager
 def small_ext4(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """Mounts an ext4 file system of this size, on a loop device, below the folder. Skips the test
-    if mounting is not allowed."""
+    """On a loop device. Skips the test if mounting is not allowed."""
     image = folder / "image"
     with open(image, "wb") as file:
         file.truncate(num_bytes)
@@ -78,8 +74,7 @@ def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
     try:
         yield at
     finally:
-        # Unmounts when the last open file is closed (MNT_DETACH), because a failed test may leave
-        # files open.
+        # A failed test may leave files open: unmounted when the last is closed.
         subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 
@@ -93,11 +88,10 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
 
 
 class Disk:
-    """A disk tier over a `FaultyDisk`, which makes reads and writes fail or hang on demand. The
-    arena has `arena_bytes`; the tier's file has `num_bytes`, or by default as many bytes as the
-    arena.
+    """A disk tier over a `FaultyDisk`.
 
-    stages: makes the tier's staging memory, in which it encodes (compresses) blocks.
+    num_bytes: of the tier's file; 0: as the arena.
+    stages: makes its staging memory.
     """
 
     def __init__(self, folder: Path, *, direct: bool = True,
@@ -110,8 +104,6 @@ class Disk:
         self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 
     def rig(self, **options: Any) -> TierRig:
-        """Returns a `TierRig` (a tier with an arena) of this disk tier, for the checks of
-        `tier_contract`. `options`: further fields of `TierRig`."""
         return TierRig(self.tier, region(self.memory), self._damage, self._breaks, **options)
 
     def _damage(self, key: bytes, place: int) -> None:
@@ -124,9 +116,7 @@ class Disk:
         self.io.heal()
 
     def stored(self, numbers: list[int], **options: Any) -> Bench:
-        """Writes blocks to the disk, clears them from the arena, and returns a `Bench` (a harness
-        that calls a tier and waits for its answers) that can read them. `options`: further fields
-        of `TierRig`."""
+        """A `Bench` with blocks that are on the disk and no longer in the arena."""
         bench = Bench(self.rig(**options))
         bench.fill(numbers, numbers)
         assert (bench.write(numbers, numbers) == Write.STORED).all()
@@ -137,7 +127,7 @@ class Disk:
 
 @contextlib.contextmanager
 def disk(folder: Path, **options: Any) -> Iterator[Disk]:
-    """Yields a `Disk`. At the end, releases disk calls that hang, and closes the tier."""
+    """At the end, hanging calls of the disk go on."""
     made = Disk(folder, **options)
     try:
         yield made

@@ -1,5 +1,4 @@
-"""Makes blocks that compress well and blocks that do not compress, and tiers that encode (compress)
-blocks."""
+"""Blocks that compress well, or not, and tiers that encode."""
 
 import contextlib
 import time
@@ -20,12 +19,12 @@ from hotkv_server.tiers.protocol import Blocks, Read, Write
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
 )
-"""Unusual bfloat16 values: zeros, denormals, infinities, several NaNs, the largest value."""
+"""Zeros, denormals, infinities, NaNs, and the largest value."""
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
-    """Returns a block of bfloat16 values, distributed as keys and values of a model. `odd_share`:
-    the share of the values that are replaced, half by values from ODD and half by random bits."""
+    """bfloat16, distributed as a model's; `odd_share` of them replaced, half by ODD and half by
+    random bits."""
     rng = np.random.default_rng(seed)
     floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
     values = (floats.view(np.uint32) >> 16).astype(np.uint16)
@@ -39,28 +38,24 @@ def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
 
 
 def codec_by(by: Any, block: Any, room: Any) -> Codec:
-    """Returns a `Codec` that calls the functions of the module `by`: the compiled kernels or a
-    reference implementation."""
+    """`by`: the compiled kernels or a reference."""
     codec = Codec(block, room)
     codec._kernels = by
     return codec
 
 
 BEFORE_BYTES = SLOT_ALIGN
-"""Size of the margins before and after a block and its encoded form. They must stay
-unchanged."""
+"""Margins before and after a block and its form, which must not change."""
 
 
 def between(content: Any, others: int) -> Any:
-    """Returns memory with this content, and with a margin of BEFORE_BYTES bytes before and after
-    it. Each byte of the margins is `others`."""
+    """With a margin of `others` on both sides."""
     edge = np.full(BEFORE_BYTES, others, np.uint8)
     return np.concatenate([edge, content, edge])
 
 
 def inner(memory: Any, others: int) -> Any:
-    """Returns the content of a memory that `between` made, without its margins. Checks that each
-    byte of the margins is still `others`."""
+    """The content that `between` got; checks the margins."""
     assert (memory[:BEFORE_BYTES] == others).all() and (memory[-BEFORE_BYTES:] == others).all()
     return memory[BEFORE_BYTES:-BEFORE_BYTES]
 
@@ -101,13 +96,10 @@ def encoding_rig(
     staging_slots: int = 16,
     arena: Region | None = None,
 ) -> Iterator[TierRig]:
-    """Yields a `TierRig` (a tier with an arena) whose tier encodes (compresses) blocks. Checks at
-    the end that all staging memory, in which blocks are encoded, is free.
+    """Checks at the end that all staging memory is free.
 
-    make: makes the tier, given its arena and its staging memory.
-    damage, breaks, content: fields of `TierRig`.
-    staging_slots: size of the staging memory, in slots.
-    arena: the arena's memory, ARENA_BYTES long; None to allocate it.
+    make: makes the tier, given arena and staging memory.
+    arena: ARENA_BYTES long; None: allocated.
     """
     memory = np.zeros(ARENA_BYTES, np.uint8)
     arena = arena or Region(memory.ctypes.data, ARENA_BYTES, "arena")
@@ -123,9 +115,7 @@ def encoding_rig(
 
 
 def check_larger_blocks(bench: Bench, staging_slots: int = 16) -> None:
-    """Writes and reads three blocks in one call. The middle one is larger than the staging memory,
-    in which the tier encodes blocks. Checks that all three blocks are read back with the same
-    bytes."""
+    """The middle one of three blocks is larger than the staging memory."""
     size = (staging_slots + 1) * SLOT_BYTES
     sizes = np.array([SLOT_BYTES, size, SLOT_BYTES], np.int64)
     slots = np.array([0, SLOT_BYTES, size + SLOT_BYTES], np.int64)

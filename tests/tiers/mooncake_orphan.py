@@ -1,5 +1,5 @@
-"""`python -m tests.tiers.mooncake_orphan`: starts a child process of the Mooncake tier, prints the
-child's process id, and kills itself. The test then checks that the child ends too."""
+"""`python -m tests.tiers.mooncake_orphan` starts a Mooncake child, prints its process id, and
+kills itself; the child must end too."""
 
 import os
 import signal

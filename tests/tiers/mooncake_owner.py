@@ -1,5 +1,5 @@
-"""`python -m tests.tiers.mooncake_owner HOSTNAME BYTES`: provides memory to a Mooncake Store, until
-the parent process ends."""
+"""`python -m tests.tiers.mooncake_owner HOSTNAME BYTES` provides memory to a Mooncake Store
+until the parent ends."""
 
 import signal
 import sys

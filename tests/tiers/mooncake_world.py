@@ -1,10 +1,6 @@
-"""`python -m tests.tiers.mooncake_world CHECK`: runs a check of CHECKS against a real Mooncake
-Store. Must run in a network namespace of its own (`unshare -n`), because Mooncake's ports listen on
-all interfaces.
-
-Mooncake's master, and the process that provides the store's memory, are child processes. Both end
-with this process.
-"""
+"""`python -m tests.tiers.mooncake_world CHECK` runs a check of CHECKS against a real Mooncake
+Store, in a network namespace of its own (`unshare -n`): Mooncake listens on all interfaces. Its
+master and the memory's owner are children that end with this process."""
 
 import contextlib
 import importlib.util
@@ -52,8 +48,8 @@ OWNED_BYTES = 64 << 20
 
 
 class World:
-    """A running Mooncake Store: its master, and its owner (the process that provides the memory).
-    `client`: a connection with which checks read and change values, independent of hotkv's code."""
+    """A Mooncake Store: its master and the owner of its memory. `client` is independent of
+    hotkv's code."""
 
     def __init__(self, owned_bytes: int = OWNED_BYTES) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -63,7 +59,6 @@ class World:
         self.client = set_up(f"127.0.0.1:{CLIENT_PORT}", 0)
 
     def start_owner(self) -> None:
-        """Starts or restarts the process that provides memory to the store."""
         command = [sys.executable, "-m", "tests.tiers.mooncake_owner"]
         self.owner = subprocess.Popen(
             [*command, f"127.0.0.1:{OWNER_PORT}", str(self._owned_bytes)],
@@ -105,11 +100,8 @@ class World:
 
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[TierRig]:
-    """Yields a `TierRig` with a Mooncake tier and an arena.
-
-    is_first: if True, empties the store first.
-    options: settings of the tier. By default it has only one child process, because a child needs a
-        third of a CPU second to start.
+    """is_first: empties the store.
+    options: of the tier; by default one child, as each costs a third of a CPU second.
     """
     if is_first:
         world.client.remove_all(True)
@@ -129,8 +121,6 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Tier
 
 
 def check_one_node() -> None:
-    """Runs the checks of a single node: the checks for all tiers (`tier_contract`), foreign values
-    and flushes."""
     world = World()
     check_tier(lambda: rig(world), seed=1)
     check_many(lambda: rig(world, children=2), seed=1)
@@ -139,18 +129,13 @@ def check_one_node() -> None:
 
 
 def check_dead_processes() -> None:
-    """Runs `check_orphans` and `check_faults`: checks that the children of a killed server end, and
-    how a tier behaves when its children, Mooncake's master or the process that provides the store's
-    memory hang or die."""
     world = World()
     check_orphans(world)
     check_faults(world)
 
 
 def check_compressed() -> None:
-    """Checks that a tier that encodes blocks passes the checks for all tiers (`tier_contract`), and
-    that it also stores a block that is larger than the staging memory."""
-    # Imported only here, because the kernels of `encodings` take a while to load.
+    # Its kernels take a while to load.
     from tests.tiers import encodings
 
     world = World()
@@ -176,8 +161,7 @@ def check_compressed() -> None:
 
 
 def checksums(world: World) -> None:
-    """Checks that reads refuse stored values with a wrong size, with a wrong version, or of another
-    key."""
+    """Values with a wrong size or version, or of another key, are refused."""
     with rig(world) as one:
         bench = Bench(one)
         bench.fill([1, 2, 3, 4], [0, 1, 2, 3])
@@ -194,9 +178,8 @@ def checksums(world: World) -> None:
 
 
 def check_flushes(world: World) -> None:
-    """Runs the checks of `flush_contract`. Leaves out the checks in which two nodes flush at the
-    same time: with Mooncake one of the nodes may have to retry its flush, but the checks expect it
-    to succeed at once."""
+    """Without two nodes at the same time: with Mooncake one may have to retry, which the checks
+    don't expect."""
 
     @contextlib.contextmanager
     def node(**options: Any) -> Iterator[Bench]:
@@ -218,10 +201,8 @@ def check_flushes(world: World) -> None:
 
 
 def check_full() -> None:
-    """Writes more blocks from two nodes than the store has room for. Checks that each write returns
-    STORED or FULL for each block, that the last stored block of a write is found, and that the
-    store keeps the generation (a number that each flush raises). Then flushes, again and again
-    until it succeeds. Neither node may find a block from before the flush."""
+    """Two nodes write more than fits: each block is STORED or FULL, the last stored one is
+    found, the generation stays. After a flush that at last succeeds, no older block is found."""
     for num_mib in (16, 32):
         world = World(num_mib << 20)
         with rig(world) as first, rig(world, is_first=False) as second:
@@ -251,8 +232,7 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
         flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
     raised = flush_contract.flush(one.tier)
     if raised is None:
-        # The flush failed, because the store has no room for the new generation (number that each
-        # flush raises). Retries until it has.
+        # No room yet for the new generation.
         wait_for(lambda: flush_contract.flush(one.tier) is not None)
     for bench in benches:
         found = flush_contract.read(bench.tier, keys, {flush_contract.NAME: before})
@@ -260,8 +240,6 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
 
 
 class Said(logging.Handler):
-    """Collects the lines that a logger writes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -271,11 +249,9 @@ class Said(logging.Handler):
 
 
 def check_faults(world: World) -> None:
-    """Stops and continues the owner of the store's memory and the master, kills the tier's
-    children, and at last kills the master. Checks that calls fail in time meanwhile, and that no
-    slot changes after its call has ended. Blocks must be found again once the stopped processes
-    continue and the killed children are replaced."""
-    # A new child may end a problem before the check looks, so the check looks for it in the log.
+    """While owner or master is stopped, or children are killed: calls fail in time, no slot
+    changes after its call, and blocks are found again afterwards."""
+    # A new child may end a problem before it is looked for; the log keeps it.
     said = Said()
     logging.getLogger(workers.__name__).addHandler(said)
     with rig(world, children=2, timeout_s=0.5, connect_timeout_s=30.0) as one:
@@ -302,8 +278,7 @@ def check_faults(world: World) -> None:
         bench = Bench(one)
         asked = Asked(bench)
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
-        # The process that provides the memory is stopped, so a read takes long. As long as the read
-        # may still end, the tier must not count as hung.
+        # As long as the read may still end, the tier must not count as hung.
         stop(world.owner.pid)
         asked.read("long", [1], [7])
         wait_for(lambda: one.tier.stalled_s(time.monotonic()) > MAX_STALL_S)
@@ -315,16 +290,13 @@ def check_faults(world: World) -> None:
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
-        # The tier has lost a child process. It must report a problem, but not before the next child
-        # fails to connect to the master.
+        # A problem only once the next child can't connect either.
         wait_for(one.tier.problem)
         assert "mooncake at" in one.tier.problem()
         assert bench.write([2], [1]).tolist() == [Write.FAILED]
 
 
 def check_daemons() -> None:
-    """Starts two hotkv servers on one store. Checks that each server finds the blocks of the other
-    server and flushes when the other does."""
     world = World()
     with node() as a, node() as b:
         check_sharing(*(one.start_sharing(*FLAGS, *PATIENT) for one in (a, b)))
@@ -332,20 +304,16 @@ def check_daemons() -> None:
 
 
 def check_owner_restarts() -> None:
-    """Kills the owner of the store's memory, and starts it again."""
     world = World()
     _check_shared_after(lambda: (world.kill_owner(), world.start_owner()))
 
 
 def check_master_restarts() -> None:
-    """Kills the store's master, and starts it again."""
     world = World()
     _check_shared_after(lambda: (world.kill_master(), world.start_master()))
 
 
 def _check_shared_after(restart: Callable[[], object]) -> None:
-    """Checks that two hotkv servers, which share blocks in the store, do so again after the
-    restart."""
     with node() as a, node() as b:
         for one in (a, b):
             one.start_sharing(*FLAGS, *PATIENT)
@@ -355,9 +323,7 @@ def _check_shared_after(restart: Callable[[], object]) -> None:
 
 
 def is_shared(one: SharingNode, other: SharingNode) -> bool:
-    """Stores new blocks on node `one`. Returns True if node `other` can load them within two
-    seconds. Callers must retry with new blocks, because a node gives up blocks that it could not
-    copy to the store."""
+    """Retry with new blocks: a node gives up those that it could not copy."""
     before, chain, until_s = one.num_copied(), hashes(4), time.monotonic() + 2.0
     content = one.put(chain)
     while time.monotonic() < until_s:
@@ -368,7 +334,6 @@ def is_shared(one: SharingNode, other: SharingNode) -> bool:
 
 
 def check_orphans(world: World) -> None:
-    """Checks that a child process of the tier ends when its server is killed with SIGKILL."""
     command = [sys.executable, "-m", "tests.tiers.mooncake_orphan"]
     daemon = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert daemon.returncode == -signal.SIGKILL
@@ -378,7 +343,6 @@ def check_orphans(world: World) -> None:
 
 
 def children_of_this() -> list[int]:
-    """Returns the process ids of this process's Mooncake children."""
     listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in listed for pid in file.read_text().split()]
     return [pid for pid in pids if b"mooncake.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -399,7 +363,7 @@ def main() -> int:
     os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
     CHECKS[sys.argv[1]]()
     print("passed", flush=True)
-    # The native client's threads do not end by themselves.
+    # The native client's threads do not end.
     os._exit(0)
 
 

@@ -1,5 +1,5 @@
-"""Runs the server's code for tiers in the test's process. The tiers are in memory, and tests can
-delay them or make them fail."""
+"""The server's code for tiers, in the test's process, over tiers in memory that can be slow or
+fail."""
 
 import contextlib
 import time
@@ -40,8 +40,8 @@ BLOCKS = list(range(6))
 
 
 class Node:
-    """A `CacheCore` (the server's bookkeeping of blocks) with its arena in the test's memory.
-    `has_disk`: True if the core also manages the space of a disk tier."""
+    """A `CacheCore` with its arena in the test's memory. `has_disk`: it also manages a disk
+    tier's space."""
 
     def __init__(
         self,
@@ -73,20 +73,18 @@ class Node:
         return 0
 
     def put(self, numbers: list[int]) -> None:
-        """Stores blocks. The content of each block is computed from its number."""
+        """A block's content follows from its number."""
         self.num_calls += 1
         name = f"store {self.num_calls}"
         store_blocks(self.core, self.arena, self.number, name, numbers)
 
     def flip(self, number: int) -> None:
-        """Flips a bit of a block in host memory."""
         index = self.core.space.index
         entries = index.find(1, 0, words_of([number]))
         self.memory[int(index.offsets(entries)[0]) + 7] ^= 1
 
     def check_end(self) -> None:
-        """Checks, after the tiers were closed, that no move of blocks is unfinished and no block is
-        pinned."""
+        """After the tiers were closed: no move is unfinished, no block pinned."""
         self.core.check_invariants()
         assert not len(self.books.moves)
         drivers = [*self.tiers.shared, *([self.tiers.below] if self.tiers.below else [])]
@@ -112,23 +110,21 @@ class Setup(Node):
         self.open()
 
     def tell(self) -> None:
-        """Adds to `removed` the hashes of the blocks that the core has reported as removed since
-        the last call."""
+        """`removed` gets the hashes of removed blocks."""
         for notice in self.core.take_effects():
             self.removed += [words.tobytes() for words in notice.hashes]
 
     async def until_down(self, count: int) -> None:
-        """Waits until at least `count` blocks were demoted in total."""
         await eventually(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
 
     async def lie_below(self, numbers: list[int]) -> None:
-        """Stores blocks, waits until they are demoted, and evicts them from host memory."""
+        """Stores blocks, and waits until only the disk has them."""
         self.put(numbers)
         await self.until_down(len(numbers))
         evict(self.core, 1, 0, words_of(numbers))
 
     def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
-        """Returns for each block True if host memory lacks it but a lookup finds it in a tier."""
+        """Per block: has only a tier it?"""
         lists = [HashList(0, words_of(numbers))]
         ready = self.core.lookup(1, lists)
         (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
@@ -136,17 +132,14 @@ class Setup(Node):
         return told
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Promotes blocks (copies them from the tier to host memory) and leases them, in the same
-        way as the call `AcquireLease`. Checks the bytes of the pinned blocks. Returns, for each
-        block, whether the lease pinned it."""
+        """As `AcquireLease`: promotes, leases, and checks bytes. Per block: was it pinned?"""
         lists = [HashList(0, words_of(numbers))]
         return lease(self, lists, numbers, await self.tiers.promote(self.session, lists))
 
 
 @contextlib.asynccontextmanager
 async def made(lookup_wait_s: float = 10.0, **of_node: Any) -> AsyncIterator[Setup]:
-    """Yields a node with a disk tier. When the context ends, closes its tiers and checks that no
-    move of blocks is unfinished. `lookup_wait_s`: longest time that a lookup waits for a tier."""
+    """With a disk tier. `lookup_wait_s`: how long a lookup waits for a tier."""
     one = Setup(lookup_wait_s, **of_node)
     one.tiers.start(Health(), one.tell, one.flushed_here)
     try:
@@ -157,15 +150,12 @@ async def made(lookup_wait_s: float = 10.0, **of_node: Any) -> AsyncIterator[Set
 
 
 class SharedNode(Node):
-    """A node with a tier that it shares with other nodes.
+    """A node with a shared tier.
 
-    store: the store of the shared tier.
-    lookup_wait_s: longest time that a lookup waits for a tier.
-    folder: the folder in which the node saves its record of flushes for its next server, or None.
-    left: the numbers of the blocks that an earlier server left in host memory; None: none, and host
-        memory is empty.
-    disk: the store of a disk tier, or None.
-    other: the store of a second shared tier, or None.
+    lookup_wait_s: how long a lookup waits for a tier.
+    folder: for the notes on flushes; None: none are saved.
+    left: blocks that an earlier server left in host memory.
+    disk, other: stores of a disk tier and of a second shared tier.
     """
 
     def __init__(
@@ -208,22 +198,16 @@ class SharedNode(Node):
             self.open()
 
     async def start(self, *, tells: bool = True) -> None:
-        """Starts the tiers, which then copy blocks, and reads the generation (number that each
-        flush raises) of the node's key space.
-
-        tells: True waits until each store without a problem has told its generation. The product
-            waits only MEET_S, and deletes blocks that were stored before the answer
-            (`FlushDriver.confirm`).
-        """
+        """tells: waits until each store has told its generation. The product waits only MEET_S,
+        and deletes blocks stored before the answer (`FlushDriver.confirm`)."""
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
         await (self.until_told() if tells else self.generations.confirm_new(1))
 
     async def until_told(self) -> None:
-        """Waits until each store without a problem has told its generation. Blocks that are stored
-        earlier are deleted when a store answers (`FlushDriver.confirm`)."""
+        """Blocks that are stored earlier are deleted at the answer (`FlushDriver.confirm`)."""
 
         def are_told() -> bool:
-            # Marks the key space as in use, or else the stores would not be asked.
+            # Stores are asked only about key spaces in use.
             self.generations.may_serve(1)
             stores = self.tiers.shared
             return all(self.generations.get(one.name, 1) or one.tier.problem() for one in stores)
@@ -231,25 +215,21 @@ class SharedNode(Node):
         await eventually(are_told, "a store's generation is not known")
 
     async def flush(self) -> tuple[str, ...]:
-        """Flushes the key space (a model in a configuration), as if an engine had requested it.
-        Returns the names of the tiers in which the flush is not complete."""
+        """Returns the pending tiers."""
         return (await self.generations.flush(1)).pending_tiers
 
     def generation(self) -> int:
-        """Returns the generation (number that each flush raises) of the shared store to which the
-        node's blocks belong; 0 if it is not known."""
+        """Of the node's blocks in the shared store; 0: not known."""
         return self.generations.get("shared", 1)
 
     async def until_down(self, count: int) -> None:
-        """Waits until exactly `count` blocks were demoted to the disk tier."""
         assert self.tiers.below is not None
         counters = self.tiers.below.lower.counters
         await eventually(lambda: counters.demoted == count, "blocks are not moved down")
 
     async def share(self, numbers: list[int]) -> None:
-        """Stores blocks, and waits until all of them are copied to the shared tier. If the store
-        has refused some of them after all tries, as a busy store may, evicts the blocks and stores
-        them once more. Waits first until the stores have told their generations (`until_told`)."""
+        """Until all are in the shared tier; a busy store may refuse blocks, which are then
+        stored again."""
         await self.until_told()
         for _ in range(3):
             if await self._copied(numbers):
@@ -258,8 +238,7 @@ class SharedNode(Node):
         raise AssertionError("the store has refused blocks again and again")
 
     async def _copied(self, numbers: list[int]) -> bool:
-        """Stores blocks. Returns True once all of them are copied to the shared tier, False once
-        the store has refused some of them after all tries."""
+        """False if the store has refused some after all tries."""
         out = self.shared.out
         count, refused = out.num_copied + len(numbers), out.num_refused
         self.put(numbers)
@@ -282,9 +261,7 @@ class SharedNode(Node):
         return found
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Promotes blocks (copies them from a tier to host memory) and leases them, in the same way
-        as the call `AcquireLease`. Checks the bytes of the pinned blocks. Returns, for each block,
-        whether the lease pinned it."""
+        """As `AcquireLease`: promotes, leases, and checks bytes. Per block: was it pinned?"""
         lists = [HashList(0, words_of(numbers))]
         held = None
         if self.tiers.has_some(self.session, lists) or not self.generations.may_serve(1):
@@ -295,12 +272,8 @@ class SharedNode(Node):
 
 
 def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> list[bool]:
-    """Leases blocks of a node, compares the bytes of the pinned blocks, and releases the lease.
-    Returns, for each block, whether the lease pinned it.
-
-    held: the pins of blocks that were promoted (copied from a tier to host memory) for this lease,
-        or None if there are none. These pins are released once the lease has pinned the blocks.
-    """
+    """Leases, compares bytes, releases. Per block: was it pinned? `held`: pins of promoted
+    blocks, released once the lease has its own."""
     node.num_calls += 1
     core, name = node.core, f"lease {node.num_calls}"
     grant = core.acquire(node.number, name, lists, 10.0, time.monotonic())
@@ -328,7 +301,7 @@ async def nodes(
 
 
 def patient_flushes(patch: pytest.MonkeyPatch) -> None:
-    """Makes flushes wait a minute for the stores, so that no tier is pending on a busy machine."""
+    """On a busy machine no tier may be pending."""
     for module, name in (
         (generation_book, "TELL_S"),
         (generation_book, "SPARE_S"),
@@ -339,8 +312,7 @@ def patient_flushes(patch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def running(*made: SharedNode, tells: bool = True) -> AsyncIterator[None]:
-    """Starts the nodes. When the context ends, closes their tiers and checks that no move of blocks
-    is unfinished. `tells`: argument of `SharedNode.start`."""
+    """Afterwards closes the tiers; no move may be unfinished."""
     for one in made:
         await one.start(tells=tells)
     try:

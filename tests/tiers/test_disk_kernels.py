@@ -1,5 +1,4 @@
-"""Tests the compiled functions with which the disk tier reads and writes its file. They must move
-the same bytes as Python's file functions, and compute the same checksums as Python."""
+"""Compares the disk tier's compiled reads, writes and seals with Python's."""
 
 import errno
 import os
@@ -28,8 +27,7 @@ ROWS = st.lists(
 
 
 def sparse_file(path: Path) -> bytes:
-    """Makes a file with a hole in its middle, whose size is no multiple of SLOT_ALIGN. Returns its
-    bytes."""
+    """With a hole, and a size that is no multiple of SLOT_ALIGN."""
     rng = np.random.default_rng(7)
     head, tail = rng.bytes(SLOT_ALIGN + 77), rng.bytes(SLOT_ALIGN + 123)
     with open(path, "wb") as file:
@@ -168,8 +166,6 @@ def test_kernels_go_on_after_signals_and_short_moves() -> None:
 
 @given(st.lists(st.integers(241, 3 * SLOT_ALIGN), max_size=5), st.integers(0, 63), st.data())
 def test_seals_are_those_of_the_package(sizes: list[int], first: int, data: st.DataObject) -> None:
-    """Compares the kernel's seals (checksums) with those of `tiers.seals.seal`, for random keys,
-    addresses and sizes."""
     room = memory(sum(sizes) + 64)
     room[:] = np.frombuffer(np.random.default_rng(sum(sizes)).bytes(len(room)), np.uint8)
     begins = first + np.cumsum([0, *sizes])[:-1].astype(np.int64)

@@ -1,6 +1,6 @@
-"""Tests that the disk tier passes the checks for all tiers (`tier_contract`) on real files, with
-direct and with buffered I/O. If the disk fails, is slow or hangs, each block must still get a
-result, and each call must end once, after the disk has stopped using its slots."""
+"""Tests the disk tier on real files, with direct and buffered I/O: `tier_contract`; and on a
+disk that fails, is slow or hangs each call ends once, after the disk has stopped using its
+slots."""
 
 import contextlib
 import errno
@@ -74,7 +74,7 @@ def test_shortened_file_loses_only_its_end(
 ) -> None:
     with disk(tmp_path) as made:
         bench = made.stored([1, 2, 3])
-        # Truncates the file in the middle of block 2, not at the end of a sector.
+        # In the middle of block 2, and of a sector.
         os.truncate(made.file.path, 2 * SLOT_BYTES + 777)
         codes = bench.read([1, 2, 3], [7, 8, 9]).tolist()
         assert codes == [Read.FOUND, Read.CORRUPT, Read.CORRUPT]
@@ -97,7 +97,7 @@ def test_blocks_outside_arena_and_file_fail_alone(tmp_path: Path) -> None:
         assert bench.write([3, 3], [SLOTS - 1, SLOTS]).tolist() == [STORED, FAILED]
         assert bench.answer(bench.blocks([3], [3], [0]))[0].tolist() == [FAILED]
         assert made.file.path.stat().st_size == size
-        # Reads a block that has a checksum, but was never written to the file.
+        # A checksum, but never written.
         bench.seals[40] = 1
         assert bench.read([40], [5]).tolist() == [Read.CORRUPT]
 
@@ -155,13 +155,11 @@ def test_a_fault_costs_its_block_only(
         made.io.heal()
         assert bench.write(numbers, numbers).tolist() == [STORED] * 3 and not made.tier.problem()
         bench.arena[:] = 0
-        # Block 2 is already in slot 8, by chance. Its read fails, so it must not return FOUND all
-        # the same.
+        # By chance slot 8 has block 2 already.
         bench.fill([2], [8])
         made.io.reads[2 * SLOT_BYTES] = fault
         assert bench.read(numbers, [7, 8, 9]).tolist() == [Read.FOUND, read, Read.FOUND]
-        # Reads only this block. The tier then also reads at another place of the disk, to find out
-        # whether the whole disk fails or only this place.
+        # The tier reads elsewhere too, to tell a bad place from a bad disk.
         assert bench.read([2], [8]).tolist() == [read]
         made.io.reads[EVERYWHERE] = made.io.reads.pop(2 * SLOT_BYTES)
         assert bench.read([2], [8]).tolist() == [FAILED if fault.code else read]
@@ -183,7 +181,7 @@ def test_page_cache_does_not_hide_dead_disk(tmp_path: Path) -> None:
         assert not made.io.cached, "the tier did not drop the file's pages"
 
         def is_dropped() -> bool:
-            # Tries again, because the kernel does not drop a page that something else is using.
+            # The kernel keeps pages in use.
             made.io.under.drop_cached()
             try:
                 os.preadv(made.file.fd, [bytearray(SLOT_ALIGN)], 0, os.RWF_NOWAIT)
@@ -198,8 +196,7 @@ def test_page_cache_does_not_hide_dead_disk(tmp_path: Path) -> None:
 
 
 def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the disk hang in three threads that write blocks of one call. The fourth thread must
-    still read."""
+    """Writes hang in three of four threads."""
     monkeypatch.setattr(calls, "MAX_PIECE_BYTES", SLOT_BYTES)
     with disk(tmp_path, num_threads=4) as made:
         bench = made.stored([1, 2])
@@ -223,9 +220,7 @@ def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.Monke
 def test_slow_disk_that_answers_does_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lets a read hang, so that the disk seems to hang. Then the disk answers another read, which
-    shows that it works. The time for which the disk seems to hang must begin anew at this answer.
-    """
+    """Each answer begins the disk's stall anew."""
     monkeypatch.setattr(disk_tier, "SLOW_BYTES_PER_S", math.inf)
     with disk(tmp_path, num_threads=2) as made:
         bench = made.stored([1, 2])
@@ -242,8 +237,7 @@ def test_slow_disk_that_answers_does_not_hang(
 
 
 def test_large_block_has_time_on_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads a large block, which would take 100 s on a slow disk. Until then the disk must not
-    count as hanging: otherwise the read would be given up and begun again for ever."""
+    """Else a read of 100 s would be given up and begun again for ever."""
     with disk(tmp_path) as made:
         asked = Asked(made.stored([1]))
         monkeypatch.setattr(disk_tier, "SLOW_BYTES_PER_S", SLOT_BYTES / 100)
@@ -256,10 +250,7 @@ def test_large_block_has_time_on_slow_disk(tmp_path: Path, monkeypatch: pytest.M
 
 
 class NoDisk:
-    """A fake disk that moves no bytes, and takes 20 ms for each block. Implements `BlockIO`.
-
-    most_bytes: the most bytes of blocks that were being read or written at the same time.
-    """
+    """Takes 20 ms a block. `most_bytes`: under way at the same time."""
 
     def __init__(self) -> None:
         self._changed, self._num_bytes, self.most_bytes = threading.Lock(), 0, 0
@@ -282,8 +273,7 @@ class NoDisk:
 
 @pytest.mark.parametrize("is_write", [False, True])
 def test_few_large_blocks_are_moved_at_a_time(tmp_path: Path, is_write: bool) -> None:
-    # If all threads moved large blocks at once, each call would take so long on a slow disk that
-    # the disk would seem to hang.
+    # Else each call would take so long that a slow disk seems to hang.
     size, count, io = 8 << 20, 24, NoDisk()
     arena, ended = memory(count * size), list[Codes]()
     file = SlabFile.open(tmp_path, size)
@@ -304,8 +294,7 @@ def test_read_ends_at_deadline_while_disk_hangs(tmp_path: Path) -> None:
         bench = made.stored([1, 2, 3])
         asked = Asked(bench)
         made.io.reads[SLOT_BYTES] = HANGS
-        # Reads until a read has begun, which then hangs: a read that does not begin before its
-        # deadline fails.
+        # A read that does not begin before its deadline fails.
         for begun in range(1000):
             asked.read(begun, [1], [5], within_s=0.05)
             wait_for(lambda n=begun: made.io.num_hung or n in asked.codes, "it does not begin")
@@ -315,8 +304,7 @@ def test_read_ends_at_deadline_while_disk_hangs(tmp_path: Path) -> None:
         asked.read("queued", [2], [6], within_s=0.05)
         asked.read("patient", [3], [7])
         assert asked.wait("queued") == [FAILED]
-        # The first read has begun and hangs. It must not end yet, because the disk may
-        # still write into its slot.
+        # The disk may still write into its slot.
         assert asked.codes.keys() == {"queued"}
         made.io.heal()
         assert asked.wait(begun) == asked.wait("patient") == [Read.FOUND]
@@ -338,8 +326,7 @@ def test_closing_is_bounded_and_ends_calls_properly(
         made.tier.close()
         assert "the disk hangs" in caplog.text
         assert asked.codes == {"queued": [FAILED], "written": [FAILED]}
-        # The hanging read still uses the file's descriptor. It must stay open, or the read could
-        # get the number of another file.
+        # Closed, the descriptor could become another file's.
         with pytest.raises(OSError, match="in use"):
             SlabFile.open(tmp_path, ARENA_BYTES)
         assert bench.read([2], [6]).tolist() == [FAILED]

@@ -1,6 +1,5 @@
-"""Tests `EncodingClient`, a connection to a store that encodes (compresses) blocks. It must pass
-the checks for all tiers (`tier_contract`) over real Valkey and S3 servers, find blocks in encoded
-and in plain form, and wait for staging memory, in which it encodes blocks."""
+"""Tests `EncodingClient`: `tier_contract` over real Valkey and S3, both forms of blocks, waits
+for staging memory."""
 
 import contextlib
 import threading
@@ -43,9 +42,8 @@ from tests.tiers.valkey_support import Server
 
 @contextlib.contextmanager
 def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench]:
-    """Yields a `Bench` (a harness that calls a tier) over a Valkey tier that encodes blocks.
-    `options`: those of `encoding_rig`."""
-    # Longer than by default, because a busy machine may delay the server for a second.
+    """A Valkey tier that encodes. `options`: of `encoding_rig`."""
+    # A busy machine may delay the server for a second.
     limits = {"timeout_s": 20.0, "connect_timeout_s": 10.0}
     settings = ValkeySettings(address=f"unix:{server.path}", connections=connections, **limits)
 
@@ -60,8 +58,7 @@ def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: str) -> None:
-    """Patches these methods of the connections to the store, so that each call of one first calls
-    `before` with the method's name and arguments."""
+    """Each call first calls `before`, with its name and arguments."""
     for name in names:
         method = getattr(RespClient, name)
 
@@ -73,7 +70,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: 
 
 
 def put(server: Server, name: bytes, content: bytes) -> None:
-    """Stores a value as the tier does: a valid head (size and checksum), then `content`."""
+    """Stores a valid head, then `content`."""
     server.client.set(name, head(name, memoryview(content)) + content)
 
 
@@ -131,7 +128,7 @@ def test_blocks_are_stored_in_their_keys_form(server: Server) -> None:
         assert bench.write([1, 3], [1, 3]).tolist() == [Write.PRESENT] * 2
         figures = bench.tier.figures()
         assert (figures.written_blocks, figures.written_bytes) == (6, 6 * SLOT_BYTES)
-        # The tier must report the memory of three connections, and of staging memory for 16 blocks.
+        # Three connections, and staging for 16 blocks.
         num_bytes = 3 * CONNECTION_BYTES + 16 * SLOT_BYTES
         assert bench.tier.memory() == TierMemory(num_bytes, num_bytes)
 
@@ -148,9 +145,7 @@ def test_blocks_of_nodes_without_encoding_are_found(server: Server) -> None:
 def test_a_deadline_ends_a_read_but_no_probe(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes a read and a probe (a lookup) with the same deadline. The read's request to the store
-    must end at the deadline, because its slots are needed. The probe's request may end later: it
-    uses no slots, and ending a request closes its connection."""
+    """A read's slots are needed. Ending a probe would close its connection."""
     limits: dict[str, float] = {}
     watch(monkeypatch, lambda name, *rest: limits.update({name: rest[-1]}), "read", "probe")
     with over(server) as bench:
@@ -198,9 +193,7 @@ def test_blocks_larger_than_staging_are_stored_plain(
 def test_reads_wait_for_staging_until_their_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lets writes hang until they use half of the staging memory (in which blocks are encoded),
-    which is all that writes may use, and then reads until they use the other half. One more read
-    must wait for staging memory until its deadline, and return FAILED."""
+    """Writes may use half of the memory."""
     goes_on, hanging = threading.Event(), list[str]()
 
     def hang(name: str, *_: Any) -> None:
@@ -214,8 +207,7 @@ def test_reads_wait_for_staging_until_their_deadline(
         watch(monkeypatch, hang, "read", "write")
         asked = Asked(bench)
         asked.write(0, [0, 1, 2])
-        # Waits until the writes of two blocks use the half of the staging
-        # memory that is for writes.
+        # Two blocks' writes fill their half.
         wait_for(lambda: hanging)
         asked.write(3, [3])
         asked.read(4, [8], [20])
@@ -233,9 +225,7 @@ def test_reads_wait_for_staging_until_their_deadline(
 def test_waiting_for_staging_is_no_store_stall(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads a block while no staging memory (in which blocks are decoded) is free, so that the read
-    waits, first for this memory and then for the store, which hangs. Only the second wait may count
-    as a stall (a time for which the store seems to hang)."""
+    """Only the wait for the store is a stall."""
     waits, asks, goes_on = threading.Event(), threading.Event(), threading.Event()
 
     def hang(*_: Any) -> None:
@@ -295,9 +285,8 @@ def test_connection_closes_before_its_memory_is_reused(
 def test_flush_during_read_refuses_its_blocks(
     server: Server, monkeypatch: pytest.MonkeyPatch, raised_at: int | None
 ) -> None:
-    """Reads two encoded and two plain blocks in one call. The staging memory has room for one
-    block, so the call needs six requests. If a flush comes before any of them (`raised_at`: its
-    number; None: no flush), the call must report all blocks as ABSENT."""
+    """Two encoded and two plain blocks, staging for one: six requests. `raised_at`: number of
+    the request before which a flush comes."""
     server.client.set(generation_key("f"), 7)
     asked: list[str] = []
 
@@ -333,9 +322,7 @@ def test_generations_and_depths_reach_the_store(
 
 
 def test_a_probe_asks_for_both_forms() -> None:
-    """Probes (looks up) three blocks. The tier must ask the store for the encoded and the plain
-    form of each. A block is FOUND if one form exists, and FAILED if one form is unknown and the
-    other is absent."""
+    """FOUND if one exists; FAILED if one is unknown and the other absent."""
 
     class Inner:
         def probe(

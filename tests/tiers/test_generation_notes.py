@@ -1,6 +1,5 @@
-"""Tests `GenerationNotes`, the files in which a server saves its record of flushes for the next
-server, one in each of several folders. If the files disagree on the generation (a number that each
-flush raises) of a key space, the next server must not rely on it."""
+"""Tests `GenerationNotes`, a server's record of flushes for the next server, in several folders:
+where they disagree, it counts for nothing."""
 
 import os
 from pathlib import Path
@@ -64,7 +63,7 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     arena, disk = folders(tmp_path)
     GenerationNotes([arena]).write(text_of(book_of(7, 3)))
     GenerationNotes([disk]).write(text_of(book_of(9, 2, is_unraised=True)))
-    # Reads the notes with changed settings, which name a second store.
+    # The settings now name a second store.
     found = GenerationNotes([arena, disk]).read(("valkey", "s3")).records[FP]
     assert found.stores == {
         "valkey": GenerationStanding(9, False, True, acknowledged=-1),
@@ -80,12 +79,8 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
 def test_missing_book_is_saved_before_blocks(
     tmp_path: Path, in_disk: GenerationBook | None
 ) -> None:
-    """A server saves its record of flushes in the arena's folder and in the disk's folder.
-    `in_disk`: what the disk's folder has here: no record, because the disk is new; an older record,
-    because its last write failed; or the same record. After a reboot only the disk's folder is
-    left, and no block on the disk can be read without the numbers in the record. So unless the
-    records are the same, `are_seals_saved` must be False, and the server must save the record
-    before it writes blocks."""
+    """After a reboot only the disk's folder is left, and without the record no block on the disk
+    can be read. `in_disk`: None (a new disk), an older record (a failed write), or the same."""
     arena, disk = folders(tmp_path)
     GenerationNotes([arena]).write(text_of(book_of(local=3)))
     if in_disk is not None:

@@ -1,6 +1,5 @@
-"""Runs the checks of `mooncake_world` against a real Mooncake Store, each in a process of its own.
-Skipped if Mooncake's client can't be loaded (`make programs`), or if network namespaces are not
-allowed."""
+"""Runs `mooncake_world`'s checks against a real Mooncake Store. Skipped without Mooncake's
+client (`make programs`) or network namespaces."""
 
 import os
 import shutil
@@ -41,7 +40,7 @@ def test_over_a_real_store(check: str) -> None:
     try:
         said, log = process.communicate(timeout=500)
     finally:
-        # Ends the processes that a failed check has left behind.
+        # Of a failed check.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert not process.returncode and said.endswith("passed\n"), log[-4000:]

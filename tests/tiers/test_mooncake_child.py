@@ -1,6 +1,5 @@
-"""Tests the child process that runs Mooncake's client, over a fake store. It must turn all result
-codes of a Mooncake Store into the right answers. Also tests the messages between server and child,
-and a child that ends. (`test_mooncake.py` uses a real store.)"""
+"""Tests the child process of Mooncake's client over a fake store: result codes, messages, its
+end."""
 
 import ctypes
 import mmap
@@ -33,11 +32,10 @@ RPC_FAIL, OTHER = -900, -1
 
 
 class Store:
-    """A fake Mooncake Store: a dictionary of values by name.
+    """Values by name.
 
-    codes: for a method's name, the result codes that the method returns in place of the right
-        codes.
-    said: the names of the methods that were called.
+    codes: method to the result codes it returns instead.
+    said: methods called.
     """
 
     def __init__(self) -> None:
@@ -211,9 +209,8 @@ def test_malformed_generation_ends_with_a_flush(made: Made, value: bytes) -> Non
 
 
 def test_lost_generation_is_not_taken_for_none(made: Made) -> None:
-    """Makes a generation (number that each flush raises) unreadable: its key exists, but its bytes
-    were in the memory of a process that has ended. Each call must raise AwayError, and not take the
-    generation for absent, until Mooncake's master has dropped the key."""
+    """The key exists, but its bytes died with a process: not absent, until the master has
+    dropped the key."""
     generation = made.ask("generations", fingerprints=["f"])["generations"]["f"]
     made.store.codes["unreadable"] = True
     for do in ("read", "probe", "generations"):
@@ -236,9 +233,8 @@ def test_another_nodes_old_generation_is_no_flush(made: Made) -> None:
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Flushes a key space twice in a store without room for a new generation (number that each
-    flush raises). The first flush must succeed: it removes the old generation, which other nodes
-    notice. The second flush changes nothing, so it must fail."""
+    """Without room, a first flush removes the old generation, which others notice; a second
+    changes nothing."""
     made.ask("generations", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
     assert made.ask("raise", fingerprint="f", floor=0)["generation"] == NO_GENERATION

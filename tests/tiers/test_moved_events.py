@@ -1,6 +1,5 @@
-"""Tests the events about blocks that move between tiers. Subscribers must learn for each medium
-(host memory, disk, shared store) which blocks become ready or are removed, with their parents and
-tokens. There are no further events about flushed blocks."""
+"""Tests the events about blocks that move between tiers: ready and removed blocks per medium,
+with parents and tokens, and none about flushed blocks."""
 
 import asyncio
 import contextlib
@@ -38,11 +37,7 @@ NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
 
 class Listener:
-    """A fake event publisher that records its events.
-
-    is_alone: True if each key space has a topic of its own; False if a topic has the blocks of
-        several.
-    """
+    """is_alone: each key space has a topic of its own."""
 
     published_events = lost_events = queued_bytes = 0
 
@@ -57,8 +52,7 @@ class Listener:
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         self.names = list(names)
 
-    def forget_key_space(self, number: int) -> None:
-        """Does nothing: a forgotten key space has no events."""
+    def forget_key_space(self, number: int) -> None: ...
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         self.events += events
@@ -70,7 +64,7 @@ class Listener:
         return self.is_alone
 
     def settle(self) -> None:
-        """Does nothing: this publisher loses no events."""
+        """This publisher loses no events."""
 
 
 class Heard:
@@ -84,13 +78,11 @@ class Heard:
         self.read()
 
     def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Publishes the events of all earlier removals, and then the event of these blocks' move to
-        a tier, in the order of a real node."""
+        """First the events of earlier removals, as a real node orders them."""
         self.effects.run()
         self.events.blocks_moved(entries, medium, tier)
 
     def read(self) -> list[Event]:
-        """Returns the events since the last call."""
         self.effects.run()
         events, self.listener.events = self.listener.events, []
         return events
@@ -128,9 +120,7 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
 
 
 async def test_moved_blocks_event_has_tokens_and_parent() -> None:
-    """Demotes blocks (copies them to the disk) and promotes them again. The events of these moves
-    must name the tokens and the parents of the blocks, as the events of the stores did. A router
-    that matches prompts by tokens ignores events without tokens."""
+    """Routers that match prompts by tokens ignore events without tokens."""
     one = Setup(10.0)
     async with heard(one) as ear:
         tokens = np.arange(16 * len(BLOCKS), dtype=np.int32)
@@ -164,7 +154,7 @@ async def test_disk_evictions_and_losses_are_published() -> None:
         assert {n for e in stored(events, Medium.CPU) for n in numbers_of(e.hashes)} == (
             set(BLOCKS) - lost
         )
-        # Demotes more blocks than the disk has room for, so that the disk evicts some.
+        # So that the disk evicts.
         believed = set(BLOCKS) - lost
         for first in range(20, 190, 10):
             count = one.lower.counters.demoted
@@ -204,8 +194,7 @@ async def test_flush_clears_disk_then_nothing_is_published() -> None:
 
 
 async def test_evictions_for_coming_blocks_are_published_before() -> None:
-    """Promotes blocks from the disk into full host memory while the disk hangs. The events of the
-    evicted blocks must not wait for the disk."""
+    """The events must not wait for the disk, which hangs."""
     one = Setup(0.05)
     async with heard(one) as ear:
         await one.lie_below(BLOCKS)
@@ -227,13 +216,7 @@ async def test_evictions_for_coming_blocks_are_published_before() -> None:
 async def test_other_nodes_flush_clears_only_the_store(
     monkeypatch: pytest.MonkeyPatch, is_full: bool, is_alone: bool
 ) -> None:
-    """Another node flushes the key space in the shared store. This node must publish an event that
-    clears the key space. If the topic has blocks of other key spaces too (not `is_alone`), it must
-    also clear the topic.
-
-    is_full: the store had no room for a new generation (a number that each flush raises), so the
-        flush leaves NO_GENERATION.
-    """
+    """If not `is_alone`, the topic is cleared too. `is_full`: the flush leaves NO_GENERATION."""
     patient_flushes(monkeypatch)
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
@@ -259,9 +242,8 @@ async def test_other_nodes_flush_clears_only_the_store(
 async def test_node_without_copies_clears_no_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node loads blocks from the pool's store and copies none, as a decode node does. Another
-    node flushes. Only the other node may clear the pool's topic: a second clear comes later, and
-    readers would forget the blocks that were copied to the store meanwhile."""
+    """As a decode node. A second, later clear would make readers forget what was copied
+    meanwhile."""
     patient_flushes(monkeypatch)
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
@@ -282,13 +264,9 @@ async def test_node_without_copies_clears_no_pool(
 async def test_flush_clears_old_store_blocks_only(
     monkeypatch: pytest.MonkeyPatch, of_pool: bool, is_alone: bool, is_copied: bool
 ) -> None:
-    """Stores a block while a flush is under way. The block's event must follow the event that
-    clears the key space.
-
-    of_pool: if True, the nodes publish only events about their shared store. The new block is in
-        host memory, so it then has no event.
-    is_alone: False if the topic has blocks of other key spaces.
-    is_copied: if True, an older block is copied to the store during the flush.
+    """of_pool: only events about the shared store, so none about the new block.
+    is_alone: the topic has only this key space's blocks.
+    is_copied: an older block is copied during the flush.
     """
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = SharedNode(MemoryStore(places=False), 10.0)
@@ -302,7 +280,7 @@ async def test_flush_clears_old_store_blocks_only(
 
         def flushing(number: int) -> Iterator[int]:
             yield from flushed(number)
-            # Between two parts of the flush, another task stores a block.
+            # Another task stores between two parts of the flush.
             one.put([20])
             ear.hub.publish([old] * is_copied + [new])
 
@@ -311,10 +289,9 @@ async def test_flush_clears_old_store_blocks_only(
         told = ear.read()
         while not of_pool and not isinstance(told.pop(0), KeySpaceCleared):
             """Skips the events before the one that clears the key space."""
-        # Another clear event must follow if readers may still believe that the store has flushed
-        # blocks. There are two cases: `old` was copied during the flush; or the first clear was
-        # sent as removals of single blocks, because the topic has blocks of other key spaces. After
-        # this clear, the publisher sends all cached blocks.
+        # Cleared again if readers may still believe that the store has flushed blocks: `old` was
+        # copied during the flush, or the first clear came as removals, as others share the
+        # topic. All cached blocks follow it.
         is_cleared_again = of_pool or is_copied or not is_alone
         expected = [old] * is_copied + [new] * (not of_pool)
         assert told == expected + [KeySpaceCleared(1)] * is_cleared_again
@@ -322,7 +299,7 @@ async def test_flush_clears_old_store_blocks_only(
         monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
         await ear.removals.forget_for(key_space, ())
         assert not one.core.space.index.num_entries and bool(ear.read()) != of_pool
-        # If a key space is forgotten before its flush ends, no event about it may follow.
+        # Forgotten before its flush ends: no more events.
         ear.events.key_space_forgotten(1)
         ear.events.key_space_flushed(1)
         assert not ear.read()
@@ -342,10 +319,8 @@ def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_event_has_what_is_known_of_blocks(is_known: bool) -> None:
-    """Makes the events of blocks that were copied to a store. An event must name the blocks' parent
-    and tokens if the file with the contents of blocks has them (`is_known`). The parent itself was
-    evicted, and its entry number in the block table now belongs to another block. The event must
-    not name that other block as the parent."""
+    """The evicted parent's entry belongs to another block, which must not be named. `is_known`:
+    the contents' file has parents and tokens."""
     one = Setup(0.0)
     one.put([0, 1, 2])
     index = one.core.space.index

@@ -1,6 +1,5 @@
-"""Tests `worth`, which decides from which tiers a lookup fetches blocks: only if that is faster
-than computing them. Compares it with a simple implementation that uses sets. Also tests
-`TierReads`, which estimates the cost of a read from the most recent reads."""
+"""Tests `worth`, from which tiers a lookup fetches, against sets; and `TierReads`, costs from
+recent reads."""
 
 from itertools import takewhile
 from typing import Any
@@ -36,11 +35,10 @@ def mask(flags: list[bool] | str) -> "np.ndarray[Any, np.dtype[np.bool_]]":
 
 
 def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[bool]:
-    """Returns for each tier whether `worth` must use it, for one group of full attention. Computed
-    with sets of block numbers.
+    """Per tier: must `worth` use it? One group of full attention.
 
-    ready: for each block, whether host memory has it.
-    offers: for each tier, (mask of the blocks that it has, wait in seconds, seconds per byte).
+    ready: per block, in host memory.
+    offers: per tier (its blocks, wait in seconds, seconds per byte).
     """
     here = {at for at, flag in enumerate(ready) if flag}
     lies = [{at for at, flag in enumerate(flags) if flag} for flags, _, _ in offers]
@@ -106,8 +104,7 @@ def test_costs_follow_last_reads_slow_tier_retried() -> None:
     for _ in range(COSTED):
         reads.add(0.5, 1000)
     assert reads.costs() == (0.0, 0.5 / 1000)
-    # Adds a larger read that took less time. The estimated time of a read must then no longer
-    # depend on its bytes.
+    # A larger, quicker read: the time no longer depends on bytes.
     reads.add(0.1, 9000)
     assert 0.1 < reads.costs()[0] < 0.5 and reads.costs()[1] == 0.0
 
@@ -115,8 +112,7 @@ def test_costs_follow_last_reads_slow_tier_retried() -> None:
 def test_quantiles_follow_last_reads_sums_all() -> None:
     reads = TierReads()
     assert (reads.quantile_s(0.5), reads.bytes_per_s()) == (0.0, 0.0)
-    # Adds a read that found no block. It has a duration but no bytes, so no rate can be computed
-    # from it.
+    # Found nothing: a duration, but no rate.
     reads.add(5.0, 0)
     assert (reads.quantile_s(1.0), reads.bytes_per_s()) == (5.0, 0.0)
     reads.add(0.5, 500)

@@ -1,7 +1,8 @@
-"""Tests faults and flushes of shared tiers, over real Valkey and S3 servers behind a proxy. A store
-that is dead, hung or slow, or that answers garbage, may cost hits, but must never return wrong
-bytes. After the answer to a flush, no node may find an old block, even by a call that began before
-the flush."""
+"""Tests faults and flushes of shared tiers over real Valkey and S3 servers behind a proxy.
+
+A store that is dead, hung or slow, or answers garbage, may cost hits, never wrong bytes. After a
+flush's answer no node finds an old block, even by a call from before.
+"""
 
 import gc
 import logging
@@ -29,29 +30,26 @@ from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, Gate, Store, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
-"""Numbers of the blocks that are in the store. All are in the same key space."""
+"""Blocks that are stored, in one key space."""
 HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 
 @pytest.fixture
 def bench(store: Store) -> Iterator[Bench]:
-    """Yields a `Bench` (a harness that calls a tier and waits for its answers) whose tier has a
-    single connection. The blocks NUMBERS are stored."""
+    """One connection; NUMBERS are stored."""
     with store.bench(connections=1) as one:
         yield stored(one)
 
 
 @pytest.fixture
 def hasty(store: Store) -> Iterator[Bench]:
-    """Yields a `Bench` (a harness that calls a tier and waits for its answers) whose tier has a
-    single connection and short timeouts. The blocks NUMBERS are stored."""
+    """As `bench`, with short timeouts."""
     with store.bench(connections=1, **HASTY) as one:
         yield stored(one)
 
 
 def stored(bench: Bench) -> Bench:
-    """Stores the blocks NUMBERS and reads them once, so that the tier is connected. Returns
-    `bench`."""
+    """Reads the blocks once, so that the tier is connected."""
     bench.fill(NUMBERS, [0, 1, 2])
     wait_for(lambda: Write.FAILED not in bench.write(NUMBERS, [0, 1, 2]), "nothing is stored")
     found = [Read.FOUND] * 3
@@ -61,8 +59,7 @@ def stored(bench: Bench) -> Bench:
 
 
 def answered(bench: Bench, numbers: list[int], slots: list[int]) -> list[int]:
-    """Reads blocks until the store has answered for all of them, and returns their codes. With
-    short timeouts, a read may fail on a busy machine."""
+    """With short timeouts, reads may fail on a busy machine: repeated."""
     codes = list[int]()
 
     def are_answered() -> bool:
@@ -87,10 +84,9 @@ def test_read_hanging_midway_writes_no_slot_later(store: Store, bench: Bench) ->
         assert first == Read.FAILED or np.array_equal(bench.slot(4), content(3))
         return dam.is_full.is_set()
 
-    # On a busy machine the read may end before the store answers. Then it is repeated.
+    # On a busy machine the read may end before the answer.
     wait_for(hangs, "no read hangs in its middle")
-    # The read has failed, so its slots may belong to another call, which has filled them. The late
-    # reply must not change them.
+    # Another call may have these slots by now.
     bench.arena[:] = 0xEE
     store.proxy.on_reply = nothing
     dam.opened.set()
@@ -105,8 +101,7 @@ def test_write_hanging_midway_is_not_believed(store: Store, hasty: Bench) -> Non
     store.proxy.on_command = dam
     hasty.fill([12], [1])
     assert hasty.write([12], [1]).tolist() == [Write.FAILED]
-    # The write has failed, so its slot may belong to another call, which has changed it. The store
-    # must get the old bytes or nothing.
+    # Another call may have the slot: the store gets the old bytes or nothing.
     hasty.arena[:] = 0xEE
     store.proxy.on_command = nothing
     dam.opened.set()
@@ -132,7 +127,7 @@ def test_dead_store_is_named_and_returns(
         quickest = quickest_s(lambda: codes.extend(bench.read([3], [4]).tolist()), 200)
         assert codes == [Read.FAILED] * 200
         assert quickest < 0.3, "a dead store costs waiting"
-    # The tier must recover without calls, because the server makes none to a tier with a problem.
+    # The server makes no calls to a tier with a problem.
     wait_for(lambda: not bench.tier.problem(), "the problem stays")
     bench.check_read(NUMBERS, [4, 5, 6])
     assert bench.tier.figures().failed_blocks - failed_before == 202
@@ -142,9 +137,8 @@ def test_dead_store_is_named_and_returns(
 def test_hung_store_is_given_up_in_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
-    # The tier must report a problem only after the second missed deadline. The first read waits in
-    # vain for an answer. The second connects again, also in vain. On a busy machine the deadline of
-    # a read may pass before its turn comes; the tier then skips it, and it does not count.
+    # Two missed deadlines make a problem: of the first read, and of connecting again. On a busy
+    # machine a read may be skipped, as its deadline passes before its turn.
     workers: Any = hasty.tier._workers
     num_connects, connect_to = 0, workers._connect_to
 
@@ -175,7 +169,7 @@ def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
         store.proxy.on_reply = dam
         asked.read("read", [3], [4])
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "it does not show")
-        # A probe (lookup) must not count in `queued_bytes`, because it transfers no blocks.
+        # Probes transfer no blocks.
         bench.tier.probe([b"hotkv/1/none"], time.monotonic() + 60, probed.append)
         assert bench.tier.figures().queued_bytes == SLOT_BYTES and not asked.codes
         dam.opened.set()
@@ -299,7 +293,7 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
         assert 0 < count <= PART_BLOCKS
         assert count == 1 or num_bytes[part].sum() <= PART_BYTES
     for part, after in pairwise(parts):
-        # With the next block, each part would exceed a limit, so parts are as large as allowed.
+        # Parts are as large as allowed.
         more = num_bytes[part.start : after.start + 1]
         assert len(more) > PART_BLOCKS or more.sum() > PART_BYTES
 
@@ -308,7 +302,7 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
 
 Ask = Callable[..., list[int]]
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
-"""Size of Valkey's reply with a block, on the wire."""
+"""Valkey's reply with a block, on the wire."""
 
 
 def test_flushes_keep_their_contract(store: Store) -> None:
@@ -321,10 +315,8 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 
 @pytest.mark.parametrize("ask", [read, probe])
 def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None:
-    """Holds back a request of a call of node B, until a flush on node A is answered. The call must
-    then find no block. The test does this for each request of the call that may come after the
-    flush. (With S3 these are the requests for blocks, and the request for the generation, a number
-    that each flush raises.)"""
+    """Each request of the call that may come after the flush is held back; with S3 those for
+    blocks and for the generation."""
     if store.is_valkey:
         name = b"GET" if ask is read else b"EXISTS"
         for number in range(5):
@@ -337,17 +329,15 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None
 
 
 def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam | Gate]) -> None:
-    """Begins a call of node B and holds back some of its requests by a gate. Then flushes on node
-    A, and opens the gate. Checks that the call finds no block.
+    """A call of node B, held back by a gate during a flush on node A, finds nothing.
 
-    ask: makes the call, a read or a probe (lookup).
-    gate_of: returns the gate, given the key of the call's first block.
+    ask: makes the call.
+    gate_of: makes the gate, given the key of the call's first block.
     """
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_generation": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
-        # A first flush gives the test a generation (number that each flush raises) of its own,
-        # under which no blocks exist yet.
+        # Its own generation, without blocks.
         now = flush(node_a.tier)
         keys = keys_of(now, 4)
         write(node_b, keys)
@@ -357,14 +347,13 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
         thread = threading.Thread(target=lambda: done.append(ask(node_b.tier, keys, {NAME: now})))
         thread.start()
         assert gate.is_full.wait(60)
-        # Before the flush, gives the store time to execute the requests that the gate has let pass.
+        # The store executes what the gate has let pass.
         time.sleep(0.05)
         raised = flush(node_a.tier)
         gate.opened.set()
         thread.join()
         assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
         store.proxy.on_command = nothing
-        # Blocks that are written under the new generation must be found.
         keys = keys_of(raised, 2)
         write(node_b, keys)
         assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
@@ -375,11 +364,9 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
 def test_a_call_that_loses_its_generation_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
-    """The store answers for all blocks of a call, but the connection breaks before or in the middle
-    of its last answer, with the generation (a number that each flush raises). Without the
-    generation, the blocks may be older than a flush. So the call must fail for all of them.
+    """The last answer has the generation; without it blocks may be older than a flush.
 
-    reply_bytes: bytes of the answer for one block.
+    reply_bytes: of the answer for one block.
     more: bytes of the last answer that still arrive.
     """
 

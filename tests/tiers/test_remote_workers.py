@@ -1,5 +1,5 @@
-"""Tests `Workers`, the threads in which a tier calls a shared store, over fake connections: answers
-that come too late, connections that open slowly or fail, and the order of calls."""
+"""Tests `Workers` over fake connections: late answers, slow and failing connects, the order of
+calls."""
 
 import contextlib
 import threading
@@ -23,8 +23,6 @@ from tests.support.waiting import wait_for
 
 
 class Client:
-    """A fake connection, without a server."""
-
     is_closed = False
     moved_s = 0.0
 
@@ -36,9 +34,8 @@ class Client:
 
 
 class World:
-    """A `Workers` object (threads with a connection each) over fake connections. An attempt to
-    connect waits until the test sets `opens`, and fails if `is_away`. `connected` has the name of
-    the thread of each connection, `ended` the names of the calls that have ended."""
+    """Connecting waits for `opens`, and fails if `is_away`. `connected`: the thread of each
+    connection; `ended`: calls."""
 
     is_away, num_tries = False, 0
 
@@ -81,9 +78,8 @@ class World:
 
 
 def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
-    """Returns a function that stands for a request to the store. It appends the time in seconds
-    that it has left to `limits`, and waits until `answers` is set. If its time ends first, it
-    raises LateError."""
+    """A request that notes its time left in `limits` and waits for `answers`, or raises
+    LateError."""
 
     def do(client: Client, until_s: float) -> None:
         limits.append(until_s - time.monotonic())
@@ -145,7 +141,7 @@ def test_writes_do_not_wait_for_ever_behind_reads(monkeypatch: pytest.MonkeyPatc
         assert queue.get(0.0) is read and queue.put([read])
         now_s += 0.01
         assert queue.get(0.0) is write
-        # After a write, reads must go first again.
+        # Reads go first again.
         assert queue.get(0.0) is read and queue.put([read])
 
 
@@ -159,7 +155,7 @@ def test_free_connection_is_used_before_waiting() -> None:
         wait_for(lambda: world.num_tries > 3, "it does not connect again")
 
     try:
-        # Waits for all connections: two for blocks, and one for control calls (such as flushes).
+        # Two for blocks, one for control calls.
         wait_for(lambda: len(world.clients) == 3, "it does not connect")
         world.opens.clear()
         names = ["one", "other", *map(str, range(20))]
@@ -175,8 +171,7 @@ def test_free_connection_is_used_before_waiting() -> None:
 
 
 def test_all_threads_connect_after_a_problem() -> None:
-    """Lets two threads lose their connections. The first that connects again ends the problem. The
-    other must then connect at once too, so that no later call has to wait for it."""
+    """Else a later call would have to wait for the second."""
     world, both = World(2, connects_first=True), threading.Barrier(2)
 
     def fail(client: Client, until_s: float) -> None:
@@ -193,7 +188,7 @@ def test_all_threads_connect_after_a_problem() -> None:
         world.is_away, num_tries = False, world.num_tries
         wait_for(lambda: world.num_tries > num_tries, "it is not tried again")
         world.opens.set()
-        # The thread of control calls may connect again too.
+        # The control calls' thread may connect too.
         wait_for(
             lambda: {"hotkv-a-0", "hotkv-a-1"} <= {*world.connected[3:]},
             "a thread does not connect",
@@ -222,8 +217,6 @@ def test_all_that_wait_for_a_connection_show() -> None:
 
 
 def test_the_longest_wait_shows() -> None:
-    """Lets two connections wait for answers. `stalled_s` must return for how long the one that
-    began earlier has waited."""
     world, limits, answers = World(2), list[float](), threading.Event()
     try:
         for number, name in enumerate(("longest", "later"), 1):
@@ -273,7 +266,7 @@ def test_pauses_between_connects_double_to_a_limit(
             health.fail("is away")
             wait_s = health.retry_at_s - now_s
             assert 0.7 * expected_s < wait_s < 1.3 * expected_s and not health.claim()
-            # If another thread fails in the meantime, the time of the next try must not change.
+            # Another thread's failure does not change it.
             health.fail("hangs")
             assert health.retry_at_s == now_s + wait_s and health.problem == "a store hangs"
             now_s = health.retry_at_s

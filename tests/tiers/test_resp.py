@@ -1,5 +1,5 @@
-"""Tests the reader of Valkey's replies (`Replies`). It must return the sent replies, in whatever
-pieces their bytes arrive, and refuse bytes that are not a reply."""
+"""Tests `Replies`, the reader of Valkey's replies: whatever the pieces, it returns what was
+sent, and refuses what is no reply."""
 
 import socket
 import ssl
@@ -31,8 +31,7 @@ HEAD_BYTES = 4
 
 
 class Cut:
-    """A fake connection that returns `content` in pieces. `sizes`: the largest size of each piece,
-    in turn; after the last it begins again."""
+    """A connection that returns `content` in pieces of at most `sizes`, in turn."""
 
     def __init__(self, content: bytes, sizes: list[int]) -> None:
         self.left = content
@@ -57,20 +56,18 @@ Sent = tuple[bytes, object]
 
 
 def sent_as(form: bytes, text: bytes, value: object) -> Sent:
-    """Returns a reply that consists of a text and its length, in the format `form`, and the value
-    that the reader must make of the reply."""
+    """`form`: format of the text's length and the text."""
     return form % (len(text), text), value
 
 
 def list_as(kind: bytes, items: list[Sent]) -> Sent:
-    """Returns an array or a set of replies."""
     return b"%b%d\r\n%b" % (kind, len(items), b"".join(wire for wire, _ in items)), [
         value for _, value in items
     ]
 
 
 def map_of(items: list[Sent]) -> Sent:
-    """Returns a map with keys k0, k1, ..."""
+    """The keys are k0, k1, ..."""
     wire = b"".join(b"+k%d\r\n%b" % (at, item) for at, (item, _) in enumerate(items))
     value = {b"k%d" % at: item for at, (_, item) in enumerate(items)}
     return b"%%%d\r\n%b" % (len(items), wire), value
@@ -106,8 +103,7 @@ PUSH = b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n"
 @example([(False, (b"*1\r\n" * 8 + b":1\r\n", [[[[[[[[1]]]]]]]]))], [7])
 @example([(False, (b"+%b\r\n" % (b"x" * 4095), b"x" * 4095))], [4096])
 def test_replies_are_what_was_sent(sent: list[tuple[bool, Sent]], sizes: list[int]) -> None:
-    """Reads random replies whose bytes arrive in random pieces. The reader must return their
-    values, and skip messages that the server pushes between two replies."""
+    """Messages that the server pushes between replies are skipped."""
     content = b"".join((PUSH if has_push else b"") + wire for has_push, (wire, _) in sent)
     reader = Replies(Cut(content, sizes))
     for _, (_, value) in sent:
@@ -190,7 +186,7 @@ def test_garbage_is_a_reply_or_lost(content: bytes, sizes: list[int]) -> None:
 def test_what_cannot_be_a_reply_is_lost(content: bytes) -> None:
     with pytest.raises(LostError) as caught:
         Replies(Cut(content, [7])).next(FOREVER)
-    # The error must be about the content, not about the closed connection behind it.
+    # Not about the closed connection behind it.
     assert "closed" not in str(caught.value)
 
 
@@ -223,9 +219,7 @@ def test_server_that_reads_nothing_ends_the_send(within_s: float) -> None:
 
 
 def test_slow_send_over_tls_is_no_stall(tmp_path: Path) -> None:
-    """Sends a block over TLS to a server that reads nothing at first, so only the block's first
-    bytes leave this machine. `moved_s`, the time of the last progress, must nevertheless become
-    later, so that the store does not seem to hang."""
+    """Only the first bytes leave this machine, but that is progress."""
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(*Authority(tmp_path, "ca").issue("store"))
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,6 +1,5 @@
-"""Tests how the server moves blocks between host memory and a faulty disk tier (`tiers.drive`), on
-the event loop. A caller may wait at most as long as the setting `lookup_wait_ms` allows. A lease
-may pin only blocks that have the stored bytes."""
+"""Tests how blocks move between host memory and a faulty disk tier (`tiers.drive`): callers wait
+at most `lookup_wait_ms`, and leases pin only right bytes."""
 
 import asyncio
 import contextlib
@@ -89,8 +88,7 @@ async def test_read_ends_although_blocks_cant_be_checked(monkeypatch: Any) -> No
 
 
 async def test_broken_tiers_trial_read_is_no_hit() -> None:
-    """The server tries a broken tier with a single read, which hangs here. Lookups and other leases
-    must not wait for this read, so they must not count its blocks as hits."""
+    """Nobody may wait for the single read with which a broken tier is tried."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
@@ -111,9 +109,7 @@ async def test_confirmation_ended_during_making_room_is_none(monkeypatch: Any) -
 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
-    """Stores more blocks than the disk tier has room for. At most two blocks may be evicted from
-    the tier in one turn of the event loop. (With compression, each choice of a block to evict reads
-    all entries, so many in one turn would take long.)"""
+    """With compression each choice of a victim reads all entries."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -172,7 +168,7 @@ async def test_promoted_blocks_evict_none_of_their_prompt(is_ahead: bool) -> Non
         await one.lie_below(prompt[6:])
         one.put(prompt[:6])
         for at in others[::29]:
-            # Fills all slots with blocks that are used later than the beginning of the prompt.
+            # Used later than the prompt's beginning.
             one.put(list(range(at, at + 29)))
             await one.until_down(12 + at + 29 - others.start)
         if is_ahead:
@@ -186,9 +182,7 @@ async def test_promoted_blocks_evict_none_of_their_prompt(is_ahead: bool) -> Non
 
 @pytest.mark.parametrize("move_blocks", [1, 4, tier_drive.MOVE_BLOCKS])
 async def test_many_ask_each_block_is_read_once(monkeypatch: Any, move_blocks: int) -> None:
-    """Makes five leases of overlapping blocks at the same time. Each block must be read from the
-    tier once. If the blocks are read in several moves (copies of at most `move_blocks` blocks), the
-    event loop must run other tasks between the starts of two moves."""
+    """Other tasks run between two moves, each of `move_blocks` at most."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -227,9 +221,8 @@ async def test_first_moves_blocks_stay_during_last_ones(monkeypatch: Any) -> Non
 
 
 async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
-    """Promotes blocks for a caller that keeps them pinned while it waits for another tier. At most
-    an eighth of host memory may be in promotion at a time, and these blocks must still count in it.
-    So a further promotion and a prefetch must find no room until the caller unpins the blocks."""
+    """An eighth of host memory may be in promotion; blocks pinned while their caller waits for
+    another tier still count."""
     monkeypatch.setattr(tier_drive, "PREFETCH_PAUSE_S", 0.0)
     lost, *first = range(NUM_SLOTS // 8 + 1)
     async with made() as one:
@@ -254,8 +247,7 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
 
 
 async def test_large_prefetch_leaves_room_for_stores() -> None:
-    """Prefetches half of the arena from a tier that hangs. Blocks in promotion may fill at most an
-    eighth of the arena, so stores must succeed in the other seven eighths."""
+    """An eighth of the arena may be in promotion."""
     many = list(range(NUM_SLOTS // 2))
     async with made() as one:
         await one.lie_below(many)
@@ -291,9 +283,7 @@ async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
 @pytest.mark.parametrize("coming_bytes", [1 << 40, len(BLOCKS) * SLOT_ALIGN])
 @pytest.mark.parametrize("is_shared", [False, True])
 async def test_a_prefetch_waits_for_memory_that_comes(is_shared: bool, coming_bytes: int) -> None:
-    """Prefetches blocks into a full arena, of which more memory is being allocated. Until then the
-    arena has no room for promoted blocks, so that nothing is evicted for them. The prefetch must
-    wait, instead of leaving its blocks in the tier."""
+    """Nothing is evicted for promotions while the arena still grows."""
     async with nodes() as (other, a), made() as one:
         at: Node = a if is_shared else one
         await (other.share(BLOCKS) if is_shared else one.lie_below(BLOCKS))
@@ -322,9 +312,7 @@ async def test_a_prefetch_ends_when_the_node_drains() -> None:
 async def test_prefetch_loads_from_each_tier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefetches three blocks from one store and one block from another, while a lease loads from
-    the first store. Together they take all the room that prefetches may use. The block of the
-    second store must be loaded all the same."""
+    """The first store's moves take all the room of prefetches."""
     store, other, wanted = MemoryStore(False), MemoryStore(False), [0, 1, 2, 3]
     a, b = (SharedNode(store, 10.0, other=other) for _ in range(2))
     async with running(a, b):
@@ -360,8 +348,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         one.put([40, 41])
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
         assert await one.leased([40, 41]) == [True, True]
-        # A block that is being stored is neither in host memory nor in the tier,
-        # so a lookup must miss it.
+        # In neither place: a miss.
         begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
         assert one.lies_elsewhere([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
         one.core.end_store(one.number, "s", True, 1.0)
@@ -371,8 +358,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 async def test_caller_giving_up_while_waiting_pins_nothing() -> None:
-    """Cancels a caller that waits for blocks from a tier, as gRPC does with a cancelled unary call.
-    No block may stay pinned."""
+    """gRPC cancels a unary call so."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
@@ -415,8 +401,8 @@ async def test_blocks_slower_than_computing_are_left() -> None:
 
 @contextlib.asynccontextmanager
 async def locations(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Setup | SharedNode]:
-    """Yields a node that has BLOCKS only outside host memory: on its disk, or, if `where` is
-    "shared", in a store to which another node has copied them."""
+    """BLOCKS lie only on its disk, or ("shared") in a store to which another node has copied
+    them."""
     if where == "disk":
         async with made(lookup_wait_s) as one:
             await one.lie_below(BLOCKS)
@@ -424,8 +410,7 @@ async def locations(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Se
         return
     async with nodes(lookup_wait_s=lookup_wait_s) as (other, one):
         await other.share(BLOCKS)
-        # With a short wait, the store may answer after a lookup has ended. The next lookup then
-        # uses this answer.
+        # The next lookup uses a late answer.
         until_s = time.monotonic() + WAIT_S
         while not all(await one.looked_up(BLOCKS)):
             assert time.monotonic() < until_s, "the blocks are not found"
@@ -436,13 +421,12 @@ async def locations(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Se
 async def test_dead_tier_misses_at_once_comes_back(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    # After the first trial call, no other is due before the last part of the test.
+    # No other trial before the last part.
     monkeypatch.setattr(breaker, "RETRY_S", 3600.0)
     async with locations(where) as one:
         one.tier.faults.problem, num_written = "gone", one.tier.figures().written_blocks
         one.put([30])
-        # The tier is broken. The first lease tries a single read, which fails; later callers must
-        # not wait for the tier.
+        # One read tries the broken tier; later callers must not wait.
         assert not any(await one.leased(BLOCKS))
         assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
         monkeypatch.setattr(breaker, "RETRY_S", 0.1)
@@ -451,19 +435,18 @@ async def test_dead_tier_misses_at_once_comes_back(
         one.tier.faults.problem = ""
         (drive,) = (*one.tiers.shared, *([one.tiers.below] if one.tiers.below else []))
         await eventually(lambda: drive.breaker.lets_pass, "it is not tried again")
-        # Leases until the blocks are promoted. The first lease may still get the result of the read
-        # that has failed.
+        # The first may still get the failed read's result.
         until_s = time.monotonic() + WAIT_S
         while not all(await one.leased(BLOCKS)):
             assert time.monotonic() < until_s, "the blocks are not read again"
             await asyncio.sleep(0.001)
-        # The block that was stored while the tier was broken must now be written to it.
+        # The block from the broken time is written now.
         await eventually(lambda: one.tier.figures().written_blocks > num_written, "not written")
 
 
 @pytest.mark.parametrize("where", ["disk", "shared"])
 async def test_hung_tier_costs_one_wait(monkeypatch: Any, where: str) -> None:
-    # The hung store confirms no generation any more, and what is not confirmed is not read.
+    # What is not confirmed is not read.
     monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
     async with locations(where, 0.2) as one:
         one.tier.faults.is_hung = True
@@ -477,7 +460,7 @@ async def test_hung_tier_costs_one_wait(monkeypatch: Any, where: str) -> None:
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
         ready = one.core.lookup(1, lists)
         assert not one.tiers.lookups.lies_elsewhere(1, lists, ready)[0].any()
-        # When the read ends after all, its blocks must be ready for the next caller.
+        # Ready for the next caller.
         one.tier.faults.is_hung = False
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
@@ -486,9 +469,7 @@ async def test_hung_tier_costs_one_wait(monkeypatch: Any, where: str) -> None:
 async def test_repeatedly_hung_tier_spares_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lets the tier hang, work again and hang again. The server gives up hanging reads, but they
-    have not ended, so their slots in host memory stay in use. When such slots fill an eighth of
-    host memory, no further read from this tier may begin."""
+    """Given-up reads that have not ended keep their slots: an eighth of host memory at most."""
     most_blocks = NUM_SLOTS // 8
     async with made(0.01) as one:
         numbers = list(range(4 * most_blocks))
@@ -550,9 +531,7 @@ async def test_clean_blocks_leave_broken_disk_its_trial() -> None:
 async def test_nothing_is_evicted_for_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """Requests blocks that only a tier has, while the tier is dead, the node drains or the tiers
-    close (`why`). No block may be evicted to make room for them. If not `is_early`, this state
-    begins only after the room was made; then the tier must not be read."""
+    """Not `is_early`: dead, draining or closing only after room was made."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
@@ -589,9 +568,7 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
 
 
 async def test_blocks_encoding_too_large_are_written_plain(monkeypatch: Any) -> None:
-    """Writes blocks to a tier that refuses the encoded (compressed) form of each. The server must
-    write all blocks plain. It computes no checksums in this test, so only the tier's own checksums
-    (seals) are compared at reads."""
+    """Without checksums of the server, only the tier's seals are compared."""
     size = 2 * SLOT_ALIGN
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
@@ -650,9 +627,7 @@ async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_move_is_given_up_during_its_checksums() -> None:
-    """Gives up a promotion, as the event loop does if the tier hangs, while a thread computes the
-    checksums of the blocks that were read into the arena. The computation must not fail, and the
-    state must stay consistent."""
+    """As the event loop does for a hung tier, while a thread computes."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         lists = [HashList(0, words_of(BLOCKS))]
@@ -676,8 +651,7 @@ async def test_move_is_given_up_during_its_checksums() -> None:
 
 
 def test_broken_tier_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Asks the breaker for a log line while the tier works, after it breaks, and after it works
-    again. Each change must be logged once, and at once."""
+    """Each change is logged once."""
     caplog.set_level("INFO", breaker.__name__)
     memory = np.zeros(SLOT_ALIGN, np.uint8)
     arena = Region(memory.ctypes.data, memory.nbytes, "arena")

@@ -1,6 +1,5 @@
-"""Tests faults that only S3 buckets have: wrong answers to writes, refused reads and keys,
-cancelled requests, and slow writes that occupy all threads. `test_remote_faults` tests the faults
-that all shared stores have."""
+"""Tests faults of S3 only: wrong answers to writes, refused reads and keys, cancelled requests,
+slow writes. `test_remote_faults` tests the rest."""
 
 import asyncio
 import re
@@ -32,7 +31,7 @@ from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of
 from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
-"""With these settings the tier sends only the requests that the test causes."""
+"""The tier sends only the requests that the test causes."""
 
 
 @pytest.fixture
@@ -42,8 +41,7 @@ def proxy(s3_proxy: FaultProxy) -> FaultProxy:
 
 @pytest.fixture
 def bench(s3_server: Server, proxy: FaultProxy) -> Iterator[Bench]:
-    """Yields a `Bench` (a harness that calls a tier and waits for its answers) over S3, behind the
-    proxy. Blocks 3, 6 and 9 of one key space are stored."""
+    """Blocks 3, 6 and 9 of one key space are stored."""
     endpoint = f"http://127.0.0.1:{proxy.port}"
     with bench_over(s3_server, new_prefix(), endpoint=endpoint, **QUIET) as one:
         one.fill([3, 6, 9], [0, 1, 2])
@@ -83,11 +81,9 @@ def test_what_a_store_answers_to_a_write(
 
 
 def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
-    """Returns a function for `FaultProxy.on_reply` that makes reads of packs (objects with blocks)
-    fail. Only such reads get partial replies (status 206); the function replaces each of these
-    replies by an empty one with the status `answered`."""
-    # How many bytes of a withheld reply are still to come on this connection. Each connection has a
-    # thread of its own.
+    """For `FaultProxy.on_reply`: only reads of packs get partial replies (206); each becomes an
+    empty one with status `answered`."""
+    # Bytes of a withheld reply still to come; each connection has its thread.
     of_thread = threading.local()
 
     def reply(piece: bytes) -> Iterator[bytes]:
@@ -126,8 +122,7 @@ def test_store_failing_reads_while_listing_isnt_empty(s3_server: Server, proxy: 
 def test_packs_are_known_after_reads_that_failed(
     s3_server: Server, proxy: FaultProxy, bench: Bench, answered: bytes
 ) -> None:
-    """The store refuses reads of packs (objects with blocks) and answers all other requests. The
-    node must still know which blocks the store has, and read them once reads work again."""
+    """Only reads of packs are refused."""
     proxy.on_reply = instead_of_packs(answered)
     for _ in range(3):
         assert bench.read([3, 6, 9], [4, 5, 6]).tolist() == [Read.FAILED] * 3
@@ -140,8 +135,7 @@ def test_packs_are_known_after_reads_that_failed(
 
 
 def spoil(piece: bytes) -> Iterator[bytes]:
-    """Makes the signature of a request wrong. `FaultProxy` passes each request through such a
-    function."""
+    """Makes a request's signature wrong."""
     yield piece.replace(b"Signature=", b"Signature=00", 1)
 
 
@@ -164,8 +158,7 @@ def test_store_refusing_only_writes_is_not_believed(proxy: FaultProxy, bench: Be
     proxy.on_command = lambda piece: spoil(piece) if piece[:4] == b"PUT " else nothing(piece)
     bench.fill([12], [1])
     assert bench.write([12], [1]).tolist() == [Write.FAILED]
-    # Only writes are refused. The tier must report the problem although listings succeed, because a
-    # try to connect also writes an object.
+    # A try to connect writes an object too.
     until_s = time.monotonic() + 0.5
     while time.monotonic() < until_s:
         assert bench.tier.problem().endswith("rejects the access key: check credentials_file")
@@ -192,7 +185,7 @@ def test_abandoned_requests_have_ended_at_loop_close() -> None:
         with pytest.raises(LateError):
             loop.run(hang(), time.monotonic() + 0.01)
         wait_for(lambda ended=ended: ended, "a request that was given up goes on")
-        # A call may end with an error while some of its requests still run; `close` must end them.
+        # A failed call may leave requests running; `close` must end them.
         loop.run(leave(), time.monotonic() + 60)
         loop.close()
         loop.close()
@@ -204,7 +197,7 @@ def test_a_thread_that_has_died_shows(s3_server: Server, monkeypatch: pytest.Mon
     with bench_over(s3_server, new_prefix()) as bench:
         assert bench.tier.is_alive()
         monkeypatch.setattr(bench.tier._shared.lister, "_connect", sys.exit)
-        # Reads until one has begun before its deadline: an earlier one asks for no listing.
+        # A read after its deadline asks for no listing.
         until_s = time.monotonic() + WAIT_S
         while bench.tier.is_alive():
             assert time.monotonic() < until_s, "it does not show"
@@ -235,11 +228,9 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         for slot in range(20, 26):
             bench.check_read([3], [slot])
         assert not asked.codes and len(held) == 2
-        # Writes that take long must not count as a stall (a time for which the store seems to
-        # hang), because lookups skip a tier that stalls.
+        # Lookups skip a tier that stalls.
         assert bench.tier.stalled_s(time.monotonic() + 100) == 0
-        # While packs (objects with blocks) are written, the memory that the tier reports includes a
-        # copy of their blocks.
+        # The reported memory has a copy of the packs that are being written.
         memory = bench.tier.memory()
         assert 2 * 8 * SLOT_BYTES < memory.held_bytes < memory.most_bytes
         opened.set()
@@ -250,7 +241,7 @@ async def test_slow_buckets_late_answers_serve_the_next(
     s3_server: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(piece: bytes) -> Iterator[bytes]:
-        # Only reads of packs (objects with blocks) have replies with a part of an object.
+        # Only packs have partial replies.
         if piece.startswith(b"HTTP/1.1 206"):
             time.sleep(MAX_STALL_S + 0.5)
         yield piece
@@ -267,8 +258,7 @@ async def test_slow_buckets_late_answers_serve_the_next(
             await asyncio.sleep(0.05)
         proxy.on_reply = slow
         lists = [HashList(0, words_of(nodes.BLOCKS))]
-        # A lease does not wait until the blocks are read. If the bucket is so slow that the node
-        # does not even begin to read them, a later lease begins.
+        # A very slow bucket may not even begin; then a later lease does.
         until_s = time.monotonic() + WAIT_S
         assert not any(await b.leased(nodes.BLOCKS))
         while not b.core.lookup(1, lists)[0].all():

@@ -1,5 +1,5 @@
-"""Tests generations (numbers that each flush raises) in an S3 bucket, where each key space's
-generation is an object. `test_remote_faults` tests flushes that come while blocks are read."""
+"""Tests generations in an S3 bucket, where each is an object. `test_remote_faults` tests flushes
+during reads."""
 
 import time
 from collections.abc import Iterator
@@ -35,8 +35,7 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    # Node B raises a generation (number that each flush raises). Its write is held back while node
-    # A flushes twice. When the write arrives at last, it must not restore an old generation.
+    # Node B's write arrives after two flushes of node A: no old generation may come back.
     first = generation(node_a)
     with proxied(s3_server) as (proxy, over_it):
         gate = Gate(b"PUT", "/generations/1/")
@@ -71,9 +70,7 @@ def test_full_buckets_flush_removes_the_generation(s3_server: Server, prefix: st
 
 
 def test_unreadable_generation_costs_its_key_space_only(s3_server: Server, prefix: str) -> None:
-    """Breaks connections that read one key space's generation (number that each flush raises);
-    other generations are still read. Then breaks all reads, but not lists of names: the tier must
-    report a problem until reads work again."""
+    """If all reads but listings break, the tier has a problem until they work."""
     lost = list[bytes]()
 
     def cut(piece: bytes) -> Iterator[bytes]:
@@ -95,10 +92,10 @@ def test_unreadable_generation_costs_its_key_space_only(s3_server: Server, prefi
 
 
 class Objects:
-    """A fake bucket in memory.
+    """A bucket in memory.
 
-    is_full: True if all writes fail.
-    ignores: If-Match or If-None-Match, if the bucket ignores this condition of writes.
+    is_full: writes fail.
+    ignores: If-Match or If-None-Match.
     """
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:

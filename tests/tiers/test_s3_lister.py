@@ -1,6 +1,5 @@
-"""Tests the lister, which finds the packs of a bucket (objects with many blocks) for a node. Only
-the first request for a key space may wait for a listing. A listing must make few requests to the
-bucket."""
+"""Tests the lister of a bucket's packs: only a key space's first request waits, and listings
+cost few requests."""
 
 import threading
 import time
@@ -27,17 +26,16 @@ def key(number: int) -> bytes:
 
 
 class Listed:
-    """A fake bucket of packs (objects with blocks), each with one block. A pack's head is a list of
-    its blocks.
+    """A bucket of packs of one block; a pack's head lists its blocks.
 
-    looks: for each listing so far, the number of names that it returned.
-    fronts: the packs whose heads were read, in order.
-    num_begun: number of requests for heads that have begun.
-    error: the exception that listings raise, if any.
-    lost: the packs whose reads fail.
-    denied: the packs that the store forbids to read.
-    refused: the packs for whose reads the store refuses the access key.
-    turns: a semaphore; each read of a head acquires it.
+    looks: names returned, per listing.
+    fronts: packs whose heads were read, in order.
+    num_begun: heads whose reads have begun.
+    error: raised by listings.
+    lost: packs whose reads fail.
+    denied: packs that the store forbids.
+    refused: packs for which it refuses the access key.
+    turns: acquired by each read of a head.
     """
 
     PAGE = 4
@@ -125,8 +123,8 @@ def test_only_the_first_asker_waits(bucket: Listed, index: PackIndex, lister: Li
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # Adds a pack whose name has an earlier time, as if its write had taken long. Listings for a
-    # request look only at newer names and don't find it. A listing in the background must.
+    # As if its write had taken long. Listings for a request look only at newer names; one in the
+    # background finds it.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -140,15 +138,14 @@ def test_look_ends_where_the_last_was(bucket: Listed, lister: Lister) -> None:
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # Damages the last pack (object with blocks). Its blocks can't be found then, but the pack must
-    # not be read again at each listing.
+    # A damaged pack must not be read again at each listing.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
     names = [bucket.add(number, now_us()) for number in (98, 99)]
     bucket.objects[path_of(SPACE, names[0])] = b"x" * list_bytes(name)
     wait_for(lambda: ask(lister) or (len(bucket.looks) > 3 and bucket.fronts[40:]))
-    # The listing gets names by whole pages of 4. It must read only the two new packs among them.
+    # Names come by pages of 4; only the new packs are read.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == sorted(names)
 
@@ -161,9 +158,8 @@ def test_corrected_clock_hides_no_packs(
     monkeypatch: pytest.MonkeyPatch,
     wrong_at_start: bool,
 ) -> None:
-    """Sets the node's clock a day ahead, before or (if not `wrong_at_start`) after its first
-    listing, and then right, as NTP does on a machine without a clock battery. The node must find
-    the packs (objects with blocks) that other nodes wrote before and after the correction."""
+    """A clock a day ahead, before or after the first listing, then right: NTP without a clock
+    battery."""
     ahead_s = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
     monkeypatch.setattr(lister_module, "time", clock)
@@ -176,8 +172,7 @@ def test_corrected_clock_hides_no_packs(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # Adds a new pack (object with blocks). From now on, a listing must stop at packs that the
-    # previous listing has seen.
+    # Listings stop again at packs that the last has seen.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
@@ -196,8 +191,7 @@ def test_newest_packs_are_learned_and_known_first(
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
-    # A request for another key space must wait only until one list of the first key space has been
-    # read.
+    # Waits for one list of the other key space only.
     other = Space("0b/7")
     with pytest.raises(LostError, match="has not listed"):
         lister.ask(other, time.monotonic() + 0.02)
@@ -222,8 +216,7 @@ def test_a_listing_ends_with_its_generation(
     wait_for(lambda: len(index) == 2 * LISTS_AT_ONCE)
     lister.forget_others("0a", Space("0a/8"))
     bucket.turns.release(FREE)
-    # The listing of "0a/7" must have stopped: otherwise it would continue before these two, and
-    # read more packs.
+    # Otherwise it would go on before these two.
     for other in ("0b/7", "0c/7"):
         lister.ask(Space(other), time.monotonic() + WAIT_S)
     assert len(bucket.fronts) <= 3 * LISTS_AT_ONCE
@@ -256,8 +249,7 @@ def test_waiters_learn_what_ails_the_store(
         ask(lister)
     bucket.refused.clear()
     ask(lister)
-    # The store is away, so nothing can be read again. Packs (objects with blocks) that are known
-    # must stay in the index.
+    # What is known stays.
     bucket.error = LostError("is away")
     for _ in range(3):
         ask(lister)
@@ -267,15 +259,14 @@ def test_waiters_learn_what_ails_the_store(
 def test_store_failing_all_reads_isnt_empty(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    """Lists a bucket that answers all reads of its packs (objects with blocks) with 503. Requests
-    must fail until reads work again, instead of finding that there is no block."""
+    """All reads of packs get 503."""
     names = [bucket.add(number, 10**15 + number) for number in range(4 * LISTS_AT_ONCE)]
     bucket.lost = set(names)
     for looks in (1, 2):
         with pytest.raises(LostError, match="answers 503"):
             ask(lister)
         assert len(bucket.fronts) == looks * LISTS_AT_ONCE
-    # Now the store first returns some lists, and then fails.
+    # First some lists, then failures.
     bucket.lost = set(names[: 2 * LISTS_AT_ONCE])
     with pytest.raises(LostError, match="answers 503"):
         ask(lister)
@@ -288,9 +279,8 @@ def test_store_failing_all_reads_isnt_empty(
 def test_unreadable_pack_hides_no_other(
     bucket: Listed, index: PackIndex, lister: Lister, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Some packs (objects with blocks) can't be read, because of errors or because the store
-    forbids it. Each listing must try them again, since they may become readable, but must not read
-    other known packs again."""
+    """Lost or forbidden packs may become readable, so they are tried again; other known ones are
+    not."""
     long_ago_us = now_us() - 3600 * 10**6
     names = [bucket.add(number, long_ago_us + number) for number in range(40)]
     bucket.lost, bucket.denied = {names[1], names[38]}, {names[2], names[39]}
@@ -305,7 +295,6 @@ def test_unreadable_pack_hides_no_other(
     assert bucket.fronts.count(names[1]) > 3 and bucket.fronts.count(names[3]) == 1
     said = [record for record in caplog.records if record.name == lister_module.log.name]
     assert [record.levelname for record in said] == ["WARNING"]
-    # A removed pack must not be read again, and the other packs must be found.
     del bucket.objects[path_of(SPACE, names[1])]
     bucket.lost.clear()
     bucket.denied.clear()
@@ -325,7 +314,7 @@ def test_unreadable_new_packs_harm_no_known_ones(
     wait_for(lambda: ask(lister) or len(bucket.fronts) > 4)
     ask(lister)
     assert index.find([key(0)]) != [None] and index.find([key(1)]) == [None]
-    # The listing counts as successful, although one pack could not be read.
+    # An unreadable pack does not fail the listing.
     assert lister._folders[SPACE].error is None
     bucket.lost.clear()
     wait_for(lambda: ask(lister) or index.find([key(1)]) != [None])
@@ -334,9 +323,7 @@ def test_unreadable_new_packs_harm_no_known_ones(
 def test_forbidden_packs_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store forbids to read any pack (an object with blocks). Requests must still work. Each
-    listing may try only a few packs again. The lister must remember at most MAX_UNREAD of them, and
-    forget the others."""
+    """Each listing tries a few again; at most MAX_UNREAD are remembered."""
     count = 3 * LISTS_AT_ONCE
     monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
     names = [bucket.add(number, 10**15 + number) for number in range(count)]
@@ -346,8 +333,7 @@ def test_forbidden_packs_are_read_again_in_turn(
     looks = len(bucket.looks)
     wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 4)
     assert len(bucket.fronts) <= count + LISTS_AT_ONCE * len(bucket.looks)
-    # The store now forbids only the newest packs. The others must be found, except two,
-    # which the lister has dropped.
+    # Now only the newest; two were forgotten.
     bucket.denied = set(names[-LISTS_AT_ONCE:])
     wait_for(lambda: ask(lister) or len(index) == count - LISTS_AT_ONCE - 2)
     assert index.find([key(0), key(1)]) == [None] * 2 and index.find([key(2)]) != [None]
@@ -371,7 +357,6 @@ def test_waiting_ends_when_it_is_stopped(bucket: Listed, lister: Lister) -> None
     lister.stop()
     thread.join(WAIT_S)
     assert problems == ["is not asked any more"]
-    # The running reads end. The stopped lister must not send further requests.
     bucket.turns.release(FREE)
     lister.close()
     assert len(bucket.fronts) == LISTS_AT_ONCE

@@ -1,6 +1,5 @@
-"""Tests packs, the objects of a bucket that contain many blocks. A reader must find exactly the
-blocks that were packed, and refuse changed bytes. The index of packs must find the same blocks as a
-dict."""
+"""Tests packs: exactly the packed blocks come back, changed bytes are refused; the index against
+a dict."""
 
 import tracemalloc
 from itertools import pairwise
@@ -46,11 +45,7 @@ def pack_of(
 
 
 def blocks_in(pack: Pack | None, body: bytes, keys: list[bytes]) -> dict[bytes, bytes]:
-    """Returns the blocks of `keys` that a reader finds in the object `body`.
-
-    pack: the list of blocks that the reader has read from the object; None: the reader has refused
-        this list.
-    """
+    """What a reader finds in `body`. `pack`: its list of blocks; None: refused."""
     if pack is None:
         return {}
     index, found = PackIndex(1 << 10), {}
@@ -73,8 +68,7 @@ def test_a_pack_gives_back_what_was_put_in(contents: dict[bytes, bytes]) -> None
     assert again is not None and again.path == f"blocks/1/{SPACE}/{pack.name}"
     assert again.seals.tolist() == pack.seals.tolist()
     assert blocks_in(again, bytes(body), [*contents, key(1 << 61)]) == contents
-    # In a pack (object with blocks), blocks follow each other in the order of the write, so one
-    # request can read neighbouring blocks of a sequence.
+    # In the order of the write: one request reads neighbours.
     ends = (again.begins + again.num_bytes).tolist()
     assert again.begins.tolist() == [list_bytes(pack.name), *ends][: len(contents)]
 
@@ -146,8 +140,7 @@ def test_packs_are_all_rows_in_order_and_large(sizes: list[int], pack_bytes: int
     totals = [int(num_bytes[part].sum()) for part in parts]
     assert all(total >= pack_bytes for total in totals[:-1])
     assert len(totals) < 2 or totals[-1] >= MIN_PACK_BYTES
-    # A pack is full once it has `pack_bytes`, so it exceeds this by less than a block. The last
-    # pack also gets blocks that would be too few for a pack of their own.
+    # Full at `pack_bytes`; the last pack also gets what would be too few for one of their own.
     assert all(total < pack_bytes + max(sizes) + MIN_PACK_BYTES for total in totals)
     assert all(part.stop == after.start for part, after in pairwise(parts))
 
@@ -177,9 +170,7 @@ def rows(pack: Pack) -> int:
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
-    """Adds, drops and flushes packs (objects with many blocks) in a `PackIndex`, in random order,
-    and compares the index with a dict. If the index has too little room for all packs, it must keep
-    the newest."""
+    """Without room, the newest packs stay."""
 
     MAX = 36
 
@@ -202,7 +193,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         pack, _ = pack_of(dict.fromkeys(keys, b"x"), space, now_us, self.count)
         has_room = True
         while self.packs and sum(map(rows, [*self.packs, pack])) > self.MAX:
-            # Among packs of equal age, the pack that was added first is dropped first.
+            # Of equal age, the first added goes first.
             oldest = max(self.packs, key=lambda one: one.age)
             if pack.age >= oldest.age:
                 has_room = False
@@ -214,13 +205,11 @@ class IndexAgainstDict(RuleBasedStateMachine):
             for row, name in enumerate(keys):
                 if name not in self.where or self.where[name][0].age >= pack.age:
                     self.where[name] = pack, row
-            # Adding the same pack again must change nothing.
             assert self.index.add(pack) and self.index.has(pack.path)
 
     @rule()
     def churn(self) -> None:
-        """Adds and at once drops many packs (objects with blocks), if there is room. Dropped packs
-        must not use memory."""
+        """Dropped packs must use no memory."""
         for _ in range(self.MAX * 8):
             self.count += 1
             pack, _ = pack_of({key(99): b"x"}, SPACE, 0, self.count)

@@ -1,6 +1,5 @@
-"""Tests the S3 tier over a real server. It must pass the checks for all tiers (`tier_contract`).
-Nodes must read each other's blocks with few requests, and find the same blocks as a dict. Damaged
-or deleted blocks must be misses."""
+"""Tests the S3 tier over a real server: `tier_contract`, few requests, two nodes against a dict,
+damaged and deleted blocks."""
 
 import contextlib
 import time
@@ -39,9 +38,7 @@ from tests.tiers.support import Gate, tls_proxy
 
 
 def test_odd_keys(s3_server: Server) -> None:
-    """Writes four blocks in one call, two of them with the same key, and one with a key that hotkv
-    would not make. The block with the repeated key must be stored once, and the last block refused.
-    """
+    """One key twice, and one that hotkv would not make."""
     with bench_over(s3_server, new_prefix()) as bench:
         bench.fill([1, 2, 1, 3], range(4))
         blocks = blocks_of([key(1), key(2), key(1), b"elsewhere"], 0, {})
@@ -52,7 +49,7 @@ def test_odd_keys(s3_server: Server) -> None:
 
 
 class Requests:
-    """Counts the requests that pass through a proxy, by method and folder."""
+    """Counts requests by method and folder."""
 
     def __init__(self, proxy: FaultProxy) -> None:
         self.counts: Counter[str] = Counter()
@@ -67,7 +64,7 @@ class Requests:
         yield piece
 
     def taken(self) -> dict[str, int]:
-        """Returns the counts since the last call."""
+        """Counts since the last call."""
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
@@ -87,23 +84,19 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
-            # A probe (lookup) with an old generation (number that each flush raises) must find
-            # nothing, and must not make the node forget the packs (objects with blocks) of the new
-            # generation.
+            # An old generation finds nothing, and hides no newer packs.
             s3_server.store.put(f"{prefix}/generations/1/0a", b"7")
             old = [key(1, "0a/6")]
             assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
             assert requests.taken() == {"LIST packs": 1, "GET other": 1}
             assert probe(node_a, chain) == [Read.FOUND] * 32
-            # Requests half of the block's bytes. The index shows that the block is larger, so the
-            # read must fail without a request to the store.
+            # By the index the block is larger: no request.
             half = blocks_of([key(1)], 32, {})
             half.num_bytes[:] //= 2
             codes = answer(lambda done: node_a.tier.read(half, time.monotonic() + 20, done))
             assert codes.tolist() == [Read.CORRUPT] and requests.taken() == {}
         with bench_over(s3_server, prefix, **options) as node_b:
-            # Waits for the requests by which the node checks its connection, so
-            # that they are not counted.
+            # Not counted: how the node checks its connection.
             wait_for(lambda: requests.counts["PUT other"] == 3, "it does not connect")
             assert requests.taken() == {"LIST other": 1, "PUT other": 3, "GET other": 1}
             assert probe(node_b, chain) == [Read.FOUND] * 32
@@ -124,15 +117,13 @@ def test_damaged_block_is_corrupt_once_per_node(s3_server: Server) -> None:
         assert read(node_a, [2]) == probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED]
         wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "the new one is not found")
-    # Block 2 is now in two packs, a damaged one and a newer one. A new node must read it from the
-    # newer.
+    # A damaged pack and a newer one.
     with bench_over(s3_server, prefix) as node_c:
         assert read(node_c, [1, 2, 3]) == [Read.FOUND] * 3
 
 
 def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
-    """Deletes a pack (an object with blocks), as a lifecycle rule does, while node B lists the
-    bucket. Its blocks must be ABSENT on both nodes, and can be written again."""
+    """It is removed while node B lists the bucket."""
     prefix = new_prefix()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1, 2]) == [Write.STORED] * 2
@@ -142,23 +133,20 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         with bench_over(s3_server, prefix, **over_it) as node_b:
             ended: list[Codes] = []
             node_b.tier.probe([key(1), key(3)], time.monotonic() + 20, ended.append)
-            # Node B has the names of both packs, and is about to read their lists.
+            # About to read their lists.
             assert gate.is_full.wait(60)
             s3_server.store.delete(s3_server.packs(prefix)[1])
             gate.opened.set()
             wait_for(lambda: ended, "the probe did not end")
             assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
         assert read(node_a, [1, 2, 3]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
-        # Block 2 was in the deleted pack (object with blocks) too. Node A must know that it is
-        # gone, and be able to write it again.
+        # It was in the deleted pack too.
         assert probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
 
 def test_a_wait_for_a_listing_is_no_stall(s3_server: Server) -> None:
-    """A probe (a lookup) waits until the packs (objects with blocks) of its key space are listed,
-    which takes long in a large bucket. Meanwhile the tier must not count as hanging, because reads
-    of other key spaces go on."""
+    """Listing a large bucket takes long, while other key spaces' reads go on."""
     prefix, ended = new_prefix(), list[Codes]()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1]) == [Write.STORED]
@@ -188,8 +176,7 @@ def test_forbidden_objects_cost_only_their_blocks(
         forbidden.append(first)
         proxy.on_command = unsigned
         with bench_over(s3_server, prefix, **over_it) as node_b:
-            # The store forbids to read the first pack's list of blocks, so its block is absent.
-            # Later it forbids to read the second pack's blocks.
+            # First the first pack's list, later the second's blocks.
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FOUND]
             forbidden.clear()
             wait_for(lambda: read(node_b, [1, 2]) == [Read.FOUND] * 2, "a pack is not found")
@@ -197,7 +184,7 @@ def test_forbidden_objects_cost_only_their_blocks(
             wait_for(lambda: probe(node_b, [1]) == [Read.ABSENT], "it is not forgotten")
             forbidden.append(second)
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FAILED]
-            # The second pack must stay in the index, because the store may allow reads of it again.
+            # It may be allowed again.
             assert write(node_b, [1, 2]) == [Write.STORED, Write.PRESENT]
             assert read(node_b, [1, 2]) == [Read.FOUND, Read.FAILED]
             assert not node_b.tier.problem()
@@ -210,7 +197,7 @@ def test_forbidden_objects_cost_only_their_blocks(
             assert flush_contract.generation(node_b.tier) is None
             assert caplog.text.count(f"usable generation of fingerprint={flush_contract.NAME}") == 1
             assert flush_contract.generation(node_b.tier, "0b") and not node_b.tier.problem()
-            # If the store forbids everything, blocks are unknown (FAILED), not absent.
+            # Unknown, not absent.
             forbidden[:] = [""]
             assert read(node_b, [1]) == [Read.FAILED]
             assert "allow s3:GetObject" in node_b.tier.problem()
@@ -222,8 +209,7 @@ def test_forbidden_objects_cost_only_their_blocks(
 def test_two_servers_of_one_name_are_told(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gives two servers the same node name. Packs that both write in the same microsecond then have
-    the same name. So the second write must fail, with a message in the log."""
+    """Packs of one microsecond then have one name."""
     monkeypatch.setattr(client, "_now_us", lambda: 10**15)
     prefix = new_prefix()
     with bench_over(s3_server, prefix, node="a") as one:
@@ -232,7 +218,6 @@ def test_two_servers_of_one_name_are_told(
             assert write(other, [2]) == [Write.FAILED]
             assert "give each server another node" in caplog.text
         assert read(one, [1, 2]) == [Read.FOUND, Read.ABSENT]
-    # Servers whose settings have no node name get different names by themselves.
     for number in (3, 4):
         with bench_over(s3_server, prefix) as unnamed:
             assert write(unnamed, [number]) == [Write.STORED]
@@ -295,8 +280,7 @@ STEPS = st.lists(
 
 
 def key_of_three(number: int) -> bytes:
-    """Returns a key in one of three key spaces. A write of several such blocks makes up to three
-    packs (objects with blocks)."""
+    """Of one of three key spaces, so a write makes up to three packs."""
     return b"hotkv/1/0%d/1/0/%032x" % (number % 3, number)
 
 
@@ -306,8 +290,7 @@ def test_two_nodes_agree_with_a_dict(
     s3_server: Server, steps: list[tuple[str, int, list[int]]]
 ) -> None:
     prefix = new_prefix()
-    # For each node, the blocks that it must find: it has stored or found them, and since then
-    # nothing was flushed, damaged or deleted.
+    # Per node what it must find: stored or found, and nothing flushed, damaged or deleted since.
     sure: list[set[int]] = [set(), set()]
     ever: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -343,8 +326,7 @@ def test_two_nodes_agree_with_a_dict(
                     path = packs[at % len(packs)]
                     if body := s3_server.bytes_of(path):
                         s3_server.flip(path, at % len(body))
-                # From now on nodes may find a block or not: they still know the list of blocks of
-                # the pack that was damaged or deleted.
+                # Nodes still know the pack's list.
                 sure = [set(), set()]
             elif what == "expire" and (packs := s3_server.packs(prefix)):
                 s3_server.store.delete(packs[-1])
@@ -353,7 +335,6 @@ def test_two_nodes_agree_with_a_dict(
                 body = s3_server.bytes_of(packs[-1])
                 s3_server.store.put(packs[-1], body[: given_to_it[0] % (len(body) or 1)])
                 sure = [set(), set()]
-        # Whatever happened before, a node that starts now must find blocks that are stored now.
         everything = list(range(12))
         write(nodes[0], everything, key_of_three)
         codes = read(nodes[0], everything, key_of_three)

@@ -1,5 +1,5 @@
-"""Tests the messages about problems of an S3 bucket. They must name the setting to change, and
-contain no secret. Also tests the tier's settings, and single requests."""
+"""Tests messages about a bucket's problems: they name the setting, and no secret. Also settings
+and single requests."""
 
 import logging
 import subprocess
@@ -92,7 +92,7 @@ def test_an_access_key_that_is_wrong(
         assert problem_of(bench).endswith("rejects the access key: check credentials_file")
         said = caplog.text + repr(bench.tier) + repr(bench.tier._shared) + bench.tier.problem()
         assert SECRET not in said
-        # The tier reads the file again at each try to connect, so it finds the new key.
+        # Read again at each try to connect.
         file.write_text(written("hotkv", KEYS["hotkv"]))
         wait_for(lambda: not bench.tier.problem(), "the problem stays")
         check_works(bench)
@@ -169,8 +169,7 @@ def test_a_folder_is_listed_page_by_page(
         lasts.append(last)
         return last == "5"
 
-    # Each page of the listing takes 590 s on this clock. The time limit is 600 s and must apply to
-    # each page, not to all of them.
+    # Each page takes 590 of 600 s: the limit is per page.
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 590 * len(lasts))
     prefix, lasts, listed = new_prefix(), list[str](), obstore.list
     for number in range(9):
@@ -184,7 +183,6 @@ def test_a_folder_is_listed_page_by_page(
     assert bucket.names("folder", 3, is_enough, 600.0) == [*"012"]
     assert bucket.names("none", 3, is_enough, 600.0) == []
     until_s = clock.monotonic() + 60
-    # Requests missing objects, and ranges beyond an object's end.
     assert bucket.put("a", b"12345", until_s) and bucket.get("none", until_s) is None
     assert not bucket.put("none", b"1", until_s, '"x"')
     bucket.delete("none", until_s)
@@ -273,7 +271,7 @@ def test_ranges_are_merged_over_small_gaps() -> None:
     assert merged([10, 0], [5, 10]) == [(0, 15)]
     assert merged([0, much + gap], [much, 1]) == [(0, much + gap + 1)]
     assert merged([0, much + gap + 1], [much, 1]) == [(0, much), (much + gap + 1, much + gap + 2)]
-    # Ranges are also merged over small gaps: at most half of the merged bytes may be gaps.
+    # At most half of the merged bytes may be gaps.
     assert merged([much, much + 20, much + 60], [10, 10, 20]) == [(much, much + 80)]
     assert merged([0, 20, 61], [10, 10, 20]) == [(0, 30), (61, 81)]
     assert merged([0, 2, 12], [10, 3, 1]) == [(0, 13)]

@@ -1,6 +1,5 @@
-"""Tests how nodes use a shared store (`tiers.drive`), on the event loop. A node must find another
-node's blocks with the same bytes. No node may find a block from before a flush, or wait for a dead
-store."""
+"""Tests how nodes use a shared store (`tiers.drive`): right bytes, none from before a flush, no
+wait for a dead store."""
 
 import asyncio
 import threading
@@ -37,7 +36,6 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
         lists = [HashList(group, words_of([98])) for group in (0, 1)]
         b.tiers.unpin(await b.tiers.promote(b.session, lists))
-        # The blocks are in host memory now, so no tier may be asked for them.
         assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
         assert await b.leased(BLOCKS) == [True] * 6
         assert b.tier.figures().read_blocks == 6
@@ -46,9 +44,7 @@ async def test_one_node_stores_and_another_finds() -> None:
 async def test_prompts_rest_is_fetched_with_its_depths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Node B has the first half of a prompt, and fetches the second half from the shared store in
-    two moves. The fetched blocks must get the right depths (positions in the prompt) and parents
-    (blocks before them)."""
+    """In two moves, behind what node B has; parents too."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", 2)
     async with nodes() as (a, b):
         await a.share(BLOCKS)
@@ -68,8 +64,7 @@ async def test_prompts_rest_is_fetched_with_its_depths(
 
 
 async def test_stored_blocks_go_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the pause between copies very long. New blocks must be copied to the shared store
-    without this pause, because another node may soon request them."""
+    """Another node may soon want them: no pause between copies."""
     monkeypatch.setattr(tier_copies, "PAUSE_S", 3600.0)
     async with nodes() as (a, b):
         for number in BLOCKS:
@@ -94,7 +89,7 @@ async def test_lookup_that_may_not_wait_helps_next() -> None:
         await eventually(
             lambda: b.generations.is_confirmed("shared", 1), "no generation is asked for"
         )
-        # A busy store may answer a question too late (PROBE_S). Then the next lookup asks again.
+        # A busy store may answer too late (PROBE_S).
         until_s = time.monotonic() + WAIT_S
         while len(b.shared._found) < len(BLOCKS):
             assert time.monotonic() < until_s, "no block is asked for"
@@ -103,8 +98,7 @@ async def test_lookup_that_may_not_wait_helps_next() -> None:
 
 
 async def test_a_flush_counts_though_the_store_is_away() -> None:
-    """Flushes while the shared store is away. The flush must end without waiting for the store, and
-    must reach the store and the other node once the store is back."""
+    """It reaches the store and the other node later."""
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS[:1]) == [True]
@@ -113,7 +107,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         assert await a.flush() == ("shared",)
         assert time.monotonic() - began_s < 30.0
         assert not any(await a.looked_up(BLOCKS))
-        # While the store is away, a new block must not be copied under the old generation (0).
+        # Not under the old generation (0).
         a.put([20])
         await asyncio.sleep(0.2)
         assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
@@ -129,9 +123,8 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_blocks_before_the_stores_contact_are_unverified(
     is_flushed: bool,
 ) -> None:
-    """Stores blocks on a node before it can first reach the shared store. Until it reaches the
-    store, the node must serve the blocks. Then it must drop them, because it can't know whether
-    another node has flushed since (`is_flushed`: another node has)."""
+    """Served until the store is reached, then dropped: another node may have flushed
+    (`is_flushed`)."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -155,17 +148,14 @@ async def test_blocks_before_the_stores_contact_are_unverified(
 async def test_fetched_blocks_wait_for_an_untrusted_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefetches from a store that has just restarted, whose generations (numbers that each flush
-    raises) are not trusted yet, because they may be old. The prefetch must wait until they are.
-    Meanwhile the node must serve the blocks that it has in host memory."""
+    """A store that has just restarted may have old generations. Host memory serves meanwhile."""
     monkeypatch.setattr(generation_book, "USED_S", 3600.0)
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
         await a.share(BLOCKS)
         store.restored_below = max(store.generations.values()) + 1
         b = SharedNode(store, 10.0)
-        # Opens a second key space, which has no generation (number that each flush raises) in the
-        # store yet. The node must ask the store for its generation too.
+        # Without a generation yet; the store must be asked.
         key_space = make_key_space("n", SLOT_ALIGN, SLOT_ALIGN)
         b.core.open_session("f", "worker", key_space, 0.0)
         assert not b.generations.may_serve(1) and not b.generations.may_serve(2)
@@ -183,9 +173,7 @@ async def test_fetched_blocks_wait_for_an_untrusted_store(
 
 
 async def test_flushes_without_the_store_answer_at_once() -> None:
-    """Flushes 200 times while the shared store is away. The flushes must be answered at once and
-    leave few tasks behind. When the store is back, its generation (a number that each flush raises)
-    must be raised only once."""
+    """With few tasks left, and one raise once the store is back."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         raises, raise_generation = list[int](), a.tier.raise_generation
@@ -212,8 +200,7 @@ async def test_disk_serves_only_store_confirmed_blocks(
     await node.start()
     await node.share(BLOCKS)
     await node.until_down(6)
-    # Waits until the key space counts as idle (not in use). Then the node no longer asks the store
-    # regularly whether another node has flushed, so the next lease must ask first.
+    # An idle key space is not confirmed regularly, so the next lease asks first.
     with monkeypatch.context() as patch:
         patch.setattr(generation_book, "USED_S", 0.0)
         await eventually(lambda: not node.generations.are_all_confirmed(1), "it is still asked")
@@ -240,10 +227,8 @@ async def test_disk_serves_only_store_confirmed_blocks(
 async def test_store_serves_while_another_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Makes lookups and a lease of blocks that are on the disk and in a shared store, while a
-    second shared store is away. The blocks must be loaded from the first store, whose keys show
-    that no flush in this store came after them. They must not be loaded from the disk, because they
-    may be older than a flush of which only the second store knows."""
+    """The keys show that no flush of this store came after them; what the disk has may be older
+    than a flush that only the other store knows."""
     node = SharedNode(
         MemoryStore(places=False),
         10.0,
@@ -257,7 +242,7 @@ async def test_store_serves_while_another_is_away(
         await eventually(lambda: not node.generations.are_all_confirmed(1), "it stays confirmed")
         evict(node.core, 1, 0, words_of(BLOCKS))
         assert all(await node.looked_up(BLOCKS))
-        # The first store hangs from now on. Its last answer must count until the end of the test.
+        # Its last answer counts until the test's end.
         monkeypatch.setattr(
             node.generations.book, "is_fresh", lambda _, name, at_s: name == "shared"
         )
@@ -273,8 +258,7 @@ async def test_store_serves_while_another_is_away(
 async def test_store_ignoring_generation_questions_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The store fails all requests for generations (numbers that each flush raises), but reports no
-    problem otherwise. The node must treat it as away, and go on serving blocks from host memory."""
+    """The store reports no problem otherwise."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
@@ -294,8 +278,7 @@ async def test_store_ignoring_generation_questions_is_away(
 async def test_wait_for_silent_store_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Looks up blocks with a limit of ten minutes, while the store never answers. The lookup must
-    end within a minute, as soon as the store counts as away."""
+    """It counts as away long before the lookup's ten minutes."""
     one = SharedNode(MemoryStore(places=False), 600.0)
     monkeypatch.setattr(one.tier, "generations", lambda names, until_s, on_done: None)
     async with running(one, tells=False):
@@ -325,7 +308,7 @@ async def test_block_is_written_once_not_per_use() -> None:
             assert all(await a.leased(BLOCKS))
         await asyncio.sleep(0.2)
         assert a.tier.figures().written_blocks == 6 and a.shared.out.num_copied == 6
-        # Node B fetches the blocks from the store. It must not write them back.
+        # Fetched blocks are not written back.
         assert all(await b.leased(BLOCKS))
         await asyncio.sleep(0.2)
         assert b.shared.out.num_copied == 0
@@ -334,8 +317,7 @@ async def test_block_is_written_once_not_per_use() -> None:
 async def test_nodes_never_serve_what_was_flushed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three nodes store, lease, evict and flush blocks at random. A block may be found after a
-    flush only if it was stored again since."""
+    """Random stores, leases, evictions and flushes."""
     patient_flushes(monkeypatch)
     store, dice = MemoryStore(places=False), np.random.default_rng(3)
     async with nodes(3, store=store) as made:
@@ -361,8 +343,7 @@ async def test_nodes_never_serve_what_was_flushed(
 
 
 def probes_of(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[bytes]]:
-    """Returns a list to which each probe (a lookup of keys) in the node's shared tier adds its
-    keys."""
+    """Gets the keys of each later probe."""
     asked, probe = list[Sequence[bytes]](), node.tier.probe
 
     def probed(keys: Sequence[bytes], *arguments: Any) -> None:
@@ -381,8 +362,7 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
         assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
         assert len(b.shared._found) == 4
         monkeypatch.undo()
-        # A hit needs blocks of all groups. So the limit on probed blocks must be shared by the
-        # groups' lists, not used up by the first.
+        # A hit needs all groups, so they share the bound.
         monkeypatch.setattr(tier_shared, "MAX_PROBED", 5)
         asked = probes_of(b, monkeypatch)
         lists = [HashList(group, words_of(range(50, 55))) for group in (0, 1)]
@@ -393,9 +373,7 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 async def test_blocks_found_long_ago_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks up the same blocks twice. A node remembers for FOUND_S seconds which blocks it found in
-    a store. When the second lookup comes, the rest of this time is shorter than a lookup may wait.
-    So the second lookup must ask the store again."""
+    """Less than a lookup's wait is left of FOUND_S."""
     monkeypatch.setattr(tier_shared, "FOUND_S", 10.05)
     async with nodes(lookup_wait_s=10.0) as (a, b):
         await a.share(BLOCKS)
@@ -409,9 +387,7 @@ async def test_blocks_found_long_ago_are_asked_again(monkeypatch: pytest.MonkeyP
 async def test_copies_under_way_at_flush_stay_unfound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Flushes while blocks are about to be copied to the shared store: their bytes are being
-    compared with their checksums. The blocks must not be written under the new generation (number
-    that each flush raises)."""
+    """The flush comes while their checksums are compared."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
     async def late(*arguments: Any) -> Any:
@@ -435,9 +411,8 @@ async def test_copies_under_way_at_flush_stay_unfound(
 async def test_disks_blocks_stay_while_store_is_slow(
     monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
-    """Leases blocks of the disk, and a block that only the shared store could have, which hangs.
-    The lease waits for the store; meanwhile, the blocks that it got from the disk must not be
-    evicted. `is_ahead`: a prefetch has already begun to promote them."""
+    """Promoted blocks must stay while the lease waits for the store. `is_ahead`: a prefetch has
+    begun."""
     monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
     async with running(
         one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
@@ -508,7 +483,6 @@ async def test_read_seeing_another_generation_asks_at_once(
     async with nodes(store=store) as (a, b):
         await b.share(BLOCKS)
         assert all(await a.looked_up(BLOCKS))
-        # Another node flushes.
         (fingerprint,) = store.generations
         store.generations[fingerprint] += 1
         assert not any(await a.leased(BLOCKS))
@@ -521,12 +495,7 @@ async def test_read_seeing_another_generation_asks_at_once(
 async def test_a_flush_that_breaks_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
 ) -> None:
-    """Flushes a node whose flush of host memory raises an error once. The flush must be tried
-    again.
-
-    is_noted: if False, the flush can't be saved in the folder either. Its answer must then name the
-        folder's notes as pending, and it must be saved later.
-    """
+    """Not `is_noted`: saving fails too, so the notes are pending."""
     patient_flushes(monkeypatch)
     monkeypatch.setattr(tier_generations, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_generations, "AGAIN_S", 0.1)
@@ -552,7 +521,6 @@ async def test_a_flush_that_breaks_begins_again(
             assert broken == [1] and not any(await one.leased(BLOCKS))
             assert seen == ["broken"]
         await eventually(lambda: one.generations.are_seals_saved, "it is not noted")
-        # Closes the tiers while a flush hangs.
         one.tier.faults.is_hung = True
         flushing = asyncio.create_task(one.flush())
         await asyncio.sleep(0)
@@ -582,8 +550,7 @@ async def test_broken_flush_does_not_restart_each_tick(
 async def test_slowly_written_book_isnt_written_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes a node save its record of flushes on a very slow disk. No second write may begin before
-    the first has ended. Otherwise a disk that hangs would get another write at each tick."""
+    """A hung disk would get another write at each tick."""
     writes, goes_on = list[Any](), threading.Event()
 
     def slow(*arguments: Any, **named: Any) -> None:

@@ -1,5 +1,4 @@
-"""Tests the slab file, the file with all blocks of the disk tier. Only its user can access it, only
-one process can open it, and its space is allocated in advance. Unsuitable files are refused."""
+"""Tests the slab file: private, opened once, allocated in advance; unsuitable files are refused."""
 
 import errno
 import fcntl
@@ -78,8 +77,7 @@ def test_file_system_too_small_is_not_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_tmpfs(tmp_path, 4 * MIB) as folder:
-        # The file exists after the first open, and is large enough for the second and third, which
-        # need no more room.
+        # The second and third need no more room.
         for num_bytes in (3 * MIB, 3 * MIB, MIB):
             SlabFile.open(folder, num_bytes).close()
         monkeypatch.setattr(os, "posix_fallocate", None)
@@ -96,12 +94,12 @@ def test_failed_allocation_leaves_the_file(tmp_path: Path, monkeypatch: pytest.M
         (folder / "slabs").write_bytes(b"k" * MIB)
         os.sync()
         before = os.statvfs(folder).f_bavail
-        # Simulates that another process uses up the free room right after the check has found it.
+        # As if another process took the room after the check.
         monkeypatch.setattr(slab_file, "_free_bytes", lambda fd: 1 << 40)
         with pytest.raises(SlabFileError, match=r"can't allocate 64 MiB .*tiers\.disk\.bytes"):
             SlabFile.open(folder, 64 * MIB)
         assert (folder / "slabs").read_bytes() == b"k" * MIB
-        # The file system may use a few blocks for its own records.
+        # A few blocks for the file system itself.
         assert before - os.statvfs(folder).f_bavail < 16
         SlabFile.open(folder, 2 * MIB).close()
 

@@ -1,6 +1,5 @@
-"""Tests the command `hotkv-server tiers check`. It must report for each configured tier whether it
-works, and leave every store as it was. Also tests that a starting server names the faults of its
-tiers."""
+"""Tests `hotkv-server tiers check`: it tells which tiers work and leaves stores as they were.
+Also how a starting server names its tiers' faults."""
 
 import contextlib
 import errno
@@ -137,8 +136,7 @@ def test_first_start_needs_room_for_records(
 
 @contextlib.contextmanager
 def started(settings: Settings) -> Iterator[OpenedTiers]:
-    """Opens the tiers of the settings, as a start of the server does. Closes the shared tiers at
-    once, and the rest when the context ends."""
+    """Opens the tiers as a start does; shared ones close at once."""
     memory = np.zeros(16 * SLOT_ALIGN, np.uint8)
     arena = Region(memory.ctypes.data, len(memory), "arena")
     check_tiers(settings)
@@ -211,7 +209,6 @@ def test_start_names_faults_of_its_tiers(
             started(settings),
         ):
             pass
-    # The failed start must have unlocked the disk and freed its memory.
     if (tmp_path / "disk" / "lock").exists():
         LowerMemory.open(tmp_path / "disk", 32 * MIB, MIB, 40).close()
     if "valkey" in words:
@@ -237,9 +234,7 @@ def test_start_passes_over_earlier_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     name: str, content: bytes | None, words: str,
 ) -> None:  # fmt: skip
-    """Replaces the file `name` in the disk tier's folder by `content`, or by a pipe if `content` is
-    None. If `name` is empty, lets the registration of the saved key space fail instead. The next
-    start must succeed and log `words`."""
+    """`content`: None: a pipe. `name`: empty: registering the saved key space fails."""
 
     def refuse(*arguments: Any) -> Any:
         raise HotKVError(Reason.OVERLOADED, "too many")
@@ -264,10 +259,8 @@ def test_start_passes_over_earlier_damage(
 
 
 class Bad(SharedMemoryTier):
-    """A shared tier whose reads are wrong.
-
-    answers: the result code that a read returns for every block; None: the right codes.
-    flips: True if a read changes the bytes of the blocks.
+    """answers: what reads return; None: what is right.
+    flips: reads change bytes.
     """
 
     answers: Read | None = None
@@ -341,7 +334,7 @@ def test_others_store_is_left_untouched(server: Server, capsys: pytest.CaptureFi
     client.set(b"hotkv/1/abc/generation", b"7")
     client.set(b"hotkv/1/abc/7/0/hash", b"bytes")
     flags = ["--tiers.valkey.address", f"unix:{server.path}"]
-    # Longer than by default, because a busy machine may delay the server for a second.
+    # A busy machine may delay the server for a second.
     flags += ["--tiers.valkey.connect-timeout-s", "10"]
     assert main(["tiers", "check", "--json", *flags]) == 0
     assert sorted(client.keys()) == [b"hotkv/1/abc/7/0/hash", b"hotkv/1/abc/generation"]

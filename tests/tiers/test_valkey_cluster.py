@@ -1,6 +1,5 @@
-"""Tests the Valkey tier over a real cluster. It must pass the checks for all tiers
-(`tier_contract`). Flushes must work although the generation (a number that each flush raises) and
-the blocks are on different servers. Dead and moved servers may cost only hits."""
+"""Tests the Valkey tier over a real cluster: `tier_contract`, generation and blocks on different
+servers, dead and moved servers."""
 
 import contextlib
 import threading
@@ -116,8 +115,7 @@ def test_flush_answered_after_blocks_came_counts(
 
 
 def begin_move(old: Node, new: Node, slots: set[int]) -> Callable[[Iterable[Node]], None]:
-    """Begins to move hash slots from server `old` to server `new`. Returns a function that ends the
-    move: it notifies the given servers of the new owner, in order."""
+    """The returned function ends the move and tells these servers, in order."""
     ids = [one.client.execute_command("CLUSTER", "MYID") for one in (old, new)]
     for slot in slots:
         new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -136,9 +134,7 @@ def move(old: Node, new: Node, name: bytes) -> None:
 
 
 def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
-    """Moves hash slots to another server while blocks are written and read. For these slots,
-    servers answer with a redirection: ASK during the move, and MOVED afterwards. All blocks must be
-    found at all times."""
+    """Servers answer ASK during the move, MOVED afterwards."""
     with running(tmp_path) as cluster, over(cluster, connections=1) as bench:
         numbers = list(range(12))
         bench.fill(numbers, numbers)
@@ -157,24 +153,20 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
         end((new, old, *cluster.nodes))
         bench.check_read(numbers, numbers)
         bench.check_read(numbers, numbers)
-        # The tier must know the new map of slots by now: no request for
-        # the map, and no redirection.
+        # No request for the map, no redirection.
         before = maps_and_redirects(cluster)
         bench.check_read(numbers, numbers)
         assert maps_and_redirects(cluster) == before and not bench.tier.problem()
 
 
 def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
-    """Returns for each server how often it has sent its map of hash slots, and how often it has
-    answered MOVED (a redirection to another server)."""
+    """Per server, how often it has sent its map, and answered MOVED."""
     said = [one.client.info("all") | one.client.info("errorstats") for one in cluster.nodes]
     return [(one.get("cmdstat_cluster|slots"), one.get("errorstat_MOVED")) for one in said]
 
 
 def test_failover_under_load_costs_no_block(tmp_path: Path) -> None:
-    """Kills the server that has the generation (a number that each flush raises), while blocks are
-    read. After its replica has taken over, all blocks must be found, and the generation must be
-    that of the last flush."""
+    """The killed server has the generation."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2) as bench:
         victim = cluster.owner(GENERATION_KEY)
@@ -209,24 +201,21 @@ def test_failover_under_load_costs_no_block(tmp_path: Path) -> None:
 def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
     with running(tmp_path) as cluster, over(cluster) as bench:
         owner = cluster.owner(GENERATION_KEY)
-        # Connects the tier while the generation's server has no replica yet.
+        # No replica yet.
         wait_for(lambda: flush(bench.tier))
         with cluster.replica_of(owner, tmp_path / "replica") as replica:
             before = flush(bench.tier)
             with replica.stopped():
                 assert flush(bench.tier) is None
-                # A retry must wait for the replica without raising the generation again, because
-                # each raise makes all nodes flush.
+                # Each raise makes all nodes flush, so a retry only waits.
                 raised = generation(bench.tier)
                 assert raised and flush(bench.tier, is_retry=True) is None
                 assert generation(bench.tier) == raised
-                # A new flush must raise the generation. Otherwise nodes would find blocks
-                # stored since the last raise.
+                # Else blocks stored since the last raise would be found.
                 assert flush(bench.tier) is None and (generation(bench.tier) or 0) > raised
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-            # The generation's key moves to another server. The replica of the old server must not
-            # count as a replica of it.
+            # The old server's replica does not count for the new one.
             new = next(one for one in cluster.nodes if one is not owner)
             end = begin_move(owner, new, {slot_of(GENERATION_KEY)})
             move(owner, new, GENERATION_KEY)
@@ -259,7 +248,7 @@ def test_a_pipe_that_is_closed_leaves_no_connection(cluster: Cluster) -> None:
         listed = [one.client.client_list() for one in cluster.nodes]
         return [sum(client["name"] == "hotkv" for client in one) for one in listed]
 
-    # A server notices only after a while that a tier of an earlier test was closed.
+    # Servers notice closed tiers late.
     wait_for(lambda: held() == [0] * NUM_NODES, "an earlier test has left a connection")
     pipe = ClusterPipe(settings, time.monotonic() + 60)
     assert held() == [1] * NUM_NODES
@@ -291,9 +280,7 @@ def test_hung_server_is_given_up_in_time(cluster: Cluster) -> None:
 def test_server_outside_the_cluster_hides_none(
     cluster: Cluster, tmp_path: Path, has_old_map: bool
 ) -> None:
-    """The first address in the settings is a server that has left the cluster: it has no slots, or
-    (`has_old_map`) assigns all slots to an address where no server is. The tier must use the other
-    servers."""
+    """Without slots, or (`has_old_map`) with all slots where no server is."""
     gone, *ports = free_ports(3)
     left = Node(tmp_path / "left", *ports)
     try:

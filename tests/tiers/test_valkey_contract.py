@@ -1,5 +1,5 @@
-"""Tests that the Valkey tier passes the checks for all tiers (`tier_contract`) over TCP, Unix
-sockets and TLS, and as a user with few rights. Wrong certificates must be refused."""
+"""Runs `tier_contract` with Valkey over TCP, Unix sockets and TLS, and as a user with few
+rights; wrong certificates are refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""Tests generations (numbers that each flush raises) in Valkey, where each key space's generation
-is a key. `test_remote_faults` tests flushes that come while blocks are read."""
+"""Tests generations in Valkey, where each is a key. `test_remote_faults` tests flushes during
+reads."""
 
 import threading
 import time
@@ -81,8 +81,7 @@ def test_a_generation_of_another_type_lets_nothing_pass(server: Server, node_a: 
 
 
 def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> None:
-    """Holds back a read's request. Reading and raising a generation (number that each flush raises)
-    must work meanwhile, so that a slow read does not delay a flush."""
+    """A slow read must not delay a flush."""
     now = generation(node_a)
     keys = keys_of(now, 4)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
@@ -113,16 +112,14 @@ def test_just_started_servers_old_generations_are_distrusted() -> None:
     clock, start_s = StoreClock(), 1_790_000_000.0
     below = clock.restored_below(info(b"one", start_s + 2.9, 2), 100.0)
     assert begun(int(start_s * 1e6)) <= below <= begun(int((start_s + 1) * 1e6))
-    # The server reports its uptime in whole seconds. From several answers, the node can compute
-    # more exactly when the server started.
+    # Uptime is in whole seconds; several answers narrow the start down.
     said, start = info(b"one", start_s + 3.0, 3), begun(int(start_s * 1e6))
     now = begun(int((start_s + 3.0) * 1e6))
     assert clock.restored_below(said, 100.1) == clock.restored_below(said, 100.1, now) == start
     assert clock.restored_below(said, 100.1, now + 1) == now + 2
     assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
-    # The server has restarted, and the node notices it 40 s later. A restart may lose the latest
-    # generation. So for GRACE_S from now on, the node must not trust generations from before the
-    # restart.
+    # Noticed 40 s late. A restart may lose the latest generation: none from before it is trusted
+    # for GRACE_S.
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
     assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
     assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)
@@ -146,9 +143,8 @@ def test_what_a_server_brings_back_is_distrusted(tmp_path: Path) -> None:
         raised = flush(tier)
         shown = answer(lambda done: tier.generations([NAME], time.monotonic() + 9, done))
         assert shown.generations == {NAME: raised} and raised >= shown.restored_below
-        # A generation is the time of its raise; if several raises come at one moment, each is
-        # higher than the last. So a generation from before the restart may be ahead of the clock,
-        # as this one. It must not be trusted.
+        # Raises at one moment run ahead of the clock, so a generation from before the restart
+        # may too.
         ahead = server.client.incrby(generation_key(NAME), begun(10**7))
         shown = answer(lambda done: tier.generations([NAME], time.monotonic() + 9, done))
         assert shown.generations == {NAME: ahead} and ahead < shown.restored_below

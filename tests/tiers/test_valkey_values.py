@@ -1,6 +1,5 @@
-"""Tests the values that Valkey stores under the keys of blocks. A read must return the right code
-for damaged, foreign and old values. Also tests times to live, large calls, and surplus replies,
-after which the connection is closed."""
+"""Tests values under blocks' keys: damaged, foreign and old ones, times to live, large calls,
+surplus replies."""
 
 import threading
 import time
@@ -35,8 +34,7 @@ def bench(server: Server) -> Iterator[Bench]:
 
 
 def read_three(bench: Bench) -> list[int]:
-    """Reads the blocks 1, 2 and 3 and returns their codes. Checks that blocks 1 and 3 are found
-    with the right bytes, and that the connection then serves another read."""
+    """1 and 3 must be found, and the connection go on."""
     bench.arena[:] = 0
     codes = bench.read([1, 2, 3], [4, 5, 6]).tolist()
     assert codes[0] == codes[2] == Read.FOUND
@@ -119,8 +117,7 @@ def test_deeper_blocks_expire_sooner(server: Server) -> None:
         codes, _ = bench.answer(blocks)
         took_s = time.time() - begun_s
         assert codes.tolist() == [Write.STORED] * len(keys)
-        # A value's time to live begins at some moment between the call and its answer. Allows 2 ms
-        # more, because the server's and the test's clock reads may differ.
+        # It begins between call and answer; 2 ms for the two clocks.
         for depth, one in zip(depths, keys, strict=True):
             left_s = server.client.pexpiretime(one) / 1000 - begun_s
             expected_s = ttl_ms(1000.0, depth) / 1000
@@ -196,15 +193,13 @@ def test_slow_read_with_bytes_is_no_stall(server: Server, proxy: FaultProxy) -> 
         begins.set()
         wait_for(lambda: bench.tier.stalled_s(released_s) == 0, "the stall goes on")
         assert not asked.codes and dam.is_full.wait(60)
-        # After the first bytes of the reply nothing more arrives, so a new stall begins.
+        # No more bytes: a new stall.
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "no new stall")
         dam.opened.set()
         assert asked.wait("read") == [Read.FOUND]
 
 
 def test_lookup_does_not_wait_for_writes(server: Server, proxy: FaultProxy) -> None:
-    """Holds back, in a proxy, the blocks that the tier writes. A probe (a lookup of keys) must be
-    answered all the same."""
     held, opened = list[bytes](), threading.Event()
 
     def hold(piece: bytes) -> Iterator[bytes]:
@@ -220,7 +215,7 @@ def test_lookup_does_not_wait_for_writes(server: Server, proxy: FaultProxy) -> N
         for number in numbers:
             asked.write(number, [number])
         wait_for(lambda: held, "nothing is written")
-        # If a lookup used a free connection, this connection would then begin the next write.
+        # A connection used by a lookup would begin the next write.
         for number in range(100, 120):
             assert bench.probe([number]).tolist() == [Read.ABSENT]
         assert not asked.codes

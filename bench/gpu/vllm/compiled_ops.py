@@ -1,10 +1,9 @@
-"""Implements in torch those operators of vLLM's compiled kernels that are called by a Llama with
-Triton's attention, and by vLLM's offloading. It replaces vLLM's compiled files, which are too large
-to carry to a GPU machine without a network.
+"""Those operators of vLLM's compiled kernels, in torch, that a Llama with Triton's attention and
+vLLM's offloading call; the compiled files are too large to carry to a GPU machine without a
+network.
 
-`collect.sh` copies this file to `vllm/_C_stable_libtorch.py`, which vLLM imports on CUDA. An engine
-computes slower with it than with vLLM's kernels. Copies of KV are not affected, because
-`swap_blocks_batch` makes the same driver call as vLLM's operator.
+`collect.sh` copies this to `vllm/_C_stable_libtorch.py`, which vLLM imports on CUDA. Engines
+compute slower with it; copies of KV do not, as `swap_blocks_batch` makes the same driver call.
 """
 
 import ctypes
@@ -24,8 +23,7 @@ SOURCE_IN_STREAM_ORDER, SOURCE_IN_ANY_ORDER = 1, 3
 
 
 def op(library: Library, schema: str, key: str) -> Callable[[Function], Function]:
-    """Returns a decorator that registers a function as the operator of this schema, for a dispatch
-    key."""
+    """A decorator that registers the schema's operator for a dispatch key."""
 
     def register(function: Function) -> Function:
         library.define(schema)
@@ -74,8 +72,7 @@ def rotary_embedding(
     rope_dim_offset: int = 0,
     inverse: bool = False,
 ) -> None:
-    """Applies rotary embedding (RoPE) to queries and keys in place. Raises NotImplementedError for
-    another style than NeoX's."""
+    """In place. Raises NotImplementedError for another style than NeoX's."""
     if not is_neox or rope_dim_offset or inverse:
         raise NotImplementedError("only NeoX's rotation is replaced here")
     cos, sin = cos_sin_cache[positions.flatten()].to(query.dtype).chunk(2, -1)
@@ -90,8 +87,7 @@ def rotary_embedding(
 
 
 class HostTensor:
-    """A pinned host tensor with `__cuda_array_interface__`, so that torch accepts it as device
-    memory."""
+    """Pinned; torch accepts it as device memory by `__cuda_array_interface__`."""
 
     def __init__(self, tensor: Any) -> None:
         kind = {torch.bool: "b", torch.uint8: "u"}.get(
@@ -110,8 +106,7 @@ class HostTensor:
 
 @op(OPS, "get_cuda_view_from_cpu_tensor(Tensor cpu) -> Tensor", "CPU")
 def get_cuda_view_from_cpu_tensor(cpu: Any) -> Any:
-    """Returns a device tensor over the memory of a pinned host tensor. Raises ValueError if torch
-    has copied the memory."""
+    """Raises ValueError if torch has copied the pinned memory."""
     if not cpu.numel():
         return torch.empty(cpu.shape, dtype=cpu.dtype, device="cuda")
     view = torch.as_tensor(HostTensor(cpu), device="cuda")
@@ -121,7 +116,7 @@ def get_cuda_view_from_cpu_tensor(cpu: Any) -> Any:
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUDA's type CUmemcpyAttributes; hints for managed memory are not used."""
+    """CUmemcpyAttributes; the hints, for managed memory, are unused."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -148,8 +143,7 @@ def reshape_and_cache_flash(*arguments: Any) -> None:
     "CPU",
 )
 def swap_blocks_batch(sources: Any, targets: Any, sizes: Any, any_order: bool = False) -> None:
-    """Copies between addresses on the current stream, which must not be the default stream. Raises
-    RuntimeError with CUDA's status."""
+    """On the current stream, not the default one. Raises RuntimeError with CUDA's status."""
     if not sources.numel():
         return
     attributes = CopyAttributes(SOURCE_IN_ANY_ORDER if any_order else SOURCE_IN_STREAM_ORDER)
@@ -182,8 +176,8 @@ ROWS, SEGMENTS = 16, 16
 
 @functools.cache
 def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
-    """Returns the buffers that Triton's kernel needs to split a row of a decode step into SEGMENTS
-    parts, which the whole device computes. They are large enough for ROWS rows."""
+    """For Triton's kernel to split rows of a decode step into SEGMENTS, over the whole device;
+    for ROWS rows."""
     width = 1 << (head_size - 1).bit_length()
     sums = {"dtype": torch.float32, "device": device}
     return {
@@ -196,9 +190,7 @@ def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
 
 
 def segments(q: Any) -> dict[str, Any]:
-    """Returns the buffers of `segment_buffers` for the device and heads of the queries `q` [tokens,
-    heads, channels]. They are keyword arguments of Triton's attention kernel, which then splits a
-    decode step into segments."""
+    """Keyword arguments of Triton's kernel, for q [tokens, heads, channels]."""
     return segment_buffers(q.device, q.shape[1], q.shape[2])
 
 
@@ -219,7 +211,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     **_: Any,
 ) -> Any:
-    """FlashAttention's function over paged KV, computed by vLLM's Triton kernel."""
+    """FlashAttention's function, by vLLM's Triton kernel."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     unified_attention(
@@ -245,13 +237,12 @@ def flash_attn_varlen_func(
 
 
 def add_module(name: str, **members: Any) -> None:
-    """Adds an importable module with these members to `sys.modules`."""
     module = ModuleType(name)
     vars(module).update(members, __path__=[])
     sys.modules[name] = module
 
 
-# Stand-ins for FlashAttention's packages, whose kernels are not in vLLM's CPU build.
+# FlashAttention's kernels are not in vLLM's CPU build.
 add_module(
     "vllm.vllm_flash_attn",
     flash_attn_varlen_func=flash_attn_varlen_func,
