@@ -21,8 +21,8 @@ from hotkv_vllm.config import RESIDENT_SETTINGS, ConnectorConfig
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "connector.md"
 HEAD = """# Settings of the connector
 
-Both connectors read their settings from vLLM's `kv_connector_extra_config`. Write settings as JSON,
-or one by one:
+Both connectors read vLLM's `kv_connector_extra_config`, as JSON or one by one
+([words](words.md)):
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HotKVConnector", "kv_role": "kv_both",
       "kv_connector_extra_config": {
@@ -31,21 +31,19 @@ or one by one:
       --kv-transfer-config.kv_role kv_both \\
       --kv-transfer-config.kv_connector_extra_config.hotkv.target unix:/srv/hotkv/grpc.sock
 
-- Without any setting an engine connects to `unix:/run/hotkv/grpc.sock`. The variable `HOTKV_TARGET`
-  names another target.
+- By default an engine connects to `unix:/run/hotkv/grpc.sock`, or to the target in the variable
+  `HOTKV_TARGET`.
 - With a wrong setting the engine does not start, and the message names the allowed values. Without
   a server it does start.
 - If `VLLM_PLUGINS` is set, name `hotkv` in it, because vLLM learns the connector's name from
   hotkv's plugin. Or add `"kv_connector_module_path": "hotkv_vllm.connector"`.
 - No environment variable switches hotkv on: vLLM lets no plugin set `kv_transfer_config`.
-
-`tools/connector_settings.py` makes this page from the code.
 """
 SPARSE = """
 ## `hotkv.sparse`
 
-An object with these fields, for [sparse decode](sparse.md) and [contexts beyond device
-memory](residency.md). With `"residency"` `"host"` or `"auto"` other defaults apply:
+For [sparse decode](sparse.md) and [contexts beyond device memory](residency.md). With
+`"residency"` `"host"` or `"auto"` other defaults apply:
 {resident}.
 """
 TABLE = "\n| setting | default | meaning |\n|---|---|---|\n"

@@ -30,17 +30,17 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 LAYER_TOPIC = "Sparse decode, by layer"
 HEAD = """# Metrics
 
-This page lists the metrics of `hotkv-server` at `http://127.0.0.1:9433/metrics` (`http.host`,
-`http.port`), and the counters that the connector adds to vLLM's `/metrics`.
-[operations.md](operations.md#prometheus-and-grafana) has rules, alerts and a dashboard.
+The metrics of `hotkv-server` at `http://127.0.0.1:9433/metrics` (`http.host`, `http.port`), and the
+counters that the connector adds to vLLM's. Terms are in [words.md](words.md); rules, alerts and a
+dashboard in [operations.md](operations.md#prometheus-and-grafana).
 
 - Names that end with `_total` are counters; they begin at 0 with each server. A histogram NAME has
-  `NAME_bucket`, `NAME_sum` and `NAME_count`. All other metrics are gauges.
+  `NAME_bucket`, `NAME_sum` and `NAME_count`. All others are gauges.
 - Units are in the names: `_seconds`, `_bytes`, `_ratio` (0 to 1). Labels stand in braces.
 - A node has some 350 samples, and 20 more for each layer with sparse decode.
 - The policy decides which `hotkv_eviction_*` exist ([eviction.md](eviction.md)).
 - With more than a million entries, `hotkv_ready_blocks`, `hotkv_arena_pinned_bytes`,
-  `hotkv_sketch_bytes` and `hotkv_unverified_blocks` show the state of the previous scrape.
+  `hotkv_sketch_bytes` and `hotkv_unverified_blocks` lag by one scrape.
 """
 LAYERS = """
 Counters with the label `layer`, summed over all engines: `hotkv_sparse_layer_NAME_total`. Each
@@ -50,9 +50,9 @@ engine has them summed over its layers: `vllm:hotkv_sparse_NAME_total`.
 ENGINES = """
 ## In vLLM's metrics
 
-The counters of `HotKVConnector` are in each engine's own `/metrics`, with vLLM's prefix and
-labels. [operations.md](operations.md#when-a-hit-is-left) explains some of them. The counters of
-sparse decode are [above](#sparse-decode-by-layer).
+The counters of `HotKVConnector` are in each engine's `/metrics`, with vLLM's prefix and labels.
+[operations.md](operations.md#when-a-hit-is-left) explains some. Those of sparse decode are
+[above](#sparse-decode-by-layer).
 
 """
 

@@ -36,15 +36,14 @@ HEAD = """
 Of the {counts}. A pair works unless the tables say
 "refused" or "cannot meet" (all answers: `tests/pairs/table.py`).
 
-- Pairs that no table lists run in the harness (vLLM's scheduler without a model) under random
-  traffic, in sets of two to four features (`tests/pairs/test_pairs.py`; `make torture` also runs
-  each pair alone, and random triples). The harness checks every KV value that attention reads, and
-  at the end every block of the server and of vLLM's cache.
-- Unlisted pairs with {tiers} run in the harness over real daemons with a disk and
-  a Valkey (`tests/pairs/test_nodes.py`).
-- The first table lists pairs of `residency` and `offloading`, which run in real engines beside a
-  real daemon. Pairs of `residency` also run with `"residency": "auto"`, whose requests move off the
-  device (`test_a_pair_of_requests_that_move`, `tests/vllm/test_residency_auto.py`).
+- Pairs that no table lists run in the harness under random traffic, in sets of two to four features
+  (`tests/pairs/test_pairs.py`; `make torture` also runs each pair alone, and random triples). The
+  harness checks every KV value that attention reads, and at the end every block of the server and
+  of vLLM's cache. With {tiers} they run over real daemons with a disk and a Valkey
+  (`tests/pairs/test_nodes.py`).
+- Pairs of `residency` and `offloading` run in real engines beside a real daemon; those of
+  `residency` also with `"residency": "auto"` (`test_a_pair_of_requests_that_move`,
+  `tests/vllm/test_residency_auto.py`).
 """
 
 

@@ -40,61 +40,55 @@ class ConnectorConfig:
     """The connector's settings. `tools/connector_settings.py` makes docs/connector.md of them.
 
     target: `unix:/path/grpc.sock` or `host:port`.
-    tenant: engines of different tenants never share blocks; a server with tenants demands a proof
-        that this engine may act for its tenant.
+    tenant: engines of different tenants share no blocks; a server with tenants demands a proof.
     tls_ca: file with the authorities that sign the server's certificate.
     tls_certificate, tls_key: files with this engine's certificate and its key.
     tls_server_name: name that the server's certificate must have.
     token_file: file with the tenant's token (over TCP).
-    weights_identity: a name in place of the identity that is computed from the weights; equal names
-        promise equal weights.
-    lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
-        counts as a miss; more than the server's `tiers.lookup_wait_ms`.
+    weights_identity: a name in place of the computed identity of the weights; equal names promise
+        equal weights.
+    lookup_timeout_s: after this wait for a lookup or lease a request counts as a miss; more than
+        the server's `tiers.lookup_wait_ms`.
     load: `auto` loads a hit unless this engine's measurements show that computing is faster; the
-        server also leaves blocks in a slow tier if the engine computes them sooner. `always` loads
-        every block that the server has.
+        server also leaves blocks in a tier that is slower than computing. `always` loads every
+        block that the server has.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
-    load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
+    load_timeout_s: a load that takes longer is cancelled, and its request computes.
     store_timeout_s: the server gives up a store that takes longer.
-    flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites,
-        before it revokes the store.
+    flush_timeout_s: how long a step waits for a store of blocks that it overwrites, before it
+        revokes the store.
     device_order: how the server learns which work the engine's device has finished (CUDA). `auto`:
         the engine offers events and flags, and the server picks; `events`: interprocess events
         (containers need hostIPC); `flags`: words in device memory; `host`: the worker waits for the
         device.
-    reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its
-        cache; and how long an idle engine then takes steps to finish the reset.
+    reset_timeout_s: how long vLLM's reset of external caches waits for the server, and how long an
+        idle engine then takes steps to finish the reset.
     startup_wait_s: how long the engine's start waits for the server to answer, so that the first
         request can hit. A server that has answered gets up to 10 s to map the engine's memory.
-    max_inflight_store_mib: most MiB that the engine stores at a time. Further stores wait, and are
-        dropped when their request ends.
+    max_inflight_store_mib: most MiB stored at a time. Further stores wait, and are dropped when
+        their request ends.
     max_load_retries: a request gets no further hits after more failed loads than this.
-    allow_untested_vllm: use hotkv with untested versions of vLLM, even if these changed an API that
-        hotkv uses.
-    use_table: look blocks up in the shared block table if the server offers it, else by calls.
+    allow_untested_vllm: use hotkv even if this vLLM changed an API that hotkv uses.
+    use_table: look blocks up in the mapped block table if the server offers it, else by calls.
     state_interval_tokens: which recurrent states (Mamba and the like) are stored. 0: every state
-        that vLLM hands over, by default a prompt's last state and the states at the ends of shared
-        prefixes (vLLM's `prefix_cache_retention_interval` adds others). Otherwise the states at the
-        end of a prompt and at multiples of this number, rounded up to a length at which a hit can
-        end.
-    callback_timing_file: file for the time spent in connector callbacks, as JSON, written at
-        shutdown.
-    sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
-        without it attention is vLLM's own.
+        that vLLM hands over, by default a prompt's last and those at the ends of shared prefixes
+        (vLLM's `prefix_cache_retention_interval` adds others). Otherwise those at the end of a
+        prompt and at multiples of this number, rounded up to a length at which a hit can end.
+    callback_timing_file: file for the time spent in callbacks, as JSON, written at shutdown.
+    sparse: an object that switches on sparse decode (on CUDA only with its field `residency`).
     sparse_centre: file with the model's centres, measured by `python -m
         hotkv_vllm.sparse.calibrate`; they improve selections. Engines share sketches only if their
         files are equal.
-    tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env`
-        for the variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
+    tracing: where spans go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env` for the
+        variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
-        a request with a trace context is traced if its client traces it.
+        others are traced if their client traces them.
     residency_timeout_s: how long a request with `residency` waits for the server to accept its
         blocks, before it is computed anew on the device, or ends with an error if it does not fit
         there.
-    allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, although such engines have run
-        on one GPU only, for minutes; without it such an engine does not start.
-    sketch_tokens: on CUDA, device memory is allocated for the sketches of this many tokens of all
-        running contexts.
+    allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, which have run on one GPU
+        only, for minutes; without it such an engine does not start.
+    sketch_tokens: on CUDA, tokens of all running contexts whose sketches have device memory.
     sparse_recall_steps: once in this many decode steps, one layer's selection is measured against
         exact attention; 0 for never.
     """

@@ -33,29 +33,27 @@ class SparseConfig:
     """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if a setting is out of range or
     contradicts another setting.
 
-    sparse_topk: the budget: largest number of tokens to which a layer of a sequence attends,
-        including the always kept tokens. A whole number counts tokens; a fraction is a share of the
-        context.
-    adaptive_p: share of the attention mass, 0 to 1. If set, a selection ends as soon as it has this
-        share.
-        At .85 answers change more, at .95 less; .9 is usual. Needs `rot2u`, `rot3u` or `mix2`;
-        refused if `residency` is not `off`.
-    scorer: name of the format of sketches by which blocks are scored.
-    fusion: for research: scorers with their exponents. Blocks are then scored by a weighted
-        geometric mean of these scorers instead of by `scorer`. Empty: not used.
-    sink_tokens, recent_tokens: number of tokens at the start and at the end of the context that are
-        always kept: each step attends to them. The partial block is always kept too.
+    sparse_topk: the budget: most tokens to which a layer attends, those always kept included. A
+        whole number counts tokens; a fraction is a share of the context.
+    adaptive_p: share of the mass, 0 to 1, at which a selection ends. At .85 answers change more, at
+        .95 less; .9 is usual. Needs `rot2u`, `rot3u` or `mix2`; refused if `residency` is not
+        `off`.
+    scorer: format of the sketches by which blocks are scored.
+    fusion: for research: scorers with their exponents. Their weighted geometric mean scores blocks
+        instead of `scorer`. Empty: not used.
+    sink_tokens, recent_tokens: tokens at the start and at the end of the context that are always
+        kept; the partial block is too.
     dense_layers: layers that attend to the whole context.
-    max_correction_blocks: most blocks per layer that a step may add to the hot set (the blocks on
-        the device) before it attends. Further selected blocks are added one step later.
-    cache_policy: which blocks are evicted from the hot set. `lru`: the least recently selected
-        block. `none`: every block that is not selected.
+    max_correction_blocks: most blocks per layer that a step adds to the hot set before it attends.
+        Further selected blocks are added one step later.
+    cache_policy: what leaves the hot set. `lru`: the least recently selected block. `none`: every
+        block that is not selected.
     copy_method: how the class `ArrayPages` of `hotkv_vllm.sparse.offloading` copies pages to and
         from hot slots; one of `COPY_METHODS`. Engines ignore this setting.
-    min_context_tokens: requests with a shorter context attend to the whole context.
-    residency: `off` keeps the whole context on the device. `host` keeps old blocks only in host
-        memory, so a context may be larger than the device's memory. `auto` does the same for a
-        request when the device has no room for its whole context.
+    min_context_tokens: shorter contexts attend to the whole context.
+    residency: `off` keeps the whole context on the device, `host` old blocks only in host memory,
+        so a context may exceed the device's memory; `auto` moves a context there when the device
+        has no room.
     """
 
     sparse_topk: int | float = 0.2

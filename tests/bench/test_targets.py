@@ -38,10 +38,10 @@ def test_figures_come_with_their_bounds() -> None:
 
 def test_page_shows_each_record_and_busy_machines() -> None:
     shown = page({"cost": RECORD, "core": replace(RECORD, command="core", load=9.0)})
-    assert "(`store_cpu_ms`) | 0.5 | <= 0.45, missed |" in shown
-    assert "(`served_ratio`) | 1 | >= 0.999, met |" in shown
+    assert "(`store_cpu_ms`) | 0.5 | ≤0.45, missed |" in shown
+    assert "(`served_ratio`) | 1 | ≥0.999, met |" in shown
     assert "**`python -m bench.cost`** 2026-11-01 |" in shown
-    assert "(`store_cpu_ms`) | 0.5 | <= 0.45, busy |" in shown
+    assert "(`store_cpu_ms`) | 0.5 | ≤0.45, busy |" in shown
 
 
 def test_page_shows_what_was_measured_on_a_gpu() -> None:

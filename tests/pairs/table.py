@@ -19,36 +19,36 @@ _T = TypeVar("_T")
 
 FEATURES = {
     "lora": "LoRA adapters",
-    "residency": "contexts in host memory",
-    "sparse": "sparse decode",
-    "ranks": "tensor parallel ranks",
-    "pipeline": "pipeline stages",
+    "residency": "residency",
+    "sparse": "sparse",
+    "ranks": "tensor parallel",
+    "pipeline": "pipeline",
     "hybrid": "several KV cache groups",
-    "pooling": "engines that answer with vectors",
+    "pooling": "pooling",
     "embeds": "prompts of embeddings",
-    "images": "prompts with images",
-    "multi_first": "MultiConnector, hotkv first",
-    "multi_second": "MultiConnector, hotkv second",
-    "producer": "kv_producer",
-    "consumer": "kv_consumer",
-    "speculation": "speculative decoding",
+    "images": "images",
+    "multi_first": "hotkv first in MultiConnector",
+    "multi_second": "hotkv second",
+    "producer": "producer",
+    "consumer": "consumer",
+    "speculation": "speculation",
     "asynchronous": "asynchronous scheduling",
     "preemption": "preemption",
     "hints": "hints and pins",
-    "sessions": "sessions of chats",
-    "load_choice": "the choice to load or to compute",
+    "sessions": "named conversations",
+    "load_choice": "load or compute",
     "reset": "reset and flush",
-    "weights": "weights that change in place",
+    "weights": "changed in place",
     "sleep": "pause and sleep",
     "tenants": "tenants",
     "tracing": "tracing",
-    "restart": "a server that restarts",
+    "restart": "of the server",
     "away": "no server",
     "slow": "a slow server",
-    "disk": "a disk",
-    "shared": "a tier that nodes share",
+    "disk": "disk",
+    "shared": "a shared tier",
     "warm": "warm start",
-    "offloading": "behind vLLM's own offloading",
+    "offloading": "vLLM's own",
 }
 """In the order of docs/deployments.md."""
 TIERS = ("disk", "shared", "warm")
@@ -128,16 +128,10 @@ REFUSED_ELSEWHERE = {
 }
 
 APART: dict[tuple[str, str], str] = {
-    ("sparse", "pooling"): "only decode steps attend sparsely, and a pooling request ends with "
-    "its prompt: vLLM schedules no decode step for it",
-    (
-        "speculation",
-        "pooling",
-    ): "drafts are of tokens that are to be sampled, and a pooling request "
-    "samples none: it ends with its prompt",
-    ("load_choice", "offloading"): "vLLM's offloading loads every hit that its lookup finds, and "
-    "does not compare with computing; `max_load_tokens` of a request bounds a "
-    "load",
+    ("sparse", "pooling"): "vLLM schedules no decode step for a pooling request",
+    ("speculation", "pooling"): "a pooling request samples no tokens",
+    ("load_choice", "offloading"): "vLLM's offloading loads every hit; `max_load_tokens` of a "
+    "request bounds a load",
 }
 
 REAL: dict[tuple[str, str], Answer] = {
