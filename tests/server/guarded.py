@@ -171,16 +171,17 @@ def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
 def why_absent(
     target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
 ) -> str:
-    """The reason why the server refuses this process a session. `ticket` replaces its own
-    ticket."""
+    """The reason why the server refuses this process a session. With a `ticket`, over gRPC: the
+    lane needs none."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more: dict[str, Any] = {"on_state": lambda *news: states.put(news), "connect_timeout_s": 3.0}
     if credentials is not None:
         more["credentials"] = credentials
+    more["use_lane"] = ticket is None
     session = Session(SessionConfig(target, "refused", Role.SCHEDULER, engine.key_space, **more))
     if ticket is not None:
-        session._life._ticket = lambda: (ticket, "")  # type: ignore[method-assign]
+        session._life._ticket = lambda connection: (ticket, "")  # type: ignore[method-assign]
     session.start()
     try:
         state, why = states.get(timeout=20)

@@ -315,6 +315,8 @@ def test_hung_server_never_commits_revoked_stores(
             time.sleep(random.uniform(0, 0.002))
         stop(own_server.pid)
         take_back(one, names, stores)
+        if take_back is broken:
+            one.session.close()
         one.kv[:, :32] = 13
         os.kill(own_server.pid, signal.SIGCONT)
         if take_back is broken:

@@ -99,11 +99,17 @@ def test_other_users(guarded: Guarded) -> None:
     assert act(OTHER_UID, "", "by_group")["why"].startswith("NOT_ALLOWED")
     assert act(OTHER_UID, "", "alpha")["why"].startswith("NOT_ALLOWED")
     stranger = act(STRANGER_UID, "", "alpha")["why"]
+    assert stranger.startswith("NOT_ALLOWED")
+    assert guarded.logged("refused", "NOT_ALLOWED", f"uid={STRANGER_UID}")
+    lane, path = (guarded.server.runtime_folder / name for name in ("lane.sock", "grpc.sock"))
+    lane.chmod(0o600)
+    stranger = act(STRANGER_UID, "", "alpha")["why"]
     assert stranger.startswith("UNAUTHENTICATED") and "(no ticket: " in stranger
     assert guarded.logged("refused descriptor socket", f"uid={STRANGER_UID}")
-    (path := guarded.server.runtime_folder / "grpc.sock").chmod(0o600)
+    path.chmod(0o600)
     assert f"this user may not open {path}" in act(STRANGER_UID, "", "alpha")["why"]
-    path.chmod(0o666)
+    for one in (lane, path):
+        one.chmod(0o666)
     assert guarded.logged("session admitted", "tenant='beta'", f"uid={OTHER_UID}")
 
 

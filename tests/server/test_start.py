@@ -663,7 +663,7 @@ def test_container_ends_at_sigterm_during_start(folder: Path) -> None:
     with subprocess.Popen([*alone, *command], stderr=subprocess.PIPE, text=True) as outer:
         assert outer.stderr is not None
         try:
-            assert "starting version" in outer.stderr.readline()
+            assert any("starting version" in line for line in outer.stderr)
             (server,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
             os.kill(int(server), signal.SIGTERM)
             # 0 if the server drained already.

@@ -222,7 +222,7 @@ class LaneServer:
             stream.end(why)
 
     async def _end_silent(self) -> None:
-        async for _ in self._node.health.turns("the end of silent engines", TURN_S):
+        async for _ in self._node.health.turns("the end of silent clients", TURN_S):
             for stream in list(self._streams):
                 stream.silent_turns += 1
                 if stream.silent_turns > SILENT_TURNS:
