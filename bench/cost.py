@@ -25,7 +25,7 @@ from bench.report import at_most, parser, print_figures, say
 from bench.servers import GIB, MIB, new_hashes, serving
 from bench.shapes import slot_sizes
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Session
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.table import BlockTable, TableGeometry
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished

@@ -19,7 +19,7 @@ from bench.report import Bound, at_most, median, parser, print_report
 from bench.servers import GIB, MIB, new_hashes, serving
 from demo.processes import runtime_folder
 from hotkv_client import BlockRun
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 
 SIZES = {1: 50, 16: 25, 256: 4}
 """Stores in a turn, by the number of a store's blocks."""

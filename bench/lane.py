@@ -21,7 +21,7 @@ from bench.cost import hit, store, thread_times
 from bench.report import at_most, bounds_json, median, parser, print_report, say
 from bench.servers import MIB, new_hashes, serving
 from hotkv_client import Session, streams
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 
 CALLS = 100
 BOUNDS = {"lane_hit_256": at_most(0.35)}

@@ -25,7 +25,7 @@ from bench.report import at_most, median, parser, print_figures
 from bench.servers import MIB, serving
 from demo import prompts
 from demo.processes import Answer, ChildError, Engine, EngineSettings, prepare_model
-from hotkv_server.testing import faults
+from tests.doubles import faults
 
 BOUNDS = {"slow_over_plain": at_most(1.05)}
 TIMES, WAIT_S = 200.0, 0.05

@@ -4,7 +4,7 @@ and HotKVOffloadingConnector (`door`), behind vLLM's own offloading (docs/doors.
 Engines with random weights take turns on the same new prompts. `own` and `door` compute and store;
 `own-reader` and `door-reader`, other processes, hit in the server; `primary`, vLLM's offloading
 alone, hits in its primary tier after its device cache was emptied. On a CPU a memcpy stands for the
-copy between device and primary tier (`hotkv_vllm.testing.host_copies`). `--gpu`: the first GPU, 1.1
+copy between device and primary tier (`tests.doubles.host_copies`). `--gpu`: the first GPU, 1.1
 billion parameters, copies through CUDA IPC for `own`.
 
 Prints a table; `--json` prints a JSON object last:
@@ -79,7 +79,7 @@ CPU = Place(
     arena_bytes=3 * GIB,
     offloading={
         "spec_name": "HostTieringSpec",
-        "spec_module_path": "hotkv_vllm.testing.host_copies",
+        "spec_module_path": "tests.doubles.host_copies",
     },
 )
 GPU = Place(

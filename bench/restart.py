@@ -20,7 +20,7 @@ from bench.servers import new_hashes
 from demo.processes import Server, ends_cleanly, runtime_folder
 from hotkv_client import BlockRun, GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 
 NUM_BLOCKS = 100_000
 PAGE_BYTES = 80 << 10

@@ -8,7 +8,7 @@ import numpy as np
 
 from demo.processes import Server, ends_cleanly, runtime_folder
 from hotkv_client import BlockRun, Session
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_BYTES = 256 * MIB

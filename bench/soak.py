@@ -35,7 +35,7 @@ from bench.report import at_most, parser, percentile, print_figures
 from bench.servers import MIB, new_hashes, serving
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 
 CLIENT = (sys.executable, "-m", "bench.load.clients")
 PROCESSES, SESSIONS_EACH = 4, 16

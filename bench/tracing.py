@@ -20,7 +20,7 @@ import numpy as np
 from bench.report import median, parser, percentile, print_report
 from bench.servers import MIB, new_hashes, serving, session_over
 from hotkv_client import GroupHashes
-from hotkv_server.testing.otlp_receiver import OtlpReceiver
+from tests.doubles.otlp_receiver import OtlpReceiver
 
 COUNTS = (64, 1024)
 BLOCKS = 4096

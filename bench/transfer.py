@@ -20,7 +20,7 @@ from bench.report import median, parser, percentile, print_report
 from bench.servers import new_hashes, serving
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import native
 
 LAYERS = 16

@@ -65,7 +65,7 @@ FREE = {
     "worker/layout.py",
     "sparse/backend.py",
     "residency/cuda_backend.py",
-    "testing/host_copies.py",
+    "tests/doubles/host_copies.py",
 }
 FREE_FOLDER = "compat/"
 PUBLIC = (
@@ -116,10 +116,9 @@ def internal_imports() -> list[str]:
 
 
 def modules(door: str) -> list[Path]:
-    """HotKVConnector: all but `offloading` and `testing`. HotKVOffloadingConnector: `offloading`
+    """HotKVConnector: all but `offloading`. HotKVOffloadingConnector: `offloading`
     and what it imports."""
-    doubles = PACKAGE / "testing"
-    everything = sorted(path for path in PACKAGE.rglob("*.py") if doubles not in path.parents)
+    everything = sorted(PACKAGE.rglob("*.py"))
     within = [path for path in everything if OFFLOADING in path.relative_to(PACKAGE).parts[:1]]
     if door == OWN:
         return [path for path in everything if path not in within]

@@ -39,8 +39,6 @@ LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
     "client/hotkv_client/command/tables.py",
     "client/hotkv_client/__init__.py",
-    "client/hotkv_client/testing/",
-    "connector_vllm/hotkv_vllm/testing/",
 )
 """Beginnings of paths: output for people, and what is no product."""
 

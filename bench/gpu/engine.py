@@ -39,10 +39,10 @@ from hotkv_client.types import After, Int32s
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
-from hotkv_server.testing.with_devices import FakeDevices
 from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, MarkEvent, Marks, Words
 from hotkv_vllm.worker.layout import ExportedMemory, cuda_handle
+from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
+from tests.doubles.with_devices import FakeDevices
 
 # ----------------------------------------------------------------------------- The layout of blocks
 
@@ -137,7 +137,7 @@ class Cuda:
 
 
 class MadeUp:
-    """`hotkv_server.testing`'s device: host memory; queued work is done at once."""
+    """`tests.doubles.device`: host memory; queued work is done at once."""
 
     name, is_made_up = "no GPU, a made-up device", True
 

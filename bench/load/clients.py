@@ -31,7 +31,7 @@ import grpc
 import numpy as np
 
 from hotkv_client import BlockRun, GroupHashes, LoadRun
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
 
 # ------------------------------------------------------------------------------------------ Traffic

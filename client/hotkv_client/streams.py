@@ -38,7 +38,7 @@ PING_ID = (1 << 63) - 1
 READ_BYTES = 256 << 10
 
 
-class Stream(Protocol):
+class MessageStream(Protocol):
     """A session's messages, in both directions. `put` is thread-safe; one thread reads."""
 
     def has_answered(self, timeout_s: float) -> bool:
@@ -289,7 +289,7 @@ class LaneStream:
             os.close(self._wake)
 
 
-def open_stream(config: SessionConfig) -> Stream:
+def open_stream(config: SessionConfig) -> MessageStream:
     """A lane if a server on this node has one, else gRPC. Raises HotKVError for credentials that
     can't be used."""
     if config.use_lane and channels.is_unix(config.target):

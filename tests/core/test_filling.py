@@ -27,8 +27,8 @@ from hotkv_server.memory.filling import NOTE, NOTE_MAGIC, RESERVE_BYTES, Filling
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping
 from hotkv_server.memory.pinning import ArenaPinner, refusal
 from hotkv_server.node.persistence import _prefault_claimed
-from hotkv_server.testing.device import FakeRuntime
 from tests.core.support import make_table
+from tests.doubles.device import FakeRuntime
 from tests.support.waiting import wait_for
 
 ARENA = 3 * COLLAPSE_BYTES + 12345

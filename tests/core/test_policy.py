@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hotkv_server.cache.room.policies import LRU, POLICIES, shared
 from hotkv_server.cache.room.policies.shared import WAYS, GhostTable, spread
-from hotkv_server.testing.policy_contract import (
+from tests.contracts.policy_contract import (
     check_demoted_go_first,
     check_leaves_go_first,
     check_policy,

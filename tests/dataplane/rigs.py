@@ -14,9 +14,9 @@ from hotkv_server.dataplane.engines import CopyEngine, CopyEngines
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import HOST
-from hotkv_server.testing.copy_engine_contract import Bytes, CopyRig
-from hotkv_server.testing.device import COPIES, FakeRuntime
-from hotkv_server.testing.device_memory import map_pages, unmap_pages
+from tests.contracts.copy_engine_contract import Bytes, CopyRig
+from tests.doubles.device import COPIES, FakeRuntime
+from tests.doubles.device_memory import map_pages, unmap_pages
 
 ARENA_BYTES, PINNED_PIECE_BYTES = 1 << 20, 1 << 18
 SMALL = CudaCopySettings(

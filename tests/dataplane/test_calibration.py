@@ -24,7 +24,7 @@ from hotkv_server.dataplane.cuda.calibration import (
 )
 from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.device.runtime import DeviceError, Event, Int64s, Stream
-from hotkv_server.testing.device import FakeRuntime
+from tests.doubles.device import FakeRuntime
 
 KEYS = st.tuples(st.sampled_from(Direction), st.sampled_from(Method), st.sampled_from(PAGE_BYTES))
 CALIBRATIONS = st.builds(

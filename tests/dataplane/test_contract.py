@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
-from hotkv_server.testing import copy_engine_contract as contract
+from tests.contracts import copy_engine_contract as contract
 from tests.dataplane.rigs import SMALL, cuda_rig, host_rig, mixed_rig
 
 METHODS = {method.value: dataclasses.replace(SMALL, method=method) for method in Method}

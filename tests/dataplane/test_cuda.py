@@ -14,9 +14,9 @@ from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Meth
 from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.dataplane.plan import CopyPlan, Region
 from hotkv_server.device.runtime import DeviceError, Event
-from hotkv_server.testing.copy_engine_contract import Ends, whole_plan
-from hotkv_server.testing.device import FakeEvent, FakeRuntime
+from tests.contracts.copy_engine_contract import Ends, whole_plan
 from tests.dataplane.rigs import ARENA_BYTES, SMALL, Arena, device_memory
+from tests.doubles.device import FakeEvent, FakeRuntime
 from tests.support.waiting import wait_for
 
 STEPS = dataclasses.replace(SMALL, method=Method.BATCH, depth=2)

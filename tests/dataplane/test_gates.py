@@ -13,7 +13,7 @@ import pytest
 from hotkv_server.dataplane import engines
 from hotkv_server.dataplane.engines import CopyEngines, CopyJob, Outcome
 from hotkv_server.device.runtime import HOST, DeviceError
-from hotkv_server.testing.copy_engine_contract import CopyRig, Ends, whole_plan
+from tests.contracts.copy_engine_contract import CopyRig, Ends, whole_plan
 from tests.dataplane.rigs import SwitchedGate, mixed_rig
 
 

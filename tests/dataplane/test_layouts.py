@@ -16,10 +16,10 @@ from hotkv_server.dataplane.cuda.values import Method
 from hotkv_server.dataplane.engines import CopyEngine, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region, block_copies
-from hotkv_server.testing.copy_engine_contract import Bytes, Ends
-from hotkv_server.testing.device import FakeRuntime
+from tests.contracts.copy_engine_contract import Bytes, Ends
 from tests.core.layouts import Case, cases, dealt, ranks_of, shard_bytes
 from tests.dataplane.rigs import SMALL, Arena, device_memory, read, write
+from tests.doubles.device import FakeRuntime
 
 ARENA_BYTES = 1 << 20
 

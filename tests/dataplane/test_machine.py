@@ -18,9 +18,9 @@ from hotkv_server.dataplane.engines import CopyEngines, CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import CopyPlan, Region
 from hotkv_server.device.runtime import DeviceError
-from hotkv_server.testing.copy_engine_contract import Bytes, Ends, random_bytes, random_runs
-from hotkv_server.testing.device import FakeRuntime
+from tests.contracts.copy_engine_contract import Bytes, Ends, random_bytes, random_runs
 from tests.dataplane.rigs import Arena, SwitchedGate, device_memory, read, write
+from tests.doubles.device import FakeRuntime
 
 ARENA_BYTES, NUM_SHARES = 1 << 19, 16
 SHARE_BYTES = ARENA_BYTES // NUM_SHARES

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 
 NUM_BLOCKS = 200
 PAGE_BYTES = 64 << 10

@@ -20,10 +20,10 @@ import pytest
 from demo.processes import runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport
 from hotkv_client.command import cli
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.reports import Miss
-from hotkv_server.testing.with_devices import FakeDevices
 from tests.deploy.prometheus_process import RULES, Prometheus
+from tests.doubles.with_devices import FakeDevices
 from tests.server.devices_support import DeviceEngine, DeviceServer, done
 from tests.server.support import block_ids, hashes
 from tests.support.daemons import quick_servers

@@ -6,7 +6,7 @@ from tests.vllm.tiny import transfer_config
 
 HOST_COPIES = {
     "spec_name": "HostTieringSpec",
-    "spec_module_path": "hotkv_vllm.testing.host_copies",
+    "spec_module_path": "tests.doubles.host_copies",
 }
 """vLLM does not offload in CPU engines; this module replaces the copies."""
 

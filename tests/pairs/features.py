@@ -11,8 +11,8 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
-from hotkv_server.testing.otlp_receiver import OtlpReceiver
 from hotkv_vllm.scheduler import hits
+from tests.doubles.otlp_receiver import OtlpReceiver
 from tests.pairs.servers import lose_disk
 from tests.pairs.world import Play, World, ours
 from tests.support.waiting import WAIT_S

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hotkv_client.testing import FakeServer
 from hotkv_client.types import RequestReport, SessionConfig
 from hotkv_vllm import link
+from tests.doubles.fake import FakeServer
 from tests.support.waiting import WAIT_S, wait_for
 from tests.vllm.harness import Engine
 from tests.vllm.oracle import check_stored

@@ -13,7 +13,7 @@ import pytest
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
-from hotkv_server.testing.otlp_receiver import OtlpReceiver
+from tests.doubles.otlp_receiver import OtlpReceiver
 from tests.pairs.features import Disk, Shared, Tier, wait_for_copies
 from tests.pairs.servers import lose_disk
 from tests.support.waiting import WAIT_S, wait_for

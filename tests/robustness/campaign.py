@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 from demo.processes import runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
-from hotkv_server.testing.crashing import MOMENTS, POINTS
+from tests.doubles.crashing import MOMENTS, POINTS
 from tests.robustness.engine import Shape, hash_of
 from tests.support.waiting import wait_for
 
@@ -105,7 +105,7 @@ class Servers:
         }
         self.flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hotkv_server.testing.crashing"],
+            [sys.executable, "-m", "tests.doubles.crashing"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -128,7 +128,7 @@ class Servers:
                 self._changed.notify_all()
 
     def start(self, crash: dict[str, object], *flags: str) -> int:
-        """Does not wait until it is ready. `crash`: see `hotkv_server.testing.crashing`."""
+        """Does not wait until it is ready. `crash`: see `tests.doubles.crashing`."""
         assert self.process.stdin is not None
         order = {"flags": [*self.flags, *flags], "log": str(self.log), "point": None, **crash}
         self.process.stdin.write(json.dumps(order) + "\n")

@@ -28,7 +28,7 @@ from hotkv_client import (
     TransferResult,
     TransferStatus,
 )
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
 
 NUM_BLOCKS = 96

@@ -28,9 +28,9 @@ import numpy as np
 
 from hotkv_client import BlockRun, Flushed, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
-from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from tests.doubles.fault_proxy import FaultProxy, nothing
 from tests.server.places import Place
 from tests.server.support import block_ids
 

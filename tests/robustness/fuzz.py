@@ -30,7 +30,7 @@ from google.protobuf.message import Message
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.v1 import session_pb2, sparse_pb2, warm_pb2

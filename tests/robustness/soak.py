@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
-from hotkv_server.testing import faults
+from hotkv_client.paged_engine import PagedEngine
+from tests.doubles import faults
 from tests.support.ports import free_port
 
 LAYERS, PAGE_BYTES = 2, 8192

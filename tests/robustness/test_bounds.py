@@ -29,7 +29,7 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.link import descriptor_socket
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace

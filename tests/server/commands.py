@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hotkv_client.command import cli
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.keys import token_block_hashes
 
 HOTKV = (sys.executable, "-m", "hotkv_client.command.cli")

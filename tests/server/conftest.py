@@ -9,9 +9,9 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client import streams
-from hotkv_client.testing import PagedEngine
-from hotkv_server.testing.device import FakeRuntime
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_sparse.centre import Centres
+from tests.doubles.device import FakeRuntime
 from tests.server.sparse_support import SketchEngine
 from tests.support.daemons import quick_servers
 

@@ -32,8 +32,8 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import DeviceMark, DeviceOrder
-from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
-from hotkv_server.testing.with_devices import FakeDevices
+from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent
+from tests.doubles.with_devices import FakeDevices
 from tests.server.support import hashes
 
 NUM_BLOCKS = 24

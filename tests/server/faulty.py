@@ -11,7 +11,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.command import cli
-from hotkv_server.testing import faults
+from tests.doubles import faults
 from tests.support.ports import free_port
 
 FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")

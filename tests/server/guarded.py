@@ -16,7 +16,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, Credentials, LinkState, Role, Session, SessionConfig
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.wire.errors import CODES
 from tests.server.certificates import Authority

@@ -13,7 +13,7 @@ import numpy as np
 
 from hotkv_client import BlockRun, LinkState
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
 
 WAIT_S = 60.0

@@ -16,7 +16,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.groups import GroupSpec
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes, http_port
 

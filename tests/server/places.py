@@ -21,7 +21,7 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.types import Int32s
 from tests.server.support import block_ids
 from tests.support.waiting import wait_for

@@ -11,7 +11,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.v1 import (

@@ -13,7 +13,7 @@ import numpy as np
 from demo.processes import Server
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_server.testing import faults
+from tests.doubles import faults
 from tests.server.places import Place, found, opened, store
 from tests.server.support import hashes, http_port
 from tests.support.waiting import wait_for

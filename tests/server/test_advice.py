@@ -13,7 +13,7 @@ import pytest
 
 from demo.processes import ROOT, Server
 from hotkv_client.command import cli, draining, help_text
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import extras
 from hotkv_server.settings import tomllib
 from hotkv_server.simulate import command as simulation

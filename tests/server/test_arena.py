@@ -10,7 +10,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client import Arena, BlockResult, GroupHashes, LeaseGrant, Session
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from tests.server.places import LAYERS, PAGE_BYTES, Place, found, place, store
 from tests.server.support import hashes
 

@@ -16,7 +16,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_server import cli
 from hotkv_server.memory.arena import LOCK_FILE, BusyError, NodeMemory, lock_file
 from hotkv_server.memory.left_behind import find, remove

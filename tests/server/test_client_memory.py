@@ -35,7 +35,7 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec

@@ -18,7 +18,7 @@ from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, host_bench
 from hotkv_client.command import fleet as fleet_command
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.command_line import INTERRUPTED
 from hotkv_proto.reports import RequestReport
 from hotkv_server.settings import tomllib

@@ -20,7 +20,7 @@ from hotkv_client import RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, completion, draining, help_text, recorder, sizing
 from hotkv_client.command.tables import human_seconds
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from tests.server.commands import (
     HOTKV,
     TOKENS,

@@ -20,7 +20,7 @@ from hotkv_client.types import TransferStatus
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import SessionLostError
 from hotkv_proto.order import NO_ORDER, OrderKind
-from hotkv_server.testing.with_devices import FakeDevices
+from tests.doubles.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import (
     DEADLINE_S,

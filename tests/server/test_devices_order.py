@@ -33,8 +33,8 @@ from hotkv_server.node.live_session import (
 )
 from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
-from hotkv_server.testing.device import FakeRuntime
-from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
+from tests.doubles.device import FakeRuntime
+from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.nodes import SPACE, live_node, memory_file
 from tests.support.waiting import eventually
 

@@ -26,7 +26,7 @@ from hotkv_server.device.start import (
 from hotkv_server.memory.arena import NodeMemory, clear
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.storage import CopySettings
-from hotkv_server.testing.device import FakeRuntime
+from tests.doubles.device import FakeRuntime
 from tests.support.waiting import wait_for
 
 Open = Callable[..., CudaPart]

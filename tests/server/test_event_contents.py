@@ -24,8 +24,8 @@ from hotkv_server.events.contents import START, Contents
 from hotkv_server.events.drive import EventHub, StoredEvent
 from hotkv_server.node import event_loop
 from hotkv_server.settings.outlets import EventSettings
-from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import words_of
+from tests.doubles.memory_tier import MemoryStore
 from tests.tiers.nodes import SharedNode
 
 BLOCK_TOKENS = 4

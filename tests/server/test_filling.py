@@ -14,7 +14,7 @@ from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
 from hotkv_server.node import growth
-from hotkv_server.testing import faults
+from tests.doubles import faults
 from tests.server.places import Place, load, opened
 from tests.server.support import block_ids, hashes
 from tests.support.waiting import wait_for

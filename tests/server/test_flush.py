@@ -16,7 +16,7 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from tests.server.places import store
 from tests.server.support import block_ids, hashes, number_of
 from tests.support.waiting import wait_for

@@ -19,7 +19,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, TransferStatus
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import __version__
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server import systemd

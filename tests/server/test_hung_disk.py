@@ -11,9 +11,9 @@ import pytest
 from demo.processes import Server
 from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
-from hotkv_server.testing import faults
-from hotkv_server.testing.fault_proxy import FaultProxy, throttled
+from hotkv_client.paged_engine import PagedEngine
+from tests.doubles import faults
+from tests.doubles.fault_proxy import FaultProxy, throttled
 from tests.server.places import store
 from tests.server.sharing import (
     CHAIN,

@@ -264,7 +264,7 @@ def test_frames_are_cut_as_they_were_joined(messages: list[bytes], step: int) ->
         def pause_reading(self) -> None: ...
 
     async def run() -> None:
-        stream = lane.LaneStream(None)  # type: ignore[arg-type]
+        stream = lane.LaneConnection(None)  # type: ignore[arg-type]
         stream._transport = Transport()
         data = b"".join(map(framed, messages))
         for at in range(0, len(data), step):

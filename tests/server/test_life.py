@@ -31,7 +31,7 @@ from hotkv_client import (
 from hotkv_client.admin import AdminClient
 from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
 from hotkv_client.link import descriptor_socket, fetch_ticket
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.layout import FENCE_WORDS
 from tests.server.places import load as load_blocks
@@ -45,7 +45,7 @@ VICTIM = """
 import os, sys
 import numpy as np
 from hotkv_client import BlockRun, GroupHashes, LoadRun
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 engine = PagedEngine(sys.argv[1], layers=8, num_blocks=128, page_bytes=16384).connect()
 hashes = [os.urandom(32) for _ in range(24)]
 at = np.arange(24, dtype=np.int32)

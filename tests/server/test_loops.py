@@ -10,7 +10,7 @@ from typing import Any
 
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun
-from hotkv_server.testing import faults
+from tests.doubles import faults
 from tests.server.sharing import bucket_flags
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
 from tests.support.waiting import wait_for

@@ -10,7 +10,7 @@ from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import named_blocks
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from tests.server.commands import Run, runner
 from tests.server.places import store
 from tests.server.support import block_ids, number_of

@@ -16,7 +16,7 @@ import pytest
 from demo.processes import Server
 from hotkv_client import RequestReport
 from hotkv_client.command import cli
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages.fields import MAX_IDENTIFIER

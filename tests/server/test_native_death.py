@@ -11,7 +11,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockRun
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.mooncake.tier import MooncakeClient
 from hotkv_server.tiers.remote.client import StoreError

@@ -28,9 +28,9 @@ from hotkv_server.events.drive import StoredEvent
 from hotkv_server.events.questions import PromptIndex
 from hotkv_server.monitoring.http_endpoint import ANSWER_TIMEOUT_S, MAX_BODY_BYTES
 from hotkv_server.settings.outlets import EventSettings
-from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import breaker
 from tests.core.support import words_of
+from tests.doubles.memory_tier import MemoryStore
 from tests.server.support import FULL, PATIENT, WINDOW, GroupsEngine, hashes, http_port
 from tests.support.waiting import WAIT_S, wait_for
 from tests.tiers.nodes import Node, SharedNode, made

@@ -10,8 +10,9 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
-from hotkv_client.testing import FakeServer, PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason
+from tests.doubles.fake import FakeServer
 from tests.server.support import block_ids, hashes
 
 STORED, PRESENT, WRITTEN = BlockResult.STORED, BlockResult.PRESENT, BlockResult.WRITTEN

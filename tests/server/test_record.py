@@ -19,7 +19,7 @@ from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.recorder import TraceWriter, record
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
 from hotkv_proto.errors import HotKVError, Reason

@@ -21,7 +21,7 @@ from hotkv_client import Credentials, GroupHashes, LinkState
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import (
     admin_pb2,

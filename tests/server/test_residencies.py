@@ -22,7 +22,7 @@ from hotkv_client import (
     SessionLostError,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from tests.server.places import LAYERS, NUM_BLOCKS, PAGE_BYTES, Place, place

@@ -34,7 +34,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.hints import HintClient
 from hotkv_client.link import descriptor_socket, fetch_ticket
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason

@@ -10,7 +10,7 @@ import pytest
 
 from hotkv_client import BlockResult, TransferStatus
 from hotkv_client.hints import HintClient
-from hotkv_server.testing import faults
+from tests.doubles import faults
 from tests.server.places import load, store
 from tests.server.sharing import CHAIN, SharingNode, bucket_flags, check_sharing, node
 from tests.server.support import PATIENT, hashes

@@ -27,7 +27,7 @@ from pydantic import ByteSize
 
 from demo.processes import ROOT, Server
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import limits
 from hotkv_proto.command_line import INTERRUPTED
 from hotkv_proto.errors import HotKVError
@@ -46,7 +46,7 @@ from hotkv_server.startup import progress as progress_module
 from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.preflight import check_arena_room
 from hotkv_server.startup.progress import Progress
-from hotkv_server.testing import faults
+from tests.doubles import faults
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
 from tests.server.nodes import local_node

@@ -14,14 +14,14 @@ from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.tables import show_status
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import Reason
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings import load_settings
 from hotkv_server.startup import StartError
-from hotkv_server.testing import faults
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.start import open_lower
+from tests.doubles import faults
 from tests.server.places import found
 from tests.server.refusals import refused
 from tests.server.support import hashes

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from demo.processes import ROOT, Server
 from hotkv_client import GroupHashes, LoadEnd, LoadRun, RequestReport, TransferStatus
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.types import BlockResult
 from hotkv_server.node import event_loop as lag
 from tests.server.faulty import FaultyServer, folder

@@ -26,7 +26,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import traces
 from hotkv_proto.blocks import StoreOptions, TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
@@ -36,13 +36,13 @@ from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
-from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_server.tracing import drive as tracing
 from hotkv_server.tracing.calls import TracedCalls
 from hotkv_server.tracing.capability import TracingCapability, _open, check
 from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
+from tests.doubles.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import wait_for
 from tests.wire.recorded import Recorded

@@ -18,7 +18,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, Evicted, TransferStatus
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words

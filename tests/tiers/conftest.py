@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from hotkv_server.testing.fault_proxy import FaultProxy
+    from tests.doubles.fault_proxy import FaultProxy
     from tests.tiers import s3_support, valkey_support
     from tests.tiers.support import Store
 
@@ -50,7 +50,7 @@ def server(valkey_of_file: "valkey_support.Server") -> "valkey_support.Server":
 
 @pytest.fixture
 def proxy(server: "valkey_support.Server") -> "Iterator[FaultProxy]":
-    from hotkv_server.testing.fault_proxy import FaultProxy
+    from tests.doubles.fault_proxy import FaultProxy
 
     one = FaultProxy(server.path)
     yield one
@@ -60,7 +60,7 @@ def proxy(server: "valkey_support.Server") -> "Iterator[FaultProxy]":
 @pytest.fixture(params=["valkey", "s3"])
 def store(request: pytest.FixtureRequest) -> "Store":
     """Each test runs with Valkey and with S3."""
-    from hotkv_server.testing.flush_contract import NAME
+    from tests.contracts.flush_contract import NAME
     from tests.tiers.support import Store
 
     if request.param == "valkey":

@@ -16,12 +16,12 @@ import pytest
 from numpy.typing import NDArray
 
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault, FaultyDisk
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, TierRig
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.disk.slab_file import FileIO, SlabFile
 from hotkv_server.tiers.disk.tier import DiskTier
 from hotkv_server.tiers.protocol import Write
+from tests.contracts.tier_contract import ARENA_BYTES, Bench, TierRig
+from tests.doubles.faulty_disk import EVERYWHERE, Fault, FaultyDisk
 
 SHM = Path("/dev/shm")
 

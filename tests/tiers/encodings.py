@@ -9,12 +9,12 @@ import numpy as np
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.flush_contract import answer
-from hotkv_server.testing.tier_contract import SLOTS, Bench, TierRig, key
 from hotkv_server.tiers.compression import codec_kernels
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.compression.staged import Codec, Staged
 from hotkv_server.tiers.protocol import Blocks, Read, Write
+from tests.contracts.flush_contract import answer
+from tests.contracts.tier_contract import SLOTS, Bench, TierRig, key
 
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16

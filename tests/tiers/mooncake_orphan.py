@@ -7,8 +7,8 @@ import time
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
-from hotkv_server.testing.tier_contract import ARENA_BYTES
 from hotkv_server.tiers.mooncake.tier import MooncakeClient
+from tests.contracts.tier_contract import ARENA_BYTES
 from tests.tiers.mooncake_owner import MASTER, WAIT_S
 
 if __name__ == "__main__":

@@ -20,8 +20,14 @@ import numpy as np
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
-from hotkv_server.testing import flush_contract
-from hotkv_server.testing.tier_contract import (
+from hotkv_server.tiers.compression.form import encoded_key
+from hotkv_server.tiers.drive.breaker import MAX_STALL_S, Breaker
+from hotkv_server.tiers.mooncake.tier import mooncake_tier
+from hotkv_server.tiers.mooncake.words import generation_key, quoted
+from hotkv_server.tiers.protocol import Read, Write
+from hotkv_server.tiers.remote import workers
+from tests.contracts import flush_contract
+from tests.contracts.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,
     Bench,
@@ -30,12 +36,6 @@ from hotkv_server.testing.tier_contract import (
     check_tier,
     key,
 )
-from hotkv_server.tiers.compression.form import encoded_key
-from hotkv_server.tiers.drive.breaker import MAX_STALL_S, Breaker
-from hotkv_server.tiers.mooncake.tier import mooncake_tier
-from hotkv_server.tiers.mooncake.words import generation_key, quoted
-from hotkv_server.tiers.protocol import Read, Write
-from hotkv_server.tiers.remote import workers
 from tests.server.sharing import SharingNode, check_sharing, node
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import end_with_the_parent, stop, wait_for

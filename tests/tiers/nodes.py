@@ -19,7 +19,6 @@ from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
-from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
 from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
@@ -30,6 +29,7 @@ from hotkv_server.tiers.drive.generation_notes import GenerationNotes, NotesFold
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.doubles.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
 from tests.support.waiting import eventually
 from tests.tiers.support import content, store_blocks
 

@@ -17,13 +17,13 @@ from obstore.store import S3Store
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
-from hotkv_server.testing import flush_contract
-from hotkv_server.testing.fault_proxy import FaultProxy
-from hotkv_server.testing.flush_contract import blocks_of
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, TierRig, content
 from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
+from tests.contracts import flush_contract
+from tests.contracts.flush_contract import blocks_of
+from tests.contracts.tier_contract import ARENA_BYTES, Bench, TierRig, content
+from tests.doubles.fault_proxy import FaultProxy
 from tests.support.ports import free_ports
 from tests.support.waiting import end_with_the_parent
 from tests.tiers.support import broken

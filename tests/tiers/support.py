@@ -17,10 +17,10 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
-from hotkv_server.testing.fault_proxy import FaultProxy, nothing
-from hotkv_server.testing.tier_contract import WAIT_S, Bench
 from hotkv_server.tiers.protocol import Codes
+from tests.contracts.tier_contract import WAIT_S, Bench
 from tests.core.support import begin_store, words_of
+from tests.doubles.fault_proxy import FaultProxy, nothing
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 

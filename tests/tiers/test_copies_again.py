@@ -15,13 +15,13 @@ import pytest
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.values import Entries, Run
-from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.book.copies import MAX_TRIES, STORED
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import flushes as tier_generations
 from tests.core.support import begin_store, evict, words_of
+from tests.doubles.memory_tier import MemoryStore
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
 

@@ -12,13 +12,13 @@ import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
-from hotkv_server.testing.tier_contract import Bench, TierRig, check_tier, key
 from hotkv_server.tiers.compression import staged as staged_module
 from hotkv_server.tiers.compression.form import encoded_key, room_bytes
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import Blocks, Read, Write
 from hotkv_server.tiers.seals import seal
+from tests.contracts.tier_contract import Bench, TierRig, check_tier, key
+from tests.doubles.faulty_disk import EVERYWHERE, Fault
 from tests.support.waiting import wait_for
 from tests.tiers.disks import Disk, disk, shm_folder
 from tests.tiers.encodings import ARENA_BYTES, ROOM_BYTES, SLOT_BYTES, compressible, mixed, noise

@@ -16,8 +16,12 @@ import numpy as np
 import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
-from hotkv_server.testing.tier_contract import (
+from hotkv_server.tiers.disk import calls
+from hotkv_server.tiers.disk import tier as disk_tier
+from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.tier import NUM_THREADS, DiskTier
+from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Write
+from tests.contracts.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,
     SLOTS,
@@ -27,11 +31,7 @@ from hotkv_server.testing.tier_contract import (
     check_tier,
     content,
 )
-from hotkv_server.tiers.disk import calls
-from hotkv_server.tiers.disk import tier as disk_tier
-from hotkv_server.tiers.disk.slab_file import SlabFile
-from hotkv_server.tiers.disk.tier import NUM_THREADS, DiskTier
-from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Write
+from tests.doubles.faulty_disk import EVERYWHERE, Fault
 from tests.support.waiting import wait_for
 from tests.tiers.disks import disk, memory, region, shm_folder
 from tests.tiers.support import Asked

@@ -13,9 +13,6 @@ import pytest
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing import flush_contract
-from hotkv_server.testing.flush_contract import answer
-from hotkv_server.testing.tier_contract import Bench, TierRig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import Blocks, Codes, Generations, Read, TierMemory, Write
@@ -26,6 +23,9 @@ from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.valkey.generation_keys import generation_key
 from hotkv_server.tiers.valkey.resp_client import RespClient
 from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.contracts import flush_contract
+from tests.contracts.flush_contract import answer
+from tests.contracts.tier_contract import Bench, TierRig, check_tier, key
 from tests.support.waiting import wait_for
 from tests.tiers.encodings import (
     ROOM_BYTES,

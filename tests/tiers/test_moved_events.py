@@ -27,9 +27,9 @@ from hotkv_server.node import event_loop
 from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.settings.outlets import EventSettings
-from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.protocol import NO_GENERATION
 from tests.core.support import begin_store, evict, flush, words_of
+from tests.doubles.memory_tier import MemoryStore
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode, patient_flushes
 

@@ -18,14 +18,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotkv_server.testing import flush_contract
-from hotkv_server.testing.fault_proxy import Dam, changed_at, cut_after, nothing
-from hotkv_server.testing.flush_contract import NAME, flush, generation, keys_of, probe, read, write
-from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
 from hotkv_server.tiers.remote.calls import PART_BLOCKS, PART_BYTES, cut
 from hotkv_server.tiers.valkey.resp import command
+from tests.contracts import flush_contract
+from tests.contracts.flush_contract import NAME, flush, generation, keys_of, probe, read, write
+from tests.contracts.tier_contract import SLOT_BYTES, Bench, Codes, content
+from tests.doubles.fault_proxy import Dam, changed_at, cut_after, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, Gate, Store, broken, quickest_s
 

@@ -16,7 +16,6 @@ from hotkv_server.cache.values import Entries, HashList, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
-from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import flushes as tier_generations
@@ -26,6 +25,7 @@ from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.tasks import checksums
 from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
 from tests.core.support import begin_store, evict, words_of
+from tests.doubles.memory_tier import MemoryStore, MemoryTier
 from tests.support.waiting import WAIT_S, eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Node, Setup, SharedNode, made, nodes, running
 

@@ -14,9 +14,6 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.cache.values import HashList
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.fault_proxy import FaultProxy, nothing
-from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench
 from hotkv_server.tiers.drive.breaker import MAX_STALL_S
 from hotkv_server.tiers.drive.flushes import GenerationRelay
 from hotkv_server.tiers.protocol import Read, Write
@@ -24,7 +21,10 @@ from hotkv_server.tiers.remote.client import LateError, UnusableError
 from hotkv_server.tiers.s3.bucket import Loop
 from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.tier import S3Tier
+from tests.contracts.tier_contract import SLOT_BYTES, Bench
 from tests.core.support import words_of
+from tests.doubles.fault_proxy import FaultProxy, nothing
+from tests.doubles.memory_tier import MemoryStore
 from tests.support.waiting import WAIT_S, wait_for
 from tests.tiers import nodes
 from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of

@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.flush_contract import NAME, answer, flush, generation
 from hotkv_server.tiers import check as tier_check
 from hotkv_server.tiers.protocol import NO_GENERATION, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import generation_objects as generation_objects
 from hotkv_server.tiers.s3.bucket import FullError
 from hotkv_server.tiers.s3.tier import S3Tier
+from tests.contracts.flush_contract import NAME, answer, flush, generation
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import Server, new_prefix, proxied, settings_of, tier_over
 from tests.tiers.support import Gate

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing import flush_contract
-from hotkv_server.testing.fault_proxy import FaultProxy
-from hotkv_server.testing.flush_contract import answer, blocks_of
-from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, check_round_trip, check_tier
 from hotkv_server.tiers.protocol import Codes, Read, Write
 from hotkv_server.tiers.s3 import client, lister
 from hotkv_server.tiers.s3.packs import list_bytes
+from tests.contracts import flush_contract
+from tests.contracts.flush_contract import answer, blocks_of
+from tests.contracts.tier_contract import SLOT_BYTES, Bench, check_round_trip, check_tier
+from tests.doubles.fault_proxy import FaultProxy
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import (

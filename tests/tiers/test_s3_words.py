@@ -16,8 +16,6 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 import obstore
 
 from hotkv_server.settings.tiers import S3Settings
-from hotkv_server.testing.fault_proxy import FaultProxy
-from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.s3 import bucket as bucket_module
@@ -35,6 +33,8 @@ from hotkv_server.tiers.s3.bucket import (
     read_access_key,
     store_error,
 )
+from tests.contracts.tier_contract import Bench
+from tests.doubles.fault_proxy import FaultProxy
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import BUCKET, KEYS, Server, bench_over, new_prefix, settings_of
 

@@ -15,7 +15,6 @@ import pytest
 from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import HashList
-from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.drive import breaker, generation_notes
 from hotkv_server.tiers.drive import copies as tier_copies
@@ -24,6 +23,7 @@ from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.tiers.drive import tiers as tier_drive
 from hotkv_server.tiers.protocol import NO_GENERATION, OnGeneration
 from tests.core.support import evict, make_key_space, words_of
+from tests.doubles.memory_tier import MemoryStore
 from tests.support.waiting import WAIT_S, eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, patient_flushes, running
 

@@ -29,7 +29,6 @@ from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.tiers import TierSettings
 from hotkv_server.startup import StartError
-from hotkv_server.testing.memory_tier import MemoryStore, SharedMemoryTier
 from hotkv_server.tiers import check as tier_check
 from hotkv_server.tiers import start as tier_start
 from hotkv_server.tiers.compression.staged import Staged
@@ -40,6 +39,7 @@ from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read, Shown
 from hotkv_server.tiers.start import OpenedTiers, check_tiers, open_tiers
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.core.support import make_key_space, make_table
+from tests.doubles.memory_tier import MemoryStore, SharedMemoryTier
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server
 from tools.mutate_tests import TESTS

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.flush_contract import (
+from hotkv_server.tiers.protocol import Read, Write
+from hotkv_server.tiers.valkey.cluster import NUM_SLOTS, ClusterPipe, slot_of
+from hotkv_server.tiers.valkey.generation_keys import generation_key
+from tests.contracts.flush_contract import (
     NAME,
     SharedStore,
     check_flushes,
@@ -21,10 +24,7 @@ from hotkv_server.testing.flush_contract import (
     read,
     write,
 )
-from hotkv_server.testing.tier_contract import Bench, Codes, TierRig, check_tier, content, key
-from hotkv_server.tiers.protocol import Read, Write
-from hotkv_server.tiers.valkey.cluster import NUM_SLOTS, ClusterPipe, slot_of
-from hotkv_server.tiers.valkey.generation_keys import generation_key
+from tests.contracts.tier_contract import Bench, Codes, TierRig, check_tier, content, key
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
 from tests.tiers.cluster_support import NUM_NODES, QUICK_MS, Cluster, Node, running

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_server.testing.tier_contract import check_tier
+from tests.contracts.tier_contract import check_tier
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 from tests.tiers.support import tls_proxy

@@ -8,17 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
-from hotkv_server.testing.flush_contract import (
-    NAME,
-    answer,
-    flush,
-    generation,
-    keys_of,
-    probe,
-    read,
-    write,
-)
 from hotkv_server.tiers.protocol import Read, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.remote.client import LostError
@@ -33,6 +22,17 @@ from hotkv_server.tiers.valkey.generation_keys import (
 )
 from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
 from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.contracts.flush_contract import (
+    NAME,
+    answer,
+    flush,
+    generation,
+    keys_of,
+    probe,
+    read,
+    write,
+)
+from tests.doubles.fault_proxy import Dam, FaultProxy, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running, tier_over
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
-from hotkv_server.testing.flush_contract import answer, blocks_of
-from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.seals import seal
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.contracts.flush_contract import answer, blocks_of
+from tests.contracts.tier_contract import SLOT_BYTES, Bench, content, key
+from tests.doubles.fault_proxy import Dam, FaultProxy, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, arena_of
 from tests.tiers.valkey_support import Server, bench_over

@@ -14,12 +14,12 @@ import pytest
 from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.flush_contract import flush, generation
-from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import NO_GENERATION, Read, Write
 from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
 from hotkv_server.tiers.valkey.stream import _words, connect
+from tests.contracts.flush_contract import flush, generation
+from tests.contracts.tier_contract import Bench
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running
 

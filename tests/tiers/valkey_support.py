@@ -11,8 +11,8 @@ import pytest
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, TierRig
 from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.contracts.tier_contract import ARENA_BYTES, Bench, TierRig
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S, stop
 from tests.tiers.support import arena_of

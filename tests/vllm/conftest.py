@@ -69,7 +69,7 @@ def engines(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def server() -> Any:
-    from hotkv_client.testing import FakeServer
+    from tests.doubles.fake import FakeServer
 
     return FakeServer()
 

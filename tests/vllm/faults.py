@@ -11,8 +11,8 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import hotkv_vllm
-from hotkv_client.testing import fake
 from hotkv_vllm import callbacks
+from tests.doubles import fake
 
 EDGE = {
     "HotKVConnector._count",

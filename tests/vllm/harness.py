@@ -48,10 +48,10 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from hotkv_client.testing import FakeServer
 from hotkv_vllm import link
 from hotkv_vllm.worker import rank_session
 from hotkv_vllm.worker.device_order import Marks
+from tests.doubles.fake import FakeServer
 from tests.vllm.device import ScriptedDevice
 from tests.vllm.specs import full_model
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model

@@ -15,10 +15,10 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from hotkv_client.testing import FakeServer
 from hotkv_client.types import RequestReport
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import KeySpace
+from tests.doubles.fake import FakeServer
 from tests.vllm.harness import Engine, Named, _layer, _value, next_token
 from tests.vllm.other_connectors import our_connector
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from hotkv_client.testing import FakeServer
 from hotkv_client.types import BlockResult, Role, SessionConfig
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Sketch
@@ -20,6 +19,7 @@ from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.stats import HotKVStats
+from tests.doubles.fake import FakeServer
 
 TOKENS = 16
 """In every group, unless a test sets it."""

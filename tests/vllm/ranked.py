@@ -23,9 +23,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from hotkv_client.testing import FakeServer
 from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.ranks import RankNote
+from tests.doubles.fake import FakeServer
 from tests.vllm.harness import Engine
 
 _PROCESS = [0]

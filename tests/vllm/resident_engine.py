@@ -13,8 +13,6 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from hotkv_client.testing import FakeServer
-from hotkv_client.testing.fake_books import FakeResidency
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
 from hotkv_vllm.compat.residency import DevicePool, ResidentManager, ResidentSpec
@@ -23,6 +21,8 @@ from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.sparse.sequences import StreamCount
+from tests.doubles.fake import FakeServer
+from tests.doubles.fake_books import FakeResidency
 from tests.vllm.parts import TOKENS, Parts, block_hash, request
 
 CHUNK = 2 * TOKENS

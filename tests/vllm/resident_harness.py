@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat.residency import ResidentSpec
 from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse import rank
+from tests.doubles.fake import FakeServer
 from tests.vllm.harness import Engine, _layer
 from tests.vllm.oracle import check_stored
 from tests.vllm.other_connectors import ours

@@ -15,12 +15,12 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-from hotkv_client.testing import FakeServer
 from hotkv_vllm.callbacks import CALLBACKS, FALLBACKS
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import rank_loads
+from tests.doubles.fake import FakeServer
 from tests.vllm.faults import OWN, broken, called_by_callbacks
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import check_nothing_left

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_group_id, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from hotkv_client.testing import FakeServer
+from tests.doubles.fake import FakeServer
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
 from tests.vllm.specs import HYBRIDS, full_model, mixed_model

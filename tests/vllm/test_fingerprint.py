@@ -29,7 +29,6 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 
-from hotkv_client.testing import FakeServer
 from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat import key_space, model_weights
 from hotkv_vllm.compat.fingerprint import (
@@ -41,6 +40,7 @@ from hotkv_vllm.compat.fingerprint import (
 )
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.compat.residency import ResidentSpec
+from tests.doubles.fake import FakeServer
 from tests.vllm.config_walk import config_objects
 from tests.vllm.harness import Engine
 from tests.vllm.resident_engine import spec_of

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from hotkv_client.session import Session
-from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.worker import layout
+from tests.doubles.fake import FakeServer
 from tests.support.waiting import wait_for
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit

@@ -11,11 +11,11 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import Unsupported, checks
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.scheduler import sharing
+from tests.doubles.fake import FakeServer
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan, beside, children, loads_into

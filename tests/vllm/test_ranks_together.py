@@ -15,11 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
-from hotkv_client.testing import FakeServer
 from hotkv_vllm.identity import ranks, rekeying
 from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.worker import rank_loads, rank_stores
+from tests.doubles.fake import FakeServer
 from tests.vllm.engine_core import Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, audit, check_nothing_left

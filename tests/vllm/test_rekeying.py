@@ -12,12 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hotkv_client.testing import FakeServer
 from hotkv_client.types import Role
 from hotkv_vllm import link
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from hotkv_vllm.scheduler import sharing
+from tests.doubles.fake import FakeServer
 from tests.vllm.changing_weights import FakeWatch, load
 from tests.vllm.harness import prompt
 from tests.vllm.other_connectors import beside, our_connector

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_client.testing import FakeServer
+from tests.doubles.fake import FakeServer
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of
 from tests.vllm.resident_harness import STEP_S, Residents

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv_client.testing import FakeServer
 from hotkv_client.types import Role, SessionConfig
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -22,6 +21,7 @@ from hotkv_vllm.sparse import sequences as memory_module
 from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
+from tests.doubles.fake import FakeServer
 from tests.vllm.sparse_workers import Engine
 
 BLOCK = 4

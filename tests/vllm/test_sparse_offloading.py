@@ -15,7 +15,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import AxesEstimate

@@ -11,9 +11,9 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_proto.blocks import BlockResult
-from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.tracing import request_traces as traces
+from tests.doubles.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.support.waiting import wait_for
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Engines

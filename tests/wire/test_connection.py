@@ -34,7 +34,6 @@ from hotkv_client import (
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
 from hotkv_client.link import fetch_ticket
-from hotkv_client.testing import OddServer
 from hotkv_client.types import After, EngineMemory, Evicted, TransferResult, TransferStatus
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
@@ -46,6 +45,7 @@ from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
+from tests.doubles.fake import OddServer
 from tests.server.refusals import fill
 from tests.support.waiting import WAIT_S, wait_for
 

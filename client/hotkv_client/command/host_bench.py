@@ -29,7 +29,7 @@ import hotkv_proto
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.failures import USAGE
 from hotkv_client.command.tables import human_bytes, table
-from hotkv_client.testing.paged import PagedEngine
+from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
 from hotkv_proto import extras
 from hotkv_proto.blocks import TransferStatus

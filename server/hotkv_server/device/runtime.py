@@ -1,5 +1,5 @@
 """The protocol by which the server uses CUDA. `cupy_runtime` implements it,
-`hotkv_server.testing.device` simulates it.
+`tests.doubles.device` simulates it.
 
 Addresses are numbers: CUDA derives the device from them, and registered host memory has the same
 address everywhere. Work runs in the order of its stream; only events order different streams.

@@ -44,7 +44,7 @@ BACKLOG = 1024
 _parse = lenient(session_pb2.ConnectRequest.FromString)
 
 
-class LaneStream(asyncio.Protocol):
+class LaneConnection(asyncio.Protocol):
     """A connection: an asynchronous iterator over its requests, and a writer of answers."""
 
     def __init__(self, lane: "LaneServer") -> None:
@@ -61,7 +61,7 @@ class LaneStream(asyncio.Protocol):
         self.peer = Peer("lane.sock")
 
     def __repr__(self) -> str:
-        return f"LaneStream({self.peer}, {len(self._frames)} requests)"
+        return f"LaneConnection({self.peer}, {len(self._frames)} requests)"
 
     # Events of the connection.
 
@@ -127,7 +127,7 @@ class LaneStream(asyncio.Protocol):
 
     # What a session's stream uses.
 
-    def __aiter__(self) -> "LaneStream":
+    def __aiter__(self) -> "LaneConnection":
         return self
 
     async def __anext__(self) -> Any:
@@ -184,7 +184,7 @@ class LaneServer:
         self._opener = opener
         self._path = path
         self._most = most
-        self._streams: dict[LaneStream, asyncio.Task[None]] = {}
+        self._streams: dict[LaneConnection, asyncio.Task[None]] = {}
         self._server: asyncio.Server | None = None
         self._turns: asyncio.Task[None] | None = None
         path.unlink(missing_ok=True)
@@ -198,11 +198,11 @@ class LaneServer:
     async def start(self) -> None:
         """Begins to accept connections."""
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: LaneStream(self), sock=self._listener, backlog=BACKLOG
+            lambda: LaneConnection(self), sock=self._listener, backlog=BACKLOG
         )
         self._turns = asyncio.create_task(self._end_silent())
 
-    def began(self, stream: LaneStream) -> None:
+    def began(self, stream: LaneConnection) -> None:
         """Serves a new connection. Its first message says that a server is there."""
         if len(self._streams) >= self._most:
             self._node.refusals[Reason.OVERLOADED] += 1
@@ -212,7 +212,7 @@ class LaneServer:
         self._streams[stream] = task
         task.add_done_callback(lambda _: self._streams.pop(stream, None))
 
-    async def _serve(self, stream: LaneStream) -> None:
+    async def _serve(self, stream: LaneConnection) -> None:
         REQUEST_ID.set(secrets.token_hex(8))
         why: HotKVError | None = None
         try:

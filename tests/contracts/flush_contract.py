@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hotkv_server.testing.tier_contract import SLOT_BYTES, WAIT_S, Bench, content, hash_of
 from hotkv_server.tiers.protocol import (
     NO_GENERATION,
     RAISES,
@@ -25,6 +24,7 @@ from hotkv_server.tiers.protocol import (
     Write,
     begun,
 )
+from tests.contracts.tier_contract import SLOT_BYTES, WAIT_S, Bench, content, hash_of
 
 T = TypeVar("T")
 NAME, OTHER = "00ff" * 8, "ee" * 16

@@ -1,6 +1,6 @@
 """Runs the real server with one fault.
 
-`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` calls `KINDS[KIND]`, which
+`python -m tests.doubles.faults KIND ARGUMENTS... run FLAGS...` calls `KINDS[KIND]`, which
 patches the server, then acts as `hotkv-server run FLAGS...`. Most faults begin when a file
 appears.
 """
@@ -28,20 +28,20 @@ from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory import arena
 from hotkv_server.memory.filling import Filling
 from hotkv_server.node import event_loop, growth, health, node, persistence
-from hotkv_server.testing.crashing import POINTS
 from hotkv_server.tiers.disk.slab_file import FileIO
 from hotkv_server.tiers.disk.tier import DiskTier
 from hotkv_server.tiers.drive import below
 from hotkv_server.tiers.drive import records as lower
 from hotkv_server.tiers.s3 import tier as s3_tier
 from hotkv_server.wire import calls, session_stream
+from tests.doubles.crashing import POINTS
 
 LOOK_S = 0.02
 
 
 def command(kind: str, *arguments: object) -> list[str]:
     """Command of a server with this fault. The caller appends flags."""
-    return [sys.executable, "-m", "hotkv_server.testing.faults", kind, *map(str, arguments), "run"]
+    return [sys.executable, "-m", "tests.doubles.faults", kind, *map(str, arguments), "run"]
 
 
 # --------------------------------------------------------------------------- A function that breaks

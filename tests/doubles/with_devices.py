@@ -1,4 +1,4 @@
-"""Runs the real server with simulated GPUs: `python -m hotkv_server.testing.with_devices ORDER run
+"""Runs the real server with simulated GPUs: `python -m tests.doubles.with_devices ORDER run
 FLAGS...`.
 
 `ORDER` is a JSON object with the fields of `FakeDevices`. On the Unix socket `control`
@@ -20,7 +20,7 @@ from typing import Any
 
 from hotkv_server import cli
 from hotkv_server.device import start as device_start
-from hotkv_server.testing.device import FakeRuntime
+from tests.doubles.device import FakeRuntime
 
 MAX_ORDER_BYTES = 4096
 
@@ -46,7 +46,7 @@ class FakeDevices:
         return [
             sys.executable,
             "-m",
-            "hotkv_server.testing.with_devices",
+            "tests.doubles.with_devices",
             json.dumps(asdict(self)),
             "run",
             "--copy.cuda",

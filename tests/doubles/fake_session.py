@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotkv_client.fence import SharedFence
-from hotkv_client.testing.fake_books import FakeArena, FakeMemory, FakeStore, WriteRun
 from hotkv_client.types import (
     After,
     BlockRun,
@@ -39,9 +38,10 @@ from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
+from tests.doubles.fake_books import FakeArena, FakeMemory, FakeStore, WriteRun
 
 if TYPE_CHECKING:
-    from hotkv_client.testing.fake import FakeServer
+    from tests.doubles.fake import FakeServer
 
 
 def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:

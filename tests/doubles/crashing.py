@@ -1,6 +1,6 @@
 """Runs servers that kill themselves at a chosen point, each within milliseconds.
 
-`python -m hotkv_server.testing.crashing` loads the modules once and forks a server for each line of
+`python -m tests.doubles.crashing` loads the modules once and forks a server for each line of
 standard input: `{"flags": [...], "point": "publish", "when": "during", "pass": 3, "delay_us": 120,
 "log": "/path"}`; `point` null: no kill. It writes `ready`, `started PID` and `ended PID STATUS`. If
 it dies, the kernel kills its children.

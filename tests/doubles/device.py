@@ -31,7 +31,7 @@ from hotkv_server.device.runtime import (
     Priority,
     Stream,
 )
-from hotkv_server.testing.device_memory import (
+from tests.doubles.device_memory import (
     EVENT_BYTES,
     EVENT_NAME,
     FakeHandle,

@@ -31,8 +31,6 @@ from typing import Any
 import grpc
 
 from hotkv_client.fence import SharedFence
-from hotkv_client.testing.fake_books import FakeResidencies, FakeWrites, Key, Shards
-from hotkv_client.testing.fake_session import FakeSession, resolve
 from hotkv_client.types import (
     After,
     BlockRun,
@@ -45,6 +43,8 @@ from hotkv_proto.blocks import Retention
 from hotkv_proto.errors import SessionLostError
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
+from tests.doubles.fake_books import FakeResidencies, FakeWrites, Key, Shards
+from tests.doubles.fake_session import FakeSession, resolve
 
 ARENA_BYTES = 64 << 20
 """The system allocates its memory when slots are first written."""

@@ -1,1 +1,0 @@
-"""Runs tests and benchmarks without a GPU. Not for production."""
