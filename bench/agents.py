@@ -141,7 +141,12 @@ class SessionRule:
         return iter(())
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+        self,
+        slot_bytes: int,
+        count: int,
+        evictable: Evictable,
+        *,
+        refusable_at_s: float | None = None,
     ) -> Entries:
         entries = np.flatnonzero(np.isfinite(self._used_s)).astype(np.uint32)
         entries = entries[evictable(entries)]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 ReportId = tuple[int, int]
 """(rank, number). A rank's numbers ascend, also if its process is replaced."""
-MOST_HEARD = 4096
+MAX_SEEN_IDS = 4096
 
 
 def report_ids(rank: int) -> Iterator[ReportId]:
@@ -31,6 +31,6 @@ class SeenReports:
         """The ids that no earlier call has got, ascending."""
         found = sorted(set(ids) - self._ids.keys())
         self._ids.update(dict.fromkeys(found))
-        for old in list(itertools.islice(self._ids, max(0, len(self._ids) - MOST_HEARD))):
+        for old in list(itertools.islice(self._ids, max(0, len(self._ids) - MAX_SEEN_IDS))):
             del self._ids[old]
         return found

@@ -177,7 +177,7 @@ def watch_all(
         health.watch("the HTTP thread", http.is_alive, http.stalled_s)
 
 
-class Herald:
+class StateReporter:
     """Reports the server's state to gRPC's health service and to systemd."""
 
     def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
@@ -206,7 +206,7 @@ class Herald:
             systemd.notify("WATCHDOG=1")
 
 
-async def end_broken(node: Node, herald: Herald) -> NoReturn:
+async def end_broken(node: Node, herald: StateReporter) -> NoReturn:
     """Exits without closing anything, so that the next start recovers as after a kill."""
     node.abandon()
     await herald.tell()
@@ -263,7 +263,7 @@ async def serve(
     # ready.
     asked_early = list[int]()
     signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
-    process.hear_sigterm()
+    process.end_at_sigterm()
     process.prepare()
     asyncio.get_running_loop().set_default_executor(full_pool(NUM_POOL_THREADS, "hotkv-pool"))
     log.info(
@@ -317,7 +317,7 @@ async def serve(
     if listeners.http is not None:
         listeners.http.routes.prepare()
     watch_all(opened, settings, listeners, reloader)
-    herald = Herald(node, listeners.rpc, opened.cuda)
+    herald = StateReporter(node, listeners.rpc, opened.cuda)
     checking = node.health.run("health", keep_checking(node.health, herald.tell))
     await wait_for_end(node)
     if node.health.breach:

@@ -127,14 +127,16 @@ class PolicyWorld:
     def _keys(self, numbers: list[int]) -> Keys:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
-    def evict(self, slot_bytes: int, count: int, *, keep_at_s: float | None = None) -> list[int]:
-        """Victims, coldest first, checked and removed. `slot_bytes`: 0: any; `keep_at_s`: now,
+    def evict(
+        self, slot_bytes: int, count: int, *, refusable_at_s: float | None = None
+    ) -> list[int]:
+        """Victims, coldest first, checked and removed. `slot_bytes`: 0: any; `refusable_at_s`: now,
         if the policy may keep what it expects to be used soon, else None."""
         answers = []
         for policy in (self.policy, self._reference):
             evictable = functools.partial(self._evictable, slot_bytes)
             answers.append(
-                policy.victims(slot_bytes, count, evictable, keep_at_s=keep_at_s).tolist()
+                policy.victims(slot_bytes, count, evictable, refusable_at_s=refusable_at_s).tolist()
             )
         victims: list[int] = answers[0]
         eligible = {
@@ -146,7 +148,7 @@ class PolicyWorld:
         assert len(set(victims)) == len(victims), "a victim is named twice"
         assert set(victims) <= eligible, "a victim is pinned, gone or of another size"
         assert len(victims) <= count, "more victims than asked for"
-        if keep_at_s is None or not self._may_keep:
+        if refusable_at_s is None or not self._may_keep:
             assert len(victims) == min(count, len(eligible)), "fewer victims than could be had"
         num_first = min(count, len(eligible & self.demoted))
         assert set(victims[:num_first]) <= self.demoted, "a demoted entry was not evicted first"
@@ -219,7 +221,7 @@ def check_policy(
                 world.evict(
                     int(rng.choice([0, 4096, 8192])),
                     int(rng.integers(0, 20)),
-                    keep_at_s=now_s if rng.random() < 0.5 else None,
+                    refusable_at_s=now_s if rng.random() < 0.5 else None,
                 )
             case 4:
                 world.pinned ^= set(some)

@@ -18,9 +18,9 @@ from hotkv_server.tiers.book.generations import (
     CONFIRMED_S,
     IDLE_EVERY_S,
     NO_GENERATION,
+    RAISE_WAIT_S,
     RETRY_S,
     SPARE_S,
-    TELL_S,
     USED_S,
     GenerationBook,
     GenerationStanding,
@@ -291,7 +291,7 @@ class Flushes(RuleBasedStateMachine):
         self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
-        turns = int((2 * GRACE_S + 2 * RETRY_S + 2 * CONFIRMED_S + TELL_S) / TURN_S)
+        turns = int((2 * GRACE_S + 2 * RETRY_S + 2 * CONFIRMED_S + RAISE_WAIT_S) / TURN_S)
         self.run(0, turns, 1.0)
         for node in self.nodes:
             assert not node.tickets, "a flush is never answered"
@@ -388,10 +388,10 @@ def test_silent_store_is_pending_and_notified_once() -> None:
     book = Shown()
     tickets = [book.flush(FP, 10.0) for _ in range(5)]
     assert book.raises(10.0)
-    assert book.begin_flush(10.0 + TELL_S) == FP
-    assert book.pending(tickets[0], 10.0 + TELL_S) is None, "old blocks are still here"
-    book.flushed(FP, 10.0 + TELL_S)
-    assert {tuple(book.pending(one, 10.0 + TELL_S) or ()) for one in tickets} == {("store",)}
+    assert book.begin_flush(10.0 + RAISE_WAIT_S) == FP
+    assert book.pending(tickets[0], 10.0 + RAISE_WAIT_S) is None, "old blocks are still here"
+    book.flushed(FP, 10.0 + RAISE_WAIT_S)
+    assert {tuple(book.pending(one, 10.0 + RAISE_WAIT_S) or ()) for one in tickets} == {("store",)}
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
@@ -410,14 +410,14 @@ def test_later_requests_delay_no_flush_of_hung_store() -> None:
     book = Shown()
     book.flush(FP, 10.0)
     assert book.raises(10.0)
-    book.flush(FP, 10.0 + TELL_S / 2)
-    assert book.begin_flush(10.0 + TELL_S - 0.01) == ""
-    assert book.begin_flush(10.0 + TELL_S) == FP
+    book.flush(FP, 10.0 + RAISE_WAIT_S / 2)
+    assert book.begin_flush(10.0 + RAISE_WAIT_S - 0.01) == ""
+    assert book.begin_flush(10.0 + RAISE_WAIT_S) == FP
     book.flush(FP, 20.0)
     book.flushed(FP, 20.0)
-    book.flush(FP, 20.0 + TELL_S / 2)
-    assert book.begin_flush(20.0 + TELL_S - 0.01) == "", "the store may still be told first"
-    assert book.begin_flush(20.0 + TELL_S) == FP
+    book.flush(FP, 20.0 + RAISE_WAIT_S / 2)
+    assert book.begin_flush(20.0 + RAISE_WAIT_S - 0.01) == "", "the store may still be told first"
+    assert book.begin_flush(20.0 + RAISE_WAIT_S) == FP
 
 
 def test_raises_that_fail_slowly_starve_no_key_space() -> None:
@@ -496,8 +496,8 @@ def test_records_are_bounded_and_seals_never_return(
     names = [f"{number:06x}" for number in range(40)]
     for name in names:
         book.flush(name, 0.0)
-        assert book.begin_flush(TELL_S) == name
-        book.flushed(name, TELL_S)
+        assert book.begin_flush(RAISE_WAIT_S) == name
+        book.flushed(name, RAISE_WAIT_S)
     highest = book.local(names[-1])
     book.saved = book.revision
     for _ in range(2):
@@ -531,7 +531,7 @@ def test_answers_in_between_wait_for_their_turn() -> None:
     # This was asked before the raise, so it changes nothing.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
-    book.flushes(10.05 + TELL_S)
+    book.flushes(10.05 + RAISE_WAIT_S)
     assert book.pending(later, 11.1) == ["store"]
     book = Shown()
     book.shows(8, 5.0, blocks=(FP,))
@@ -602,7 +602,7 @@ def test_no_copies_between_stores_during_refused_raise() -> None:
     for name, generation in (("other", 9), ("store", None)):
         assert book.begin_raise(name, now_s)
         book.raised(name, FP, generation, now_s)
-    now_s += TELL_S
+    now_s += RAISE_WAIT_S
     assert book.begin_flush(now_s)
     book.flushed(FP, now_s)
     confirm(other=9, store=7)
@@ -700,12 +700,12 @@ def test_a_store_may_confirm_after_a_long_flush() -> None:
 def test_second_flush_waits_as_long_for_stores() -> None:
     book = Shown()
     book.flush(FP, 10.0)
-    second_s = 10.0 + TELL_S - 0.1
+    second_s = 10.0 + RAISE_WAIT_S - 0.1
     ticket = book.flush(FP, second_s)
     book.raises(second_s)
-    book.flushes(10.0 + TELL_S)
-    assert book.pending(ticket, second_s + TELL_S - 0.01) is None
-    assert book.pending(ticket, second_s + TELL_S) == ["store"]
+    book.flushes(10.0 + RAISE_WAIT_S)
+    assert book.pending(ticket, second_s + RAISE_WAIT_S - 0.01) is None
+    assert book.pending(ticket, second_s + RAISE_WAIT_S) == ["store"]
 
 
 def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
@@ -715,7 +715,7 @@ def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
         for store in book.stores:
             assert book.begin_raise(store, 10.0)
         book.raised("other", FP, 9, 10.1)
-        book.raised("store", FP, 9, 10.0 + TELL_S + late_s)
+        book.raised("store", FP, 9, 10.0 + RAISE_WAIT_S + late_s)
         assert book.standing(FP, "other").is_unraised == (late_s == 0.0)
 
 

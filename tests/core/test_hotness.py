@@ -291,10 +291,10 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
     for _ in range(data.draw(st.integers(1, 6))):
         count = data.draw(st.integers(1, 20))
-        victims = policy.victims(0, count, is_left, keep_at_s=now_s).tolist()
+        victims = policy.victims(0, count, is_left, refusable_at_s=now_s).tolist()
         assert set(victims) <= may_go - gone
         gone |= set(victims)
-    victims = policy.victims(0, num_entries, is_left, keep_at_s=now_s).tolist()
+    victims = policy.victims(0, num_entries, is_left, refusable_at_s=now_s).tolist()
     assert gone | set(victims) == may_go, "an old block was kept"
     everything = policy.victims(0, num_entries, is_left)
     assert set(everything.tolist()) == set(used_s) - gone
@@ -339,7 +339,9 @@ def test_retained_blocks_go_if_nothing_else_may() -> None:
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))
     policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
     anything = np.ones(2, np.bool_)
-    assert policy.victims(0, 2, lambda numbers: anything[: len(numbers)], keep_at_s=100.0).tolist()
+    assert policy.victims(
+        0, 2, lambda numbers: anything[: len(numbers)], refusable_at_s=100.0
+    ).tolist()
 
 
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])

@@ -38,7 +38,7 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
     starts = trace.starts.tolist()
     for request, now_s in enumerate(trace.times_s.tolist()):
         mine = keys[starts[request] : starts[request + 1]]
-        demand = RequestDemand(mine, len(mine) * 16 + 5, 16, BLOCK_BYTES, 0, may_keep=True)
+        demand = RequestDemand(mine, len(mine) * 16 + 5, 16, BLOCK_BYTES, 0, may_refuse=True)
         made.observe(demand, capacity_blocks * BLOCK_BYTES, now_s, int(now_s // 60))
     made.check_invariants()
     return made

@@ -136,6 +136,6 @@ def test_policy_keeps_as_many_hits_as_the_node() -> None:
     shadow, starts, total = Shadow(POLICIES["hotness"], capacity), trace.starts.tolist(), 0
     for request, now_s in enumerate(trace.times_s.tolist()):
         mine = keys[starts[request] : starts[request + 1]]
-        total += shadow.serve(mine, 1, capacity, now_s, may_keep=True)
+        total += shadow.serve(mine, 1, capacity, now_s, may_refuse=True)
     shadow.check_invariants()
     assert total == pytest.approx(hits, rel=0.1)

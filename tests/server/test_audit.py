@@ -31,7 +31,7 @@ from hotkv_server.startup.preflight import check_audit
 from hotkv_server.wire.guard import audit as audit_module
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor
-from hotkv_server.wire.guard.limits import BURST_S, MAX_PEERS, FaultBound, Guests, Pace
+from hotkv_server.wire.guard.limits import BURST_S, MAX_PEERS, FaultBound, Pace, SessionlessCalls
 from tests.support.waiting import WAIT_S, eventually, wait_for
 
 EVICT = "/hotkv.v1.AdminService/Evict"
@@ -217,7 +217,9 @@ async def _served(
     guard: raises if the caller is no admin; None: all are.
     """
     audit, node = AuditLog("all", folder / "audit.jsonl"), Mock(refusals=Counter[Reason]())
-    edge = EdgeInterceptor(node, pace, Guests(8), audit, lambda _: Peer("x"), ADMINS, guard)
+    edge = EdgeInterceptor(
+        node, pace, SessionlessCalls(8), audit, lambda _: Peer("x"), ADMINS, guard
+    )
     server = grpc.aio.server(interceptors=[edge])
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     warm_pb2_grpc.add_WarmStartServiceServicer_to_server(_OddStream(), server)

@@ -51,7 +51,7 @@ from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.audit import AuditLog
 from hotkv_server.wire.guard.interceptor import MAX_UNREAD_BYTES, EdgeInterceptor
-from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Guests, Pace
+from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace, SessionlessCalls
 from hotkv_server.wire.session_stream import SessionOpener, SessionService, SessionStream
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
@@ -454,7 +454,7 @@ def deaf_session(
         if not half_closes:
             await asyncio.Event().wait()
 
-    edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
+    edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), SessionlessCalls(8), False)
 
     async def call() -> None:
         await SessionService(SessionOpener(edge)).Connect(requests(), unread(told))
@@ -539,7 +539,7 @@ async def test_guests_not_reading_their_end_are_few(
     told, calls = list[str](), list[asyncio.Task[None]]()
     async with live_node(tmp_path) as node:
         audit, who = AuditLog("off"), lambda _: Peer()
-        guests = Guests(1)
+        guests = SessionlessCalls(1)
         door = EdgeInterceptor(node, Pace(1e6), guests, audit, who, ())
         for number in range(3):
             calls.append(asyncio.create_task(door._as_guest(answers(), unread(told))))

@@ -222,7 +222,7 @@ async def test_offsets_stay_secret_during_possible_flush(
         generations = Mock(may_serve=lambda key_space_id: False)
         generations.wait_to_serve = AsyncMock(side_effect=[False, True] * 2)
         tiers = place.node.tiers = Mock(generations=generations, promote=AsyncMock())
-        tiers.has_some.return_value = False
+        tiers.must_promote.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
         refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
         # The tiers can confirm it now, but a repeated call gets its first answer.

@@ -173,14 +173,14 @@ def test_forecast_keeps_blocks_as_the_node_may(monkeypatch: pytest.MonkeyPatch) 
     """It may refuse new blocks, but not with a retention, nor if the node itself may not."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
-        world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
+        world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_refuse)
     )
-    for retention, may_keep in (
+    for retention, may_refuse in (
         (NO_RETENTION, True),
         (Retention(priority=1), True),
         (NO_RETENTION, False),
     ):
-        world.core.space.room.may_keep = may_keep
+        world.core.space.room.may_refuse = may_refuse
         world.ledger.report(world.session, RequestReport(HASHES, 64, 0, 0, 0.0, retention))
     list(world.ledger.follow())
     assert seen == [True, False, False]

@@ -12,7 +12,7 @@ from demo.processes import runtime_folder
 from hotkv_server.security.path_checks import PathKind
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.sources import leaves
-from hotkv_server.startup.places import BELIEVED, OF_TIERS, value_of
+from hotkv_server.startup.places import OF_TIERS, TRUSTED_PATHS, value_of
 from hotkv_server.startup.preflight import check_and_clean
 from hotkv_server.tiers.remote.client import UnusableError
 from hotkv_server.tiers.s3 import bucket
@@ -48,7 +48,7 @@ def test_every_path_of_the_settings_has_a_check() -> None:
         for name, info in leaves(Settings)
         if Path in (info.annotation, *get_args(info.annotation))
     }
-    assert paths == set(BELIEVED)
+    assert paths == set(TRUSTED_PATHS)
     stores = {name for name in paths if name.startswith(OF_TIERS)} - {"tiers.disk.path"}
     assert stores == set(READERS)
 
@@ -97,16 +97,16 @@ def prepared(folder: Path, name: str) -> Path:
     for other in ("certificate", "key", "cert_file", "key_file"):
         (folder / other).touch(mode=0o600)
     path = folder / "path"
-    if BELIEVED[name] in DIRS:
+    if TRUSTED_PATHS[name] in DIRS:
         path.mkdir(mode=0o700)
-    elif BELIEVED[name] is not PathKind.SOCKET:
+    elif TRUSTED_PATHS[name] is not PathKind.SOCKET:
         path.write_text("text\n")
         path.chmod(0o600)
     return path
 
 
-CHECKED = [name for name, kind in BELIEVED.items() if kind is not None]
-FILES = [name for name in CHECKED if BELIEVED[name] in (PathKind.SECRET, PathKind.PUBLIC)]
+CHECKED = [name for name, kind in TRUSTED_PATHS.items() if kind is not None]
+FILES = [name for name in CHECKED if TRUSTED_PATHS[name] in (PathKind.SECRET, PathKind.PUBLIC)]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_every_user_can_write_is_refused(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", CHECKED)
 def test_what_another_user_owns_is_refused(folder: Path, name: str) -> None:
     path = prepared(folder, name)
-    if BELIEVED[name] is PathKind.SOCKET:
+    if TRUSTED_PATHS[name] is PathKind.SOCKET:
         path.touch()
     os.chown(path, OTHER_UID, OTHER_UID)
     said = refusal(settings_with(folder, name, path), name)

@@ -283,10 +283,10 @@ async def test_disk_that_is_down_shows_routers_nothing(
     async with made() as one:
         ask_for_two = asking(one)
         await one.lie_below([1, 2])
-        assert (await ask_for_two()).all() and all(one.lies_elsewhere([1, 2]))
+        assert (await ask_for_two()).all() and all(one.in_lower_tiers([1, 2]))
         one.tier.faults.problem = "gone"
         assert one.below.breaker.take_turn()
-        assert not (await ask_for_two()).any() and not any(one.lies_elsewhere([1, 2]))
+        assert not (await ask_for_two()).any() and not any(one.in_lower_tiers([1, 2]))
         one.tier.faults.problem = ""
 
 

@@ -123,11 +123,11 @@ class Setup(Node):
         await self.until_down(len(numbers))
         evict(self.core, 1, 0, words_of(numbers))
 
-    def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
+    def in_lower_tiers(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
         """Per block: has only a tier it?"""
         lists = [HashList(0, words_of(numbers))]
         ready = self.core.lookup(1, lists)
-        (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
+        (found,) = self.tiers.lookups.in_lower_tiers(1, lists, ready, tokens_per_s)
         told: list[bool] = found.tolist()
         return told
 
@@ -198,8 +198,8 @@ class SharedNode(Node):
             self.open()
 
     async def start(self, *, tells: bool = True) -> None:
-        """tells: waits until each store has told its generation. The product waits only MEET_S,
-        and deletes blocks stored before the answer (`FlushDriver.confirm`)."""
+        """tells: waits until each store has told its generation. The product waits only
+        NEW_SESSION_WAIT_S, and deletes blocks stored before the answer (`FlushDriver.confirm`)."""
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
         await (self.until_told() if tells else self.generations.confirm_new(1))
 
@@ -256,7 +256,7 @@ class SharedNode(Node):
         if self.tiers.lookups.must_ask(self.session, lists):
             await self.tiers.lookups.ask(self.session, 1, lists)
         ready = self.core.lookup(1, lists)
-        here = ready[0] | self.tiers.lookups.lies_elsewhere(1, lists, ready)[0]
+        here = ready[0] | self.tiers.lookups.in_lower_tiers(1, lists, ready)[0]
         found: list[bool] = here.tolist()
         return found
 
@@ -264,7 +264,7 @@ class SharedNode(Node):
         """As `AcquireLease`: promotes, leases, and checks bytes. Per block: was it pinned?"""
         lists = [HashList(0, words_of(numbers))]
         held = None
-        if self.tiers.has_some(self.session, lists) or not self.generations.may_serve(1):
+        if self.tiers.must_promote(self.session, lists) or not self.generations.may_serve(1):
             held = await self.tiers.promote(self.session, lists)
             if not await self.generations.wait_to_serve(1):
                 lists = [HashList(0, words_of([1000 + number for number in numbers]))]
@@ -303,9 +303,9 @@ async def nodes(
 def patient_flushes(patch: pytest.MonkeyPatch) -> None:
     """On a busy machine no tier may be pending."""
     for module, name in (
-        (generation_book, "TELL_S"),
+        (generation_book, "RAISE_WAIT_S"),
         (generation_book, "SPARE_S"),
-        (tier_generations, "TELL_S"),
+        (tier_generations, "RAISE_WAIT_S"),
     ):
         patch.setattr(module, name, 60.0)
 

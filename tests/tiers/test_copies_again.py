@@ -196,9 +196,9 @@ async def test_no_copies_between_stores_during_a_flush(
 ) -> None:
     """The second store's flush is late; a node promotes an old block from there by way of its
     disk."""
-    for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):
+    for name in ("RAISE_WAIT_S", "SPARE_S", "CALM_S", "MISSED_S"):
         monkeypatch.setattr(generation_book, name, 60.0)
-    monkeypatch.setattr(tier_generations, "TELL_S", 60.0)
+    monkeypatch.setattr(tier_generations, "RAISE_WAIT_S", 60.0)
     store, other = MemoryStore(places=False), MemoryStore(places=False)
     a = SharedNode(store, 10.0, other=other)
     b, c = (SharedNode(store, 10.0, disk=MemoryStore(places=True), other=other) for _ in range(2))

@@ -94,7 +94,7 @@ async def test_broken_tiers_trial_read_is_no_hit() -> None:
         one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
         leasing = asyncio.create_task(one.leased(BLOCKS))
         await eventually(lambda: len(one.books.moves) > 0, "nothing is read")
-        assert not any(one.lies_elsewhere(BLOCKS)) and not any(await one.leased(BLOCKS))
+        assert not any(one.in_lower_tiers(BLOCKS)) and not any(await one.leased(BLOCKS))
         one.tier.faults.is_hung, one.tier.faults.problem = False, ""
         await leasing
 
@@ -174,7 +174,7 @@ async def test_promoted_blocks_evict_none_of_their_prompt(is_ahead: bool) -> Non
         if is_ahead:
             lists = [HashList(0, words_of(prompt))]
             ready = one.core.lookup(1, lists)
-            elsewhere = one.tiers.lookups.lies_elsewhere(1, lists, ready)
+            elsewhere = one.tiers.lookups.in_lower_tiers(1, lists, ready)
             one.tiers.fetch_ahead(one.session, lists, ready, elsewhere)
             await eventually(lambda: bool(one.core.lookup(1, lists)[0][6:].all()), "not loaded")
         assert all(await one.leased(prompt)) and one.tier.figures().read_blocks == 6
@@ -346,11 +346,11 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         waiting = asyncio.create_task(one.leased(BLOCKS))
         await asyncio.sleep(0.05)
         one.put([40, 41])
-        assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
+        assert not one.tiers.must_promote(one.session, [HashList(0, words_of([40, 41]))])
         assert await one.leased([40, 41]) == [True, True]
         # In neither place: a miss.
         begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
-        assert one.lies_elsewhere([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
+        assert one.in_lower_tiers([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
         one.core.end_store(one.number, "s", True, 1.0)
         assert not waiting.done()
         held_back.is_hung = False
@@ -380,10 +380,10 @@ async def test_session_with_enough_waits_gets_no_more(monkeypatch: Any) -> None:
         lists = [HashList(0, words_of(BLOCKS))]
         first = asyncio.create_task(one.tiers.promote(one.session, lists))
         await eventually(lambda: len(one.tiers._waiting) == 1, "it does not wait")
-        assert one.tiers.has_some(one.session, lists)
+        assert one.tiers.must_promote(one.session, lists)
         second = asyncio.create_task(one.tiers.promote(one.session, lists))
         await eventually(lambda: len(one.tiers._waiting) == 2, "it does not wait")
-        assert not one.tiers.has_some(one.session, lists)
+        assert not one.tiers.must_promote(one.session, lists)
         one.tier.faults.is_hung = False
         for waiting in (first, second):
             one.tiers.unpin(await waiting)
@@ -395,7 +395,7 @@ async def test_blocks_slower_than_computing_are_left() -> None:
         await one.lie_below(BLOCKS)
         one.below.reads.add(60.0, 1 << 20)
         for tokens_per_s, is_hit in ((0.0, True), (0.1, True), (1e6, False)):
-            assert set(one.lies_elsewhere(BLOCKS, tokens_per_s)) == {is_hit}
+            assert set(one.in_lower_tiers(BLOCKS, tokens_per_s)) == {is_hit}
         assert one.below.reads.left_blocks == len(BLOCKS)
 
 
@@ -428,7 +428,7 @@ async def test_dead_tier_misses_at_once_comes_back(
         one.put([30])
         # One read tries the broken tier; later callers must not wait.
         assert not any(await one.leased(BLOCKS))
-        assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
+        assert not one.tiers.must_promote(one.session, [HashList(0, words_of(BLOCKS))])
         monkeypatch.setattr(breaker, "RETRY_S", 0.1)
         assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
         assert await one.leased([30]) == [True]
@@ -457,9 +457,9 @@ async def test_hung_tier_costs_one_wait(monkeypatch: Any, where: str) -> None:
         one.put([40])
         assert await one.leased([40]) == [True]
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
-        assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
+        assert not one.tiers.must_promote(one.session, [HashList(0, words_of([50]))])
         ready = one.core.lookup(1, lists)
-        assert not one.tiers.lookups.lies_elsewhere(1, lists, ready)[0].any()
+        assert not one.tiers.lookups.in_lower_tiers(1, lists, ready)[0].any()
         # Ready for the next caller.
         one.tier.faults.is_hung = False
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)

@@ -53,7 +53,7 @@ async def test_prompts_rest_is_fetched_with_its_depths(
         lists = [HashList(0, words_of(BLOCKS))]
         ready = b.core.lookup(1, lists)
         b.tiers.fetch_ahead(
-            b.session, lists, ready, b.tiers.lookups.lies_elsewhere(1, lists, ready)
+            b.session, lists, ready, b.tiers.lookups.in_lower_tiers(1, lists, ready)
         )
         await eventually(lambda: b.shared.num_fetched == 3, "the rest is not fetched")
         index = b.core.space.index
@@ -497,7 +497,7 @@ async def test_a_flush_that_breaks_begins_again(
 ) -> None:
     """Not `is_noted`: saving fails too, so the notes are pending."""
     patient_flushes(monkeypatch)
-    monkeypatch.setattr(tier_generations, "TELL_S", 60.0 if is_noted else 0.1)
+    monkeypatch.setattr(tier_generations, "RAISE_WAIT_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_generations, "AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
         flushed_here, broken = one.generations._flush, list[int]()

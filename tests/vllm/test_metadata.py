@@ -18,7 +18,7 @@ from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport
 from hotkv_vllm.identity.rekeying import WeightsReport
 from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.offloading.messages import DoorRankReport, DoorReport, PageFormat
-from hotkv_vllm.report_ids import MOST_HEARD, SeenReports, report_ids
+from hotkv_vllm.report_ids import MAX_SEEN_IDS, SeenReports, report_ids
 from hotkv_vllm.sparse.reporter import SparseReport
 
 POSITIONS = (
@@ -223,8 +223,8 @@ def test_report_counts_when_it_first_comes(make: Any, data: st.DataObject, late:
 
 def test_seen_reports_are_bounded_new_process_unique() -> None:
     known, ids = SeenReports(), [report_ids(rank) for rank in (0, 1)]
-    for _ in range(MOST_HEARD):
+    for _ in range(MAX_SEEN_IDS):
         said = [next(one) for one in ids]
         assert known.fresh(reversed(said)) == said and known.fresh(said) == []
-    assert len(known._ids) == MOST_HEARD
+    assert len(known._ids) == MAX_SEEN_IDS
     assert known.fresh([next(report_ids(0))])

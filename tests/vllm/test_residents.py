@@ -17,7 +17,7 @@ from hotkv_proto.messages import fields
 from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, SILENT_S, TURN_S
 from hotkv_vllm.residency.moves import BlockDemand, Relief, to_move
-from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MOST_AHEAD, PARK_S
+from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MAX_WAITING_WITH_ROOM, PARK_S
 from hotkv_vllm.scheduler.request import Phase
 from tests.vllm.parts import TOKENS
 from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
@@ -595,7 +595,7 @@ def test_queued_requests_leave_room_to_other_engines() -> None:
         engine.arrive(400, 30, f"family {number} ")
     while engine.requests:
         engine.run(1)
-        assert len(engine.server.residencies.open) <= len(engine.running) + MOST_AHEAD
+        assert len(engine.server.residencies.open) <= len(engine.running) + MAX_WAITING_WITH_ROOM
     assert not engine.count("failed_residencies") and not engine.preempted
 
 

@@ -500,7 +500,7 @@ class CudaWorker:
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
             return (AttentionRun(0, num_rows),)
-        own = self._work.device.read(self._residents.own_of)[:num_rows]
+        own = self._work.device.read(self._residents.state_of_row)[:num_rows]
         runs, begin = [], 0
         for row in range(num_rows):
             one = self.sequences.of_state(int(own[row])) if own[row] >= 0 else None

@@ -42,7 +42,7 @@ SLOW_STEP_S = 1.0
 """The most that one step adds to a request's wait."""
 QUANTUM_TOKENS = 512
 """Room reserved beyond the present tokens; more is asked for when half is used."""
-MOST_AHEAD = 4
+MAX_WAITING_WITH_ROOM = 4
 """Waiting requests, first in vLLM's queue, that may hold room. More could take the whole server
 from other engines."""
 PARK_S = 1.0
@@ -96,9 +96,9 @@ class ResidentRequests:
         residency_id = self._new_id(request.request_id)
         one = Resident(state, most, residency_id, self._salt, seen_s=now_s, arrived_s=now_s)
         queued = (name for name in reversed(self._residents) if not self._pool.has_blocks(name))
-        num_before = len(tuple(itertools.islice(queued, MOST_AHEAD)))
+        num_before = len(tuple(itertools.islice(queued, MAX_WAITING_WITH_ROOM)))
         self._residents[request.request_id] = one
-        if num_before < MOST_AHEAD:
+        if num_before < MAX_WAITING_WITH_ROOM:
             self._reserve(one)
             self._reservations.open(one, now_s)
 
@@ -141,7 +141,7 @@ class ResidentRequests:
         if one is None:
             return True
         self._reserve(one)
-        if self._num_ahead < MOST_AHEAD or self._has_asked(one):
+        if self._num_ahead < MAX_WAITING_WITH_ROOM or self._has_asked(one):
             self._reservations.renew(one, now_s)
         self._num_ahead += self._has_asked(one)
         alone = one.must_be_whole or self._reservations.is_away

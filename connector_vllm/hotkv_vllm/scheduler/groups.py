@@ -152,7 +152,7 @@ class SketchPlanner:
         self._of_group = {kind.group_index: num_groups + place for place, kind in enumerate(kinds)}
 
     def __repr__(self) -> str:
-        return f"Represented(groups {sorted(self._of_group)})"
+        return f"SketchPlanner(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
         """Sketches of the blocks to lease, for the same call, so that the lease pins them."""

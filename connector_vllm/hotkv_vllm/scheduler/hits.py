@@ -386,7 +386,7 @@ class HitFinder:
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
         """Advances the hit without waiting."""
         hit = state.hit
-        num_failed = hit.failed_loads + hit.unproved_loads
+        num_failed = hit.failed_loads + hit.unhandled_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
             self.give_back(state)
             return NO_HIT
@@ -461,7 +461,7 @@ class HitFinder:
             return None
         hit.phase = Phase.LOADING
         hit.is_cancelled = False
-        hit.unproved_loads += 1
+        hit.unhandled_loads += 1
         hit.hit_tokens = hit_tokens
         return LoadJob(
             state.request.request_id,
@@ -505,7 +505,7 @@ class HitFinder:
                 self._stats.add("hit_requests")
                 self._stats.add("hit_tokens", hit.hit_tokens - hit.computed_tokens)
         # Last: if this method raises before, the load's end counts as not handled.
-        hit.unproved_loads = 0
+        hit.unhandled_loads = 0
         self.give_back(state)
         return stored
 

@@ -86,7 +86,7 @@ class HitState:
     hint_until_s: end of the hint, or of the answer to the lookup at the arrival; 0 once vLLM has
         asked.
     miss_until_s: no lookup before.
-    unproved_loads: begun, and their end not handled.
+    unhandled_loads: begun, and their end not handled.
     is_cancelled: by this engine: its weights or an adapter may have changed, or a reset.
     counted: as offered a hit, or as a miss.
     counted_hit: a load has succeeded.
@@ -115,7 +115,7 @@ class HitState:
     hint_until_s: float = 0.0
     miss_until_s: float = 0.0
     failed_loads: int = 0
-    unproved_loads: int = 0
+    unhandled_loads: int = 0
     is_cancelled: bool = False
     asked: list[AnswerTime] = field(default_factory=list)
     counted: bool = False

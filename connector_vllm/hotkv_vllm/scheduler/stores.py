@@ -70,7 +70,7 @@ class StorableBlocks:
 
     def __repr__(self) -> str:
         return (
-            f"Reach({self._spec.kind.name}, {int(self._pattern.sum())} of "
+            f"StorableBlocks({self._spec.kind.name}, {int(self._pattern.sum())} of "
             f"{len(self._pattern)} blocks)"
         )
 
@@ -359,7 +359,7 @@ sliding windows or recurrent states they are stored at once, like a prompt's."""
 UNSHARED = Retention(priority=-MAX_PRIORITY)
 """For blocks with private names, by which no other request finds them: evicted first, and copied
 to no tier, because they are useless after their request."""
-Whose = tuple[Retention, bool, str, RequestTrace | None]
+StoreTraits = tuple[Retention, bool, str, RequestTrace | None]
 """What all blocks of a store share: retention, whether names are private, id of a resident
 request or empty, trace."""
 
@@ -504,7 +504,7 @@ class StorePlanner:
         flush = tuple(sorted({*lost, *self._fences(written_blocks)}))
         if self._is_closed:
             return (), tuple(sorted({*flush, *self.take_all_back()}))
-        batches: dict[Whose, list[BlockRun]] = {}
+        batches: dict[StoreTraits, list[BlockRun]] = {}
         for retention, trace, tail in self.tails.take():
             batches.setdefault((retention, False, "", trace), []).extend(tail)
         planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
@@ -617,7 +617,7 @@ class StorePlanner:
             return EVERYTHING
         return self._residencies.private_from(state.request.request_id)
 
-    def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
+    def _job(self, runs: Sequence[BlockRun], whose: StoreTraits) -> StoreJob | None:
         """None, and the blocks count as dropped, if no word of the fence is free to revoke the
         store."""
         (retention, is_private, request_id, trace), residencies = whose, self._residencies

@@ -141,7 +141,7 @@ class Lookups(Protocol):
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
         """Asks shared stores, with a bounded wait, and keeps the answers for later lookups."""
 
-    def lies_elsewhere(
+    def in_lower_tiers(
         self,
         key_space_id: int,
         groups: list[HashList],
@@ -161,7 +161,7 @@ class Lookups(Protocol):
         """For operators and routers: asks every tier, shared stores for at most `wait_s`."""
 
 
-class FlushHere(Protocol):
+class LocalFlush(Protocol):
     """Flushes on this node only. Returns the number of removed blocks."""
 
     def __call__(self, key_space_id: int, *, elsewhere: bool) -> Awaitable[int]:
@@ -185,7 +185,7 @@ class BlocksBelow(Protocol):
         self,
         health: Health,
         tell: Callable[[], None],
-        flush: FlushHere,
+        flush: LocalFlush,
         on_ready: "OnReady",
         on_flushed: Callable[[int], None],
     ) -> None:
@@ -213,7 +213,7 @@ class BlocksBelow(Protocol):
         ready, elsewhere: masks of the blocks in host memory, and in a tier below.
         """
 
-    def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
+    def must_promote(self, session: LiveSession, groups: list[HashList]) -> bool:
         """True if a lease must first `promote`: a tier may have blocks that host memory lacks."""
 
     async def promote(self, session: LiveSession, groups: list[HashList]) -> Any:

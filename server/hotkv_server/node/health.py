@@ -203,7 +203,7 @@ class Health:
     def note(self, where: str, error: BaseException) -> None:
         """Handles an exception that the caller has logged. A failed assertion in BOOKS sets
         `breach` and `broken`, which ends the server."""
-        if not isinstance(error, AssertionError) or not is_of_the_books(error):
+        if not isinstance(error, AssertionError) or not is_invariant_failure(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
         self.breach = self.breach or f"{where}: {error}"
@@ -225,7 +225,7 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
         at = at.tb_next
 
 
-def is_of_the_books(error: BaseException) -> bool:
+def is_invariant_failure(error: BaseException) -> bool:
     """True if the exception passed through the modules in BOOKS."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)

@@ -270,7 +270,7 @@ class LiveSession:
     memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
-    hears_evictions: bool = True
+    wants_evictions: bool = True
     closing: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """A `closing` session has released its memory and leases."""

@@ -52,7 +52,7 @@ class Effects:
         for notice in notices:
             for session in self._sessions():
                 if (
-                    session.hears_evictions
+                    session.wants_evictions
                     and session.record.key_space_id == notice.key_space_id
                     and not session.closing
                 ):

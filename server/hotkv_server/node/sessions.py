@@ -100,7 +100,7 @@ class Sessions:
         client_name: str,
         sketches: tuple[Sketch, ...] = (),
         *,
-        hears_evictions: bool = True,
+        wants_evictions: bool = True,
         engine_name: str = "",
         model_names: Sequence[str] = (),
         max_of_tenant: int = 0,
@@ -151,7 +151,7 @@ class Sessions:
             client_name,
             self._names,
         )
-        session.hears_evictions = hears_evictions
+        session.wants_evictions = wants_evictions
         self._open[session.secret_id] = session
         try:
             await self._save_state()

@@ -158,9 +158,9 @@ class Deadline:
 
 BlockIds = Sequence[NDArray[np.int64]]
 """Ids in the engine's memory, an array for each run."""
-CoreEnd = tuple[list[NDArray[np.uint8]], Callable[[], None]]
+EndedInCore = tuple[list[NDArray[np.uint8]], Callable[[], None]]
 """`BlockResult` values, an array for each run, and a function that notifies the capabilities."""
-Finish = Callable[[Outcome, int], CoreEnd]
+Finish = Callable[[Outcome, int], EndedInCore]
 """Ends a transfer in the core, given the bytes copied."""
 
 
@@ -443,7 +443,7 @@ class Transfers:
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
         slots = self._core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
-        def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
+        def finish(outcome: Outcome, num_bytes: int) -> EndedInCore:
             self._core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
             session.loaded_bytes += num_bytes
             self.loaded_bytes += num_bytes
@@ -511,7 +511,7 @@ class Transfers:
         def begin() -> Parts[None]:
             begun.append((yield from beginning))
 
-        def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
+        def finish(outcome: Outcome, num_bytes: int) -> EndedInCore:
             # A flush aborts only leases that exist when it begins. Drop the blocks here if this
             # store's lease is younger.
             is_old = self._core.catalog.record(key_space_id).num_flushes != num_flushes

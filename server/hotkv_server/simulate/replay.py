@@ -141,13 +141,15 @@ class SimulatedTier:
         yield
         self.space.index.pin(entries, -1)
 
-    def make_room(self, count: int, keep_at_s: float | None = None) -> None:
+    def make_room(self, count: int, refusable_at_s: float | None = None) -> None:
         """Evicts until `count` blocks fit, or nothing can be evicted.
 
-        keep_at_s: now, if the policy may hold back entries that it expects to be used soon; else
-            None.
+        refusable_at_s: now, if the policy may hold back entries that it expects to be used soon;
+            else None.
         """
-        making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
+        making = self.space.make_room(
+            KEY_SPACE, GROUP, SLOT_ALIGN, count, refusable_at_s=refusable_at_s
+        )
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:

@@ -23,7 +23,7 @@ from hotkv_server.sparse.drive import SparseDecode, spec_of
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS
 from hotkv_server.wire.errors import abort, answer, as_refusal
 from hotkv_server.wire.guard.interceptor import Malformed
-from hotkv_server.wire.guard.limits import Guests, Pace
+from hotkv_server.wire.guard.limits import Pace, SessionlessCalls
 
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0
@@ -31,7 +31,9 @@ IDLE_CHECK_S = 5.0
 
 
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
-    def __init__(self, node: Node, sparse: SparseDecode, pace: Pace, guests: Guests) -> None:
+    def __init__(
+        self, node: Node, sparse: SparseDecode, pace: Pace, guests: SessionlessCalls
+    ) -> None:
         self._node = node
         self._sparse = sparse
         self._pace = pace

@@ -2,7 +2,7 @@
 there, and locks the runtime directory.
 
 Always true: a second server with the same runtime directory refuses to start. Every setting that
-names a path has a row in `BELIEVED`.
+names a path has a row in `TRUSTED_PATHS`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from hotkv_server.security.path_checks import (
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 
-BELIEVED: Mapping[str, PathKind | None] = MappingProxyType(
+TRUSTED_PATHS: Mapping[str, PathKind | None] = MappingProxyType(
     {
         "runtime_dir": PathKind.SHARED_DIR,
         "arena.dir": PathKind.OWN_DIR,
@@ -87,7 +87,7 @@ def _places(settings: Settings) -> Iterator[tuple[str, Path, PathKind]]:
     yield "arena.dir", settings.arena_dir, own
     for file in (*FILES, LOCK_FILE):
         yield "arena.dir", settings.arena_dir / file, PathKind.FILE
-    for name, kind in BELIEVED.items():
+    for name, kind in TRUSTED_PATHS.items():
         path = None if name.startswith(OF_TIERS) else value_of(settings, name)
         if isinstance(path, Path) and kind in READ:
             assert kind is not None, "see READ"

@@ -51,7 +51,7 @@ def check_limits(settings: Settings) -> None:
         )
 
 
-def hear_sigterm() -> None:
+def end_at_sigterm() -> None:
     """The kernel ignores SIGTERM for pid 1 of a container if it has no handler. Later the server
     installs one that drains."""
     if os.getpid() == 1:

@@ -73,7 +73,7 @@ class WarmStart:
             self._core.key_space(key_space_id)
         masks = self._core.lookup(key_space_id, groups)
         num_ready = _count(masks)
-        lower = self._below.lookups.lies_elsewhere(key_space_id, groups, masks)
+        lower = self._below.lookups.in_lower_tiers(key_space_id, groups, masks)
         num_lower = _count([lies & ~mask for lies, mask in zip(lower, masks, strict=True)])
         return Fetched(
             min(num_present, num_ready),

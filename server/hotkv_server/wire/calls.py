@@ -86,7 +86,7 @@ def _lookup(
     masks = node.core.lookup(key_space_id, groups)
     if node.tiers is not None:
         speed = session.prefill_tokens_per_s if session is not None else 0.0
-        elsewhere = node.tiers.lookups.lies_elsewhere(key_space_id, groups, masks, speed)
+        elsewhere = node.tiers.lookups.in_lower_tiers(key_space_id, groups, masks, speed)
         if session is not None and any(other.any() for other in elsewhere):
             node.tiers.fetch_ahead(session, groups, masks, elsewhere)
         masks = [ready | other for ready, other in zip(masks, elsewhere, strict=True)]
@@ -143,7 +143,7 @@ def acquire(
     lease_id = _lease_id(request.lease_id)
     answer: cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]
     if node.tiers is not None and (
-        node.tiers.has_some(session, groups)
+        node.tiers.must_promote(session, groups)
         or not node.tiers.generations.may_serve(session.record.key_space_id)
     ):
         answer = asyncio.create_task(_acquire_later(node, session, request, lease_id, groups))

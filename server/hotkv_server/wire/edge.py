@@ -20,7 +20,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import calls
-from hotkv_server.wire.guard.limits import Guests, Pace
+from hotkv_server.wire.guard.limits import Pace, SessionlessCalls
 
 MAX_SELECT_STREAMS = 64
 """Of SelectBlocks on a listener; they also count among all its calls (`wire.server.MAX_CALLS`)."""
@@ -41,7 +41,7 @@ class Edge:
     access: AccessControl
     identify: Callable[[Any, Any], Peer]
     pace: Pace
-    guests: Guests
+    guests: SessionlessCalls
     has_descriptor_socket: bool
 
 

@@ -45,7 +45,7 @@ from hotkv_server.wire.edge import MAX_SELECT_STREAMS, Edge, full_name
 from hotkv_server.wire.guard import peers
 from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.interceptor import MAX_ANSWERED, EdgeInterceptor, Guard
-from hotkv_server.wire.guard.limits import Guests, Pace
+from hotkv_server.wire.guard.limits import Pace, SessionlessCalls
 from hotkv_server.wire.guard.tls import Certificates, TlsFiles
 from hotkv_server.wire.health import HealthService
 from hotkv_server.wire.lane import LaneServer
@@ -137,7 +137,7 @@ class RpcServer:
         self._tickets = tickets
         self._endpoints = endpoints
         self._health = HealthService()
-        self._guests = Guests(MAX_GUESTS)
+        self._guests = SessionlessCalls(MAX_GUESTS)
         self._ending: asyncio.Task[None] | None = None
         self.pace = Pace(endpoints.malformed_per_s)
         self.audit = AuditLog(endpoints.audit, endpoints.audit_file)

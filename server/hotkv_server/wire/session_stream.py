@@ -188,7 +188,7 @@ class SessionCalls:
     ) -> None:
         if not done.cancelled():
             end, session = done.result(), self._session
-            if session.hears_evictions and not session.closing:
+            if session.wants_evictions and not session.closing:
                 # Notices of earlier evictions precede this answer, which must not report as
                 # stored what was removed meanwhile.
                 still = self._node.core.still_ready(
@@ -518,7 +518,7 @@ class SessionOpener:
         )
         session = await self._node.sessions.open(
             engine_id, role, key_space, opening.client_name, sketches,
-            hears_evictions=not opening.without_eviction_notices,
+            wants_evictions=not opening.without_eviction_notices,
             engine_name=engine_name,
             model_names=opening.model_names,
             max_of_tenant=0 if tenant is None else tenant.max_sessions,

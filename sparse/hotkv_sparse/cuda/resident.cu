@@ -11,7 +11,7 @@
 //
 // `context_tokens`: int32 [rows], with the step's tokens.
 // `starts`: int32 [rows + 1], first query of each row.
-// `own_of`: int32 [rows], output: states; -1 without.
+// `state_of_row`: int32 [rows], output: states; -1 without.
 // `state_of`: int32 [rows], output: the same for rows that attend sparsely (the host says so, and there is one query),
 //   else -1.
 // `table`: [rows, table_stride], output: for other rows, a copy of `engine_table`.
@@ -22,11 +22,11 @@
 extern "C" __global__ void __launch_bounds__(128) find_states(
     const int* context_tokens, const int* starts, int num_rows, const int* engine_table, long long engine_stride, int block_tokens,
     const int* row_of_block, int num_blocks, const int* rows, int max_blocks,
-    int* own_of, int* state_of, int* complete_pages, int* complete_rows, int num_complete, int* table, long long table_stride,
+    int* state_of_row, int* state_of, int* complete_pages, int* complete_rows, int num_complete, int* table, long long table_stride,
     int* lengths) {
   const int row = blockIdx.x;
   if (row >= num_rows) {
-    if (threadIdx.x == 0) own_of[row] = state_of[row] = -1;
+    if (threadIdx.x == 0) state_of_row[row] = state_of[row] = -1;
     return;
   }
   const int begin = starts[row], end = starts[row + 1], queries = end - begin;
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(128) find_states(
   const int own = named < 0 ? -1 : named / 2;
   const bool is_sparse = named >= 0 && named % 2 == 1 && queries == 1;
   if (threadIdx.x == 0) {
-    own_of[row] = own;
+    state_of_row[row] = own;
     state_of[row] = is_sparse ? own : -1;
     lengths[row] = tokens;
   }
@@ -58,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(128) find_states(
 //   `layer_offset` bytes behind the start of the slot in the arena.
 // `found_rows`: int32 [count], output: of sketches in the pools; -1 if the state is not in the batch.
 extern "C" __global__ void __launch_bounds__(128) locate_keys(
-    int state, int count, const int* own_of, int num_rows, const int* engine_table, long long engine_stride, const int* freed, int num_sinks,
+    int state, int count, const int* state_of_row, int num_rows, const int* engine_table, long long engine_stride, const int* freed, int num_sinks,
     const long long* arena, const int* rows, int max_blocks, long long cache, long long page_bytes, long long layer_offset,
     long long* addresses, int* found_rows) {
   int row = 0;
-  while (row < num_rows && own_of[row] != state) ++row;
+  while (row < num_rows && state_of_row[row] != state) ++row;
   const Engine engine = {engine_table + (row < num_rows ? row : 0) * engine_stride, freed[state], num_sinks};
   for (int block = blockIdx.x * blockDim.x + threadIdx.x; block < count; block += gridDim.x * blockDim.x) {
     const long long at = static_cast<long long>(state) * max_blocks + block;
@@ -76,10 +76,10 @@ extern "C" __global__ void __launch_bounds__(128) locate_keys(
 // int32 [count] gets each block's page there. grid (count, pieces), 256 threads. `faults[1]` counts blocks without an
 // address.
 extern "C" __global__ void __launch_bounds__(256) stage_pages(
-    int row, const int* own_of, const int* engine_table, long long engine_stride, const int* freed, int num_sinks, const long long* arena,
+    int row, const int* state_of_row, const int* engine_table, long long engine_stride, const int* freed, int num_sinks, const long long* arena,
     int max_blocks, long long cache, long long page_bytes, long long layer_offset, long long target, int first_page, int* table,
     int* faults) {
-  const int state = own_of[row], block = blockIdx.x;
+  const int state = state_of_row[row], block = blockIdx.x;
   if (threadIdx.x == 0 && blockIdx.y == 0) table[block] = first_page + block;
   const Engine engine = {engine_table + row * engine_stride, state < 0 ? 0 : freed[state], num_sinks};
   long long source = 0;

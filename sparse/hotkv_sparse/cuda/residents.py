@@ -82,7 +82,7 @@ class Residents:
     table: int32 [R, B], the block table for attention. Each layer replaces the sparse rows; others
         are the engine's.
     lengths: int32 [R], tokens in each row's blocks.
-    own_of: int32 [R], output of `find`: states; -1 without.
+    state_of_row: int32 [R], output of `find`: states; -1 without.
     addresses, found_rows: [B], output of `locate_keys` for one state and layer.
     """
 
@@ -112,7 +112,7 @@ class Residents:
         self.epochs = device.zeros((num_states,), np.int32)
         self.begun = device.zeros((num_states,), np.int32)
         self.row_of_block = upload(device, np.full(num_pages, NO_ROW, np.int32))
-        self.own_of = upload(device, np.full(num_rows, -1, np.int32))
+        self.state_of_row = upload(device, np.full(num_rows, -1, np.int32))
         self._max_complete = self.num_complete(num_rows, max_tokens)
         self.complete_pages = device.zeros((self._max_complete,), np.int32)
         self.complete_rows = upload(device, np.full(self._max_complete, -1, np.int32))
@@ -168,8 +168,8 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array, is_named: bool = True) -> None:
-        """Writes each row's state to `own_of`, sparse rows' also to `state_of`, other rows' blocks
-        to `table`, and all `lengths`.
+        """Writes each row's state to `state_of_row`, sparse rows' also to `state_of`, other rows'
+        blocks to `table`, and all `lengths`.
 
         rows: int32 [S, B], rows of sketches in the pools.
         state_of: int32 [R], output, for sparse attention.
@@ -189,7 +189,7 @@ class Residents:
                 batch.context_tokens, batch.starts, np.int32(batch.num_rows), batch.table,
                 np.int64(batch.table_stride), np.int32(self.block_tokens), self.row_of_block,
                 np.int32(self.num_pages if is_named else 0), rows, np.int32(self.max_blocks),
-                self.own_of, state_of, self.complete_pages, self.complete_rows,
+                self.state_of_row, state_of, self.complete_pages, self.complete_rows,
                 np.int32(self._max_complete), self.table, np.int64(self.max_blocks), self.lengths,
             ),
         )  # fmt: skip
@@ -210,7 +210,7 @@ class Residents:
             (max(1, min(-(-count // 128), 64)),),
             128,
             (
-                np.int32(state), np.int32(count), self.own_of, np.int32(batch.num_rows),
+                np.int32(state), np.int32(count), self.state_of_row, np.int32(batch.num_rows),
                 batch.table, np.int64(batch.table_stride), self.freed, np.int32(self.num_sinks),
                 arena, rows, np.int32(self.max_blocks), np.int64(places.cache),
                 np.int64(places.page_bytes), np.int64(places.layer_offset), self.addresses,
@@ -243,7 +243,8 @@ class Residents:
             (count, PIECES),
             256,
             (
-                np.int32(row), self.own_of, batch.table, np.int64(batch.table_stride), self.freed,
+                np.int32(row), self.state_of_row, batch.table, np.int64(batch.table_stride),
+                self.freed,
                 np.int32(self.num_sinks), arena, np.int32(self.max_blocks), np.int64(places.cache),
                 np.int64(places.page_bytes), np.int64(places.layer_offset), np.int64(target),
                 np.int32(first_page), table, faults,

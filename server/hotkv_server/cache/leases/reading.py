@@ -32,7 +32,7 @@ from hotkv_server.cache.values import (
 #
 # Always true: a read lease holds a pin on each entry that it lists. Under leases without a load
 # so far, a tenant pins at most `unadmitted_share` of what is left for it when every other tenant
-# uses its guarantee (`TenantBook.surely_bytes`). These bytes are counted here.
+# uses its guarantee (`TenantBook.sure_bytes`). These bytes are counted here.
 
 
 class ReadLeases:
@@ -105,7 +105,7 @@ class ReadLeases:
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
-            self._books.config.unadmitted_share * tenants.surely_bytes(tenant)
+            self._books.config.unadmitted_share * tenants.sure_bytes(tenant)
         ) - self._unadmitted.get(tenant, 0)
         budget = min(budget, self._books.pin_budget.for_others(tenant)) if may_pin else 0
         pinned: list[tuple[int, Entries]] = []

@@ -105,7 +105,7 @@ class RetentionPins:
 
     def _room_bytes(self, tenant: int) -> int:
         """0 or less if nothing more may be held for the tenant."""
-        bound = int(self._share * self._tenants.surely_bytes(tenant))
+        bound = int(self._share * self._tenants.sure_bytes(tenant))
         return min(
             self.budget_bytes - self.held_bytes,
             self._budget.for_others(tenant),

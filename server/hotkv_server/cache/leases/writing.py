@@ -116,7 +116,7 @@ class Reservations:
                 session.key_space_id,
                 runs,
                 has_promise=has_promise,
-                keep_at_s=_keep_at_s(retention, has_promise, now_s),
+                refusable_at_s=_keep_at_s(retention, has_promise, now_s),
                 most_bytes=self._books.leases.unwritten_room(owner, promised_bytes)[0],
             )
         return CheckedCall(runs, listed, named, ttl_s, weight)
@@ -128,7 +128,7 @@ class Reservations:
         beside: Entries | None = None,
         *,
         has_promise: bool = False,
-        keep_at_s: float | None = None,
+        refusable_at_s: float | None = None,
         most_bytes: int | None = None,
         first: int = 0,
     ) -> Parts[Named | None]:
@@ -137,7 +137,7 @@ class Reservations:
 
         beside: more ready entries that must not be evicted.
         has_promise: the room is reserved for a residency.
-        keep_at_s: as in `Policy.victims`.
+        refusable_at_s: as in `Policy.victims`.
         most_bytes: None: no limit.
         first: the first of `runs` to make room for.
         """
@@ -165,7 +165,7 @@ class Reservations:
                 slot_bytes,
                 count,
                 has_promise=has_promise,
-                keep_at_s=keep_at_s,
+                refusable_at_s=refusable_at_s,
                 beside_bytes=beside_bytes,
             )
             beside_bytes += count * aligned(slot_bytes)
@@ -416,7 +416,7 @@ class Reservations:
                 record.number,
                 runs,
                 has_promise=has_promise,
-                keep_at_s=_keep_at_s(lease.retention, has_promise, now_s),
+                refusable_at_s=_keep_at_s(lease.retention, has_promise, now_s),
                 most_bytes=left_bytes,
                 # Blocks of earlier runs that got no slot would use up `most_bytes`.
                 first=at,
@@ -509,7 +509,7 @@ class Reservations:
 
 
 def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
-    """`room_for`'s `keep_at_s`: None if the call has reserved room or asks for retention."""
+    """`room_for`'s `refusable_at_s`: None if the call has reserved room or asks for retention."""
     return None if has_promise or retention != NO_RETENTION else now_s
 
 

@@ -225,7 +225,7 @@ class TenantBook:
         """To the burst bound."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
-    def surely_bytes(self, tenant: int) -> int:
+    def sure_bytes(self, tenant: int) -> int:
         """What the tenant could use if all others used their guarantees; limits its pins."""
         if not self.is_used:
             return self.capacity_bytes
@@ -306,7 +306,7 @@ class TenantBook:
 # The pin budget, of residencies, holds (retentions) and read leases without a load.
 #
 # Always true: while there are residencies, all three leave 1/STORE_SHARE of the arena to stores,
-# and a tenant's new pins stay within `TenantBook.surely_bytes`. Else only `held_share` and
+# and a tenant's new pins stay within `TenantBook.sure_bytes`. Else only `held_share` and
 # `unadmitted_share` limit holds and leases.
 
 
@@ -347,7 +347,7 @@ class PinBudget:
     def for_residencies(self, tenant: int) -> int:
         """What the tenant's residencies may still reserve or pin."""
         used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
-        of_tenant = self._tenants.surely_bytes(tenant) - self._of_tenant.get(tenant, 0)
+        of_tenant = self._tenants.sure_bytes(tenant) - self._of_tenant.get(tenant, 0)
         return max(0, min(most_pinned(self._tenants.capacity_bytes) - used, of_tenant))
 
     def for_others(self, tenant: int) -> int:

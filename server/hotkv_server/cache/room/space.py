@@ -36,13 +36,13 @@ once, if the last one made enough room."""
 class Room:
     """coming_bytes: will have memory within about a second. Slots that need it are refused, and
         subtracted here.
-    may_keep: the policy may refuse room to new blocks for old ones. False below host memory, and
+    may_refuse: the policy may refuse room to new blocks for old ones. False below host memory, and
         above other tiers, which a refused block would never reach.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
         self.coming_bytes = 0
-        self.may_keep = True
+        self.may_refuse = True
         self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
@@ -60,13 +60,13 @@ class Room:
         *,
         is_block: bool,
         has_promise: bool = False,
-        keep_at_s: float | None = None,
+        refusable_at_s: float | None = None,
     ) -> Parts[None]:
         """Frees `count` slots and as many entry numbers for the taker, or fewer.
 
         is_block: the slots are for blocks, for which sketches may go.
         has_promise: the room is reserved for a residency, for which sketches may go too.
-        keep_at_s: as in `Policy.victims`. Ignored for a tenant within its guarantee, and while
+        refusable_at_s: as in `Policy.victims`. Ignored for a tenant within its guarantee, and while
             `may_keep_at` is False.
         """
         # Before any eviction of its own blocks, by which the tenant could seem within its
@@ -75,7 +75,7 @@ class Room:
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
                 is_due = self._tenants.may_claim(taker, wanted * size)
-                yield from self._make_slots(size, wanted, taker, None if is_due else keep_at_s)
+                yield from self._make_slots(size, wanted, taker, None if is_due else refusable_at_s)
         if is_block or has_promise:
             yield from self._drop_sketches(
                 size, lambda: count - self._pool.available_slots(size), taker
@@ -84,15 +84,15 @@ class Room:
         def missing_numbers() -> int:
             return min(count, self._pool.available_slots(size)) - self._books.free_numbers()
 
-        keep_at_s = None if is_some_due else keep_at_s
-        yield from self._evict_coldest(0, missing_numbers, taker, keep_at_s)
+        refusable_at_s = None if is_some_due else refusable_at_s
+        yield from self._evict_coldest(0, missing_numbers, taker, refusable_at_s)
         if is_block:
             yield from self._drop_sketches(0, missing_numbers, taker)
 
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Not if slots of other sizes or sketches would go instead."""
         shares = self._books.sketches.declared or self._pool.is_shared(aligned(slot_bytes))
-        return self.may_keep and not shares
+        return self.may_refuse and not shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
         """Frees slabs for slots to be promised (`more`, by size), as far as possible. They count
@@ -129,7 +129,7 @@ class Room:
         return refused
 
     def within_bound(
-        self, taker: int, size: int, count: int, beside_bytes: int, keep_at_s: float | None
+        self, taker: int, size: int, count: int, beside_bytes: int, refusable_at_s: float | None
     ) -> Parts[int]:
         """Evicts the taker's own coldest blocks until `count` more slots fit its burst bound;
         returns how many do. `beside_bytes`: what it needs there besides."""
@@ -149,14 +149,14 @@ class Room:
                     missing,
                     taker,
                     lambda owners: owners == taker,
-                    keep_at_s,
+                    refusable_at_s,
                 )
             ):
                 yield
         return count - max(0, missing())
 
     def _make_slots(
-        self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
+        self, slot_bytes: int, num_slots: int, taker: int, refusable_at_s: float | None
     ) -> Parts[None]:
         # Before any eviction, as in `make`.
         payers = self._payers(taker, num_slots * slot_bytes)
@@ -164,7 +164,10 @@ class Room:
         if shared:
             yield from self._compare(slot_bytes, num_slots, taker)
         yield from self._evict_coldest(
-            slot_bytes, lambda: num_slots - self._pool.available_slots(slot_bytes), taker, keep_at_s
+            slot_bytes,
+            lambda: num_slots - self._pool.available_slots(slot_bytes),
+            taker,
+            refusable_at_s,
         )
         if shared:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
@@ -199,7 +202,7 @@ class Room:
         slot_bytes: int,
         missing: Callable[[], int],
         taker: int,
-        keep_at_s: float | None = None,
+        refusable_at_s: float | None = None,
     ) -> Parts[None]:
         """Of this slot size (0: of any), until `missing` is 0 or no more may go. `missing`:
         slots or entry numbers to free."""
@@ -207,10 +210,15 @@ class Room:
             part, evicted = min(count, EVICTED_PER_PART), 0
             if self._tenants.may_claim(taker, part * slot_bytes):
                 evicted = yield from self._evict(
-                    slot_bytes, part, missing, taker, lambda owners: owners != taker, keep_at_s
+                    slot_bytes, part, missing, taker, lambda owners: owners != taker, refusable_at_s
                 )
             evicted += yield from self._evict(
-                slot_bytes, part - evicted, missing, taker, lambda owners: owners >= 0, keep_at_s
+                slot_bytes,
+                part - evicted,
+                missing,
+                taker,
+                lambda owners: owners >= 0,
+                refusable_at_s,
             )
             if evicted < part:
                 return
@@ -224,7 +232,7 @@ class Room:
         missing: Callable[[], int],
         taker: int,
         may_pay: Callable[[Int64s], BoolMask],
-        keep_at_s: float | None,
+        refusable_at_s: float | None,
     ) -> Parts[int]:
         """At most `count` for the taker, while `missing` is above 0; returns how many.
         `may_pay`: tenants that may lose blocks, down to their guarantees; ignored without
@@ -243,7 +251,7 @@ class Room:
             yield from books.policy.sweep(slot_bytes, left, may_go)
             # Other calls may have freed slots during the sweep.
             left = max(0, min(left, missing()))
-            victims = books.policy.victims(slot_bytes, left, may_go, keep_at_s=keep_at_s)
+            victims = books.policy.victims(slot_bytes, left, may_go, refusable_at_s=refusable_at_s)
             if tenants.is_used:
                 # `may_go` judged each alone; together they could leave a tenant below its
                 # guarantee.
@@ -408,7 +416,7 @@ class Space:
         count: int,
         *,
         has_promise: bool = False,
-        keep_at_s: float | None = None,
+        refusable_at_s: float | None = None,
         beside_bytes: int = 0,
     ) -> Parts[None]:
         """For an `insert` of `count` keys. Does not yield if there is little to do. Arguments as
@@ -417,10 +425,15 @@ class Space:
         if not has_promise:
             count -= self.room.coming_slots(size, count)
         self.policy.allow_keeping(self.room.may_keep_at(size))
-        count = yield from self.room.within_bound(taker, size, count, beside_bytes, keep_at_s)
+        count = yield from self.room.within_bound(taker, size, count, beside_bytes, refusable_at_s)
         is_block = group_index < MAX_GROUPS
         yield from self.room.make(
-            size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
+            size,
+            count,
+            taker,
+            is_block=is_block,
+            has_promise=has_promise,
+            refusable_at_s=refusable_at_s,
         )
 
     def publish(

@@ -40,7 +40,7 @@ class RequestDemand:
     keys: of full blocks, in order, uint64 [n]; the same after a restart.
     block_bytes: in the arena.
     num_hits: blocks that did hit, no misses of an endless cache even if their keys are new.
-    may_keep: see `Shadow.serve`.
+    may_refuse: see `Shadow.serve`.
     """
 
     keys: Keys
@@ -48,7 +48,7 @@ class RequestDemand:
     block_tokens: int
     block_bytes: int
     num_hits: int
-    may_keep: bool = False
+    may_refuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Forecast:
             return 0.0, 0.0
         hits = [
             shadow.serve(
-                keys, demand.block_bytes, int(size * share), now_s, may_keep=demand.may_keep
+                keys, demand.block_bytes, int(size * share), now_s, may_refuse=demand.may_refuse
             )
             for shadow, size in zip(self._shadows, sizes, strict=True)
         ]

@@ -42,13 +42,19 @@ class Shadow:
         return np.fromiter(self._entries, np.uint64, len(self._entries))
 
     def serve(
-        self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
+        self,
+        keys: Keys,
+        key_bytes: int,
+        limit_bytes: int,
+        now_s: float,
+        *,
+        may_refuse: bool = False,
     ) -> int:
         """Simulates a request. Returns the number of keys held before the first miss.
 
         keys: distinct, in order [n].
         key_bytes: of a block.
-        may_keep: the policy may keep other keys instead.
+        may_refuse: the policy may keep other keys instead.
         """
         names = keys.tolist()
         found = np.array([self._entries.get(name, 0) for name in names], np.uint32)
@@ -58,8 +64,8 @@ class Shadow:
         absent = np.flatnonzero(found == 0)
         num_hits = int(absent[0]) if len(absent) else len(keys)
         self._is_pinned[held] = True
-        keep_at_s = now_s if may_keep else None
-        self._make_room(len(absent) * key_bytes, key_bytes, limit_bytes, keep_at_s)
+        refusable_at_s = now_s if may_refuse else None
+        self._make_room(len(absent) * key_bytes, key_bytes, limit_bytes, refusable_at_s)
         self._is_pinned[held] = False
         room = max(0, limit_bytes - self.used_bytes) // key_bytes
         num_stored = min(room, len(self._free), len(absent))
@@ -76,11 +82,11 @@ class Shadow:
         self._remove(gone, evicted=False)
 
     def _make_room(
-        self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
+        self, more_bytes: int, key_bytes: int, limit_bytes: int, refusable_at_s: float | None
     ) -> None:
         """Evicts until `more_bytes` fit, or nothing can be evicted.
 
-        keep_at_s: now, if the policy may hold back what it expects to be used soon; else None.
+        refusable_at_s: now, if the policy may hold back what it expects to be used soon; else None.
         """
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
@@ -94,7 +100,7 @@ class Shadow:
             count = max(-(-over_bytes * len(self) // self.used_bytes), num_slots)
             if not count:
                 return
-            victims = self._policy.victims(QUEUE, count, evictable, keep_at_s=keep_at_s)
+            victims = self._policy.victims(QUEUE, count, evictable, refusable_at_s=refusable_at_s)
             if not len(victims):
                 return
             freed_bytes = np.cumsum(self._bytes[victims])

@@ -28,7 +28,7 @@ class Copies:
         self.on_stored: Callable[[], None] = lambda: None
         self._moves = moves
         self._host = moves.host
-        self._host.room.may_keep = False
+        self._host.room.may_refuse = False
         index = moves.host.index
         self.lanes = tuple(WaitingBlocks(index) for _ in range(2 + MAX_TRIES))
         self._under_way: dict[int, int] = {}

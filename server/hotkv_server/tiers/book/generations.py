@@ -29,17 +29,17 @@ IDLE_EVERY_S = 30.0
 """Between two questions for an idle key space."""
 MAX_IDLE = 64
 """Most idle key spaces in one question."""
-TELL_S = 1.0
+RAISE_WAIT_S = 1.0
 """How long a flush waits for a store. After that it is answered as pending, and retried."""
 SPARE_S = 0.5
 """How long a flush waits, beyond CONFIRMED_S, for a store to confirm the new generation."""
 CALM_S = 5.0
 """Stores raise at different moments, so one may serve old blocks when another has the new
-generation. For this time no block is copied from store to store. Longer than TELL_S and
+generation. For this time no block is copied from store to store. Longer than RAISE_WAIT_S and
 `drive.flushes.ASK_S` together."""
 MISSED_S = 5.0
 """A store that shows no new generation this long after another has missed the flush of another
-node. Longer than TELL_S."""
+node. Longer than RAISE_WAIT_S."""
 RETRY_S = 0.5
 """Between two tries to raise."""
 MAX_RECORDS = 1 << 13
@@ -57,9 +57,10 @@ class GenerationStanding:
     `generation`: the highest that this node has adopted.
     `is_verified`: all blocks on this node belong to it.
     `is_unraised`: the store must still raise it: a flush has not reached the store, or is lost.
-    `target`: generation or NO_GENERATION to adopt when this node's flush `target_at` has ended;
+    `target`: generation or NO_GENERATION to adopt when this node's flush `next_after_flush` has
+        ended;
         None: no flush is needed.
-    `is_none`: the store can't begin a generation, and this node has flushed since.
+    `has_no_generation`: the store can't begin a generation, and this node has flushed since.
     `confirmed_s`: last answer with `generation`.
     `raise_s`: when the last raise was sent; after a failure, when the next may be.
     `raise_for`: `Record.asked` of the last raise; -1: raise once more, as another store was late.
@@ -67,18 +68,19 @@ class GenerationStanding:
         server's.
     `acknowledged_s`: when the store answered that raise.
     `shown_s`: last answer.
-    `changed_s`: last answer with a later generation than the adopted one; not the first after none.
-    `unchanged_s`: the answer before that; the store has raised since.
-    `emptied_s`: last answer without a generation; no node could then read from the store.
-    `is_reported`: `GenerationBook.missed` has named the store since `changed_s`.
+    `raised_seen_s`: last answer with a later generation than the adopted one; not the first after
+        none.
+    `raised_after_s`: the answer before that; the store has raised since.
+    `none_seen_s`: last answer without a generation; no node could then read from the store.
+    `is_reported`: `GenerationBook.missed` has named the store since `raised_seen_s`.
     """
 
     generation: int = NO_GENERATION
     is_verified: bool = False
     is_unraised: bool = False
     target: int | None = None
-    target_at: int = 0
-    is_none: bool = False
+    next_after_flush: int = 0
+    has_no_generation: bool = False
     confirmed_s: float = NEVER_S
     asked_s: float = NEVER_S
     is_raising: bool = False
@@ -88,9 +90,9 @@ class GenerationStanding:
     acknowledged: int = 0
     acknowledged_s: float = NEVER_S
     shown_s: float = NEVER_S
-    changed_s: float = NEVER_S
-    unchanged_s: float = NEVER_S
-    emptied_s: float = NEVER_S
+    raised_seen_s: float = NEVER_S
+    raised_after_s: float = NEVER_S
+    none_seen_s: float = NEVER_S
     is_reported: bool = False
 
     @property
@@ -98,7 +100,7 @@ class GenerationStanding:
         """The store's answers can confirm this node's blocks. A failed raise does not matter to
         them."""
         is_raised = self.has_failed or not self.is_unraised
-        return self.target is None and is_raised and (self.is_verified or self.is_none)
+        return self.target is None and is_raised and (self.is_verified or self.has_no_generation)
 
 
 @dataclass(slots=True)
@@ -227,14 +229,14 @@ class GenerationBook:
     def begin_flush(self, now_s: float) -> str:
         """Fingerprint to flush on this node now, counted as begun, or "".
 
-        A flush waits for the stores' raises, at most TELL_S: begun before an answer, it would
+        A flush waits for the stores' raises, at most RAISE_WAIT_S: begun before an answer, it would
         have to run again.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
             if record.begun >= record.need or record.begun > record.ended:
                 continue
-            is_held = now_s < record.waits_s + TELL_S and any(
+            is_held = now_s < record.waits_s + RAISE_WAIT_S and any(
                 standing.is_unraised and not standing.has_failed for standing in self._mine(record)
             )
             if not is_held:
@@ -254,10 +256,10 @@ class GenerationBook:
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
-            if standing.target is None or standing.target_at > record.ended:
+            if standing.target is None or standing.next_after_flush > record.ended:
                 continue
-            standing.is_none = standing.target == NO_GENERATION
-            standing.is_verified = not standing.is_none
+            standing.has_no_generation = standing.target == NO_GENERATION
+            standing.is_verified = not standing.has_no_generation
             standing.generation = max(standing.generation, standing.target)
             standing.target = None
         self.revision += 1
@@ -280,7 +282,7 @@ class GenerationBook:
         for name in self.stores:
             standing = record.stores[name]
             if standing.acknowledged < ticket.number:
-                if now_s < ticket.asked_s + TELL_S and not standing.has_failed:
+                if now_s < ticket.asked_s + RAISE_WAIT_S and not standing.has_failed:
                     return None
                 pending.append(name)
             elif now_s < (acknowledged_s := standing.acknowledged_s + CONFIRMED_S):
@@ -347,14 +349,16 @@ class GenerationBook:
             if standing.is_raising or (is_old and not standing.has_failed):
                 # Asked before the raise: the answer may be out of date.
                 continue
-            has_none = standing.is_none or standing.target == NO_GENERATION
+            has_none = standing.has_no_generation or standing.target == NO_GENERATION
             if generation == NO_GENERATION:
-                standing.emptied_s = sent_s
+                standing.none_seen_s = sent_s
             elif (
                 NO_GENERATION < standing.generation < generation != standing.target and not has_none
             ):
-                standing.changed_s, standing.is_reported = sent_s, False
-                standing.unchanged_s = sent_s if standing.shown_s == NEVER_S else standing.shown_s
+                standing.raised_seen_s, standing.is_reported = sent_s, False
+                standing.raised_after_s = (
+                    sent_s if standing.shown_s == NEVER_S else standing.shown_s
+                )
             standing.shown_s = sent_s
             if NO_GENERATION < generation < standing.generation:
                 if not standing.is_unraised:
@@ -362,7 +366,7 @@ class GenerationBook:
                     self._active[fingerprint] = None
                     self.revision += 1
             elif generation == NO_GENERATION:
-                if standing.is_none:
+                if standing.has_no_generation:
                     standing.confirmed_s = sent_s
                 elif standing.target != NO_GENERATION:
                     self._aim(fingerprint, standing, generation)
@@ -378,7 +382,7 @@ class GenerationBook:
                         # begins now.
                         record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
-                standing.generation, standing.is_verified, standing.is_none = (
+                standing.generation, standing.is_verified, standing.has_no_generation = (
                     generation,
                     True,
                     False,
@@ -397,8 +401,8 @@ class GenerationBook:
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
-            changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
-            if now_s < changed_s + MISSED_S:
+            raised_seen_s = max((one.raised_seen_s for one in self._mine(record)), default=NEVER_S)
+            if now_s < raised_seen_s + MISSED_S:
                 continue
             for name in self._missed(record):
                 if self.is_fresh(fingerprint, name, now_s) and not record.stores[name].is_reported:
@@ -409,11 +413,11 @@ class GenerationBook:
     def _missed(self, record: Record) -> list[str]:
         """Stores that did not raise since MISSED_S before another did: the flushing node can't
         reach or doesn't name them, or the other has lost its generations."""
-        raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
+        raised_s = max((one.raised_after_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
             for name, one in zip(self.stores, self._mine(record), strict=True)
-            if max(one.changed_s, one.acknowledged_s, one.emptied_s) < raised_s - MISSED_S
+            if max(one.raised_seen_s, one.acknowledged_s, one.none_seen_s) < raised_s - MISSED_S
         ]
 
     def _aim(self, fingerprint: str, standing: GenerationStanding, generation: int) -> None:
@@ -421,8 +425,8 @@ class GenerationBook:
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
-        standing.target, standing.target_at = generation, record.need
-        standing.is_verified = standing.is_none = False
+        standing.target, standing.next_after_flush = generation, record.need
+        standing.is_verified = standing.has_no_generation = False
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
@@ -453,7 +457,7 @@ class GenerationBook:
         if generation is None:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
-        if standing.acknowledged < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
+        if standing.acknowledged < standing.raise_for and now_s >= record.asked_at_s + RAISE_WAIT_S:
             # Late: nodes may have copied old blocks from this store to others that had already
             # raised. So all others must raise once more, even if they are raising now.
             for other in self._mine(record):
@@ -542,10 +546,12 @@ class GenerationBook:
             assert record.ended <= record.begun <= record.need, "a flush has ended before it began"
             assert record.local <= self.last, "a flush here has a number twice"
             for standing in record.stores.values():
-                assert not (standing.is_verified and standing.is_none), "a generation and none"
+                assert not (standing.is_verified and standing.has_no_generation), (
+                    "a generation and none"
+                )
                 assert standing.target is None or not standing.is_verified, (
                     "blocks are vouched for that are to be flushed"
                 )
-                assert standing.target is None or standing.target_at <= record.need, (
+                assert standing.target is None or standing.next_after_flush <= record.need, (
                     "nobody flushes for a generation"
                 )

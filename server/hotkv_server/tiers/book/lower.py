@@ -40,7 +40,7 @@ class LowerTier:
     ) -> None:
         self.space = space
         self.moves = moves
-        moves.host.room.may_keep = space.room.may_keep = False
+        moves.host.room.may_refuse = space.room.may_refuse = False
         self.counters = MoveCounters()
         gate = WriteGate(write_bytes_per_day)
         sizes = PlaceSizes(encoded_bytes)

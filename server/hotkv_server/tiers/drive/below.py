@@ -178,10 +178,10 @@ class TierBelow:
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Waits for confirmations until `until_s`, without access to the disk."""
-        if self.has_some(key_space_id, groups):
+        if self.must_promote(key_space_id, groups):
             await self._generations.confirm_all(key_space_id, until_s)
 
-    def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
+    def must_promote(self, key_space_id: int, groups: list[HashList]) -> bool:
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:

@@ -19,8 +19,14 @@ from dataclasses import dataclass
 from hotkv_proto.blocks import Flushed
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.capability import FlushHere
-from hotkv_server.tiers.book.generations import NO_GENERATION, TELL_S, GenerationBook, Raise, Ticket
+from hotkv_server.node.capability import LocalFlush
+from hotkv_server.tiers.book.generations import (
+    NO_GENERATION,
+    RAISE_WAIT_S,
+    GenerationBook,
+    Raise,
+    Ticket,
+)
 from hotkv_server.tiers.drive.generation_notes import GenerationNotes, text_of
 from hotkv_server.tiers.drive.tasks import TierTasks, future, on_loop
 from hotkv_server.tiers.protocol import Generations as GenerationsOf
@@ -35,7 +41,7 @@ ASK_S = 2.0
 """Longest wait for an answer to a question."""
 SERVE_WAIT_S = 1.0
 """Longest wait of a hit in host memory for confirmations."""
-MEET_S = 1.0
+NEW_SESSION_WAIT_S = 1.0
 """Longest wait of a new session for confirmations."""
 LATE_TICKS = 20
 """A store without an answer for so many ticks is away."""
@@ -112,7 +118,7 @@ class FlushDriver:
     def start(
         self,
         tasks: TierTasks,
-        flush: FlushHere,
+        flush: LocalFlush,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
         """Starts the task. Flushes of other nodes are noticed from now on, and raises left by an
@@ -171,7 +177,7 @@ class FlushDriver:
                 ended_s = ended_s or now_s()
                 if self.book.is_saved(ticket):
                     break
-                if now_s() >= ended_s + TELL_S or self._tasks.is_closing:
+                if now_s() >= ended_s + RAISE_WAIT_S or self._tasks.is_closing:
                     pending.append(NOTES)
                     break
             await self._turn(TICK_S)
@@ -258,9 +264,9 @@ class FlushDriver:
         return True
 
     async def confirm_new(self, key_space_id: int) -> None:
-        """Waits up to MEET_S for a new session's key space. Blocks stored before the stores have
-        answered would count as older than a flush, and be deleted by the answer."""
-        await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
+        """Waits up to NEW_SESSION_WAIT_S for a new session's key space. Blocks stored before the
+        stores have answered would count as older than a flush, and be deleted by the answer."""
+        await self.confirm_all(key_space_id, time.monotonic() + NEW_SESSION_WAIT_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed`. False if the store is away, has no generation, or has not

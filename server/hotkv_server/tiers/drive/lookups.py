@@ -92,7 +92,7 @@ class TierLookups:
     def __repr__(self) -> str:
         return f"TierLookups({self._sources!r})"
 
-    def lies_elsewhere(
+    def in_lower_tiers(
         self,
         key_space_id: int,
         groups: list[HashList],
@@ -174,15 +174,15 @@ class TierLookups:
         key_space_id = session.record.key_space_id
         if self._generations.must_ask(key_space_id):
             return any(
-                one.breaker.lets_pass and one.has_some(key_space_id, groups)
+                one.breaker.lets_pass and one.must_promote(key_space_id, groups)
                 for one in self._sources
             )
         return any(
-            one.breaker.lets_pass and one.has_some(key_space_id, groups) for one in self._shared
+            one.breaker.lets_pass and one.must_promote(key_space_id, groups) for one in self._shared
         )
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Asks the shared tiers, for at most `lookup_wait_s`, so that `lies_elsewhere` knows
+        """Asks the shared tiers, for at most `lookup_wait_s`, so that `in_lower_tiers` knows
         their blocks."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):

@@ -160,7 +160,7 @@ class TierShared:
         self.tier.probe(keys, deadline_s, on_loop(ended), expected)
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
-    def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
+    def must_promote(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Asking the tier may be of use."""
         return any(map(len, self._absent(key_space_id, groups)))
 

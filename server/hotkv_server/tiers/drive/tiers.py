@@ -18,7 +18,7 @@ from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList, Medium, Run
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.node.capability import FlushHere, OnReady, Tracer, nobody
+from hotkv_server.node.capability import LocalFlush, OnReady, Tracer, nobody
 from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.health import Health
 from hotkv_server.node.live_session import LiveSession
@@ -142,7 +142,7 @@ class Tiers:
         self,
         health: Health,
         tell: Callable[[], None],
-        flush: FlushHere,
+        flush: LocalFlush,
         on_ready: OnReady = nobody,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
@@ -285,14 +285,15 @@ class Tiers:
 
     # Leases
 
-    def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
+    def must_promote(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Whether a lease should first `promote`. False if MAX_WAITING calls of the session wait
         already."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
         return any(
-            one.breaker.lets_pass and one.has_some(key_space_id, groups) for one in self._sources
+            one.breaker.lets_pass and one.must_promote(key_space_id, groups)
+            for one in self._sources
         ) or bool(self._under_way(key_space_id, groups))
 
     async def promote(self, session: LiveSession, groups: list[HashList]) -> Held:

@@ -28,7 +28,7 @@ from hotkv_server.logs import REQUEST_ID
 from hotkv_server.node.node import Node
 from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.guard.audit import AuditLog, Who
-from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
+from hotkv_server.wire.guard.limits import ARRIVAL_S, Pace, SessionlessCalls
 
 # Parts of a request are its fields, list entries and messages. The parser makes an object of
 # each, and one can be as short as two bytes, so that a message of moderate size could take long.
@@ -213,7 +213,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self,
         node: Node,
         pace: Pace,
-        guests: Guests,
+        guests: SessionlessCalls,
         audit: AuditLog,
         who: Who,
         admins: Collection[str],

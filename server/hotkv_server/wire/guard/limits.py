@@ -86,7 +86,7 @@ ARRIVAL_S = 10.0
 _NEVER_S = float("inf")
 
 
-class Guests:
+class SessionlessCalls:
     """On the event loop only."""
 
     def __init__(self, most: int) -> None:
@@ -99,7 +99,7 @@ class Guests:
         return len(self._until_s) + len(self._told)
 
     def __repr__(self) -> str:
-        return f"Guests({len(self)}/{self._most})"
+        return f"SessionlessCalls({len(self)}/{self._most})"
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:

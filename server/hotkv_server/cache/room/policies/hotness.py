@@ -403,12 +403,17 @@ class Hotness:
         return self._queues.of(slot_bytes).sweep(count, evictable)
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+        self,
+        slot_bytes: int,
+        count: int,
+        evictable: Evictable,
+        *,
+        refusable_at_s: float | None = None,
     ) -> Entries:
         first = self._demoted.take(count, evictable)
         held = None
-        if keep_at_s is not None and self._num_known:
-            now = self._ticks(keep_at_s)
+        if refusable_at_s is not None and self._num_known:
+            now = self._ticks(refusable_at_s)
             held = partial(self._held, now) if self._holds(now) else None
         rest = self._queues.of(slot_bytes).take(count - len(first), others(evictable, first), held)
         return np.concatenate((first, rest))

@@ -93,7 +93,12 @@ class StampedPolicy:
         return iter(())
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+        self,
+        slot_bytes: int,
+        count: int,
+        evictable: Evictable,
+        *,
+        refusable_at_s: float | None = None,
     ) -> Entries:
         first = self._stamps.demoted.take(count, evictable)
         rest = self._victims(slot_bytes, count - len(first), others(evictable, first))

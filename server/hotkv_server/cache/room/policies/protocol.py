@@ -62,13 +62,18 @@ class Policy(Protocol):
         """Does, in parts, the long work of `victims` with these arguments. May be empty."""
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+        self,
+        slot_bytes: int,
+        count: int,
+        evictable: Evictable,
+        *,
+        refusable_at_s: float | None = None,
     ) -> Entries:
         """Coldest first; fewer than `count` only if no more are evictable, or if some are held
         back.
 
         slot_bytes: 0 for any. `evictable` compares it; a policy may have a queue for each.
-        keep_at_s: `now_s` if entries may be held back, None if not.
+        refusable_at_s: `now_s` if entries may be held back, None if not.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
