@@ -127,7 +127,8 @@ class StoreOptions:
     """Options of a store.
 
     retention: only that of a lease's first store, which reserves the slots, counts.
-    residency_id: of this engine; pins each block of the store once it is ready. Or empty.
+    residency_id: a residency of this engine, which pins each block of the store once it is ready;
+        empty: none.
     traceparent: the caller's span as a W3C header, or empty.
     is_private: no other request can find the blocks, so they go to no tier.
     """
@@ -152,7 +153,7 @@ class BlockResult(enum.IntEnum):
     PRESENT = 2
     """Was ready already."""
     WRITTEN = 3
-    """Other ranks' shards are missing."""
+    """This rank's shard is written, but other ranks' are still missing."""
     RESERVED = 4
     """This rank's shard is not written yet."""
     NO_SPACE = 5
@@ -173,8 +174,8 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of a transfer: the server does not access engine memory for it any more, but may
-    still read for a revoked store.
+    """The end of a transfer. The server no longer accesses engine memory for it, with one
+    exception: it may still read for a revoked store.
 
     results: of a store, `BlockResult` values, uint8, per run; empty if it was revoked.
     message: why it failed.

@@ -21,9 +21,9 @@ most over a long context; so keys are computed, exactly, for positions all over 
 8192 tokens: scores are off by 2.2 nats with axes from 2048 tokens, 0.48 with these moved, 0.43 with
 axes from all 8192.)
 
-Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads per KV head, Q = H *
-    G, X heads, D channels, C coded channels with padding, R = 2 groups of coded channels, F
-    frequencies of RoPE (it rotates 2 F channels).
+Shapes: N tokens, B blocks, T tokens of a block, S = B * T, H KV heads, G query heads per KV
+    head, Q = H * G, X heads, D channels, C coded channels with padding, R = 2 groups of coded
+    channels, F frequencies of RoPE (it rotates 2 F channels).
 """
 
 from dataclasses import dataclass, field
@@ -64,9 +64,9 @@ class Axes:
 
     into: float32 [H, D, D]: channels y = (k - mu) @ into[h], coded ones first.
     rms: float32 [H, 2], usual rms of channels with 4-bit and with 2-bit codes.
-    weights: float32 [H, D, C], from both: w = q @ weights[h] is a score's change per half step
-        of each coded channel. A score is about sigma * sum(w * (2 * c - offsets)) with
-        `offsets_of`.
+    weights: float32 [H, D, C], computed from `into` and `rms`: w = q @ weights[h] is by how much
+        a score changes with each half step of each coded channel. A score is about sigma * sum(w
+        * (2 * c - offsets)) with `offsets_of`.
     """
 
     into: F32
@@ -288,8 +288,8 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
-    """New positions, float64 [N], whole, evenly spread over `context_tokens` in another order;
-    others for each `turn` below `PLACES`."""
+    """New positions: whole numbers, float64 [N], spread evenly over `context_tokens`, not in the
+    tokens' order. Each `turn` from 0 to `PLACES` - 1 gives others."""
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
     found: F64 = np.floor(share * context_tokens)
     return found

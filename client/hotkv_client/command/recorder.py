@@ -51,8 +51,8 @@ class TraceWriter:
         return len(self._ids)
 
     def line(self, request: WatchedRequest) -> str:
-        """A request that is reported late gets the previous line's timestamp: they never
-        decrease."""
+        """The request as a line of the trace, without newline. Timestamps never decrease: a
+        request that is reported late gets the previous line's."""
         ends = range(self._step_bytes, len(request.hashes) + 1, self._step_bytes)
         # A hash covers all tokens up to its end: the last one within a block stands for it and
         # all before it.

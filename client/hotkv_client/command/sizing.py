@@ -27,7 +27,7 @@ SCALES = (0.25, 0.5, 1, 2, 4, 8)
 
 
 class SizeError(RuntimeError):
-    """The simulation can't run here."""
+    """The simulator is not installed, or nothing was recorded that it could replay."""
 
 
 def size(
@@ -83,8 +83,8 @@ def _unknown(error: HotKVError) -> ValueError:
 
 
 def token_bytes(space: dict[str, Any]) -> float:
-    """KV bytes of a prompt's token: of the groups that keep every token, or of the first group
-    without such."""
+    """KV bytes of one prompt token, summed over the groups that keep every token; of the first
+    group if none does."""
     groups = space["groups"]
     whole = [group for group in groups if group["kind"] in PREFIX_CLOSED] or groups[:1]
     return float(

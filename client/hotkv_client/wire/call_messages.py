@@ -101,6 +101,7 @@ def lookup(
     for group in groups:
         packed = cache.pack_quickly(group.hashes, hash_bytes)
         request.lookup.groups.add(group_index=group.group_index, hashes=packed)
+    # Without groups, too, the request must say that it is a lookup.
     request.lookup.SetInParent()
     if traceparent:
         request.lookup.traceparent = traceparent
@@ -263,7 +264,8 @@ def report_requests(
     whole = session_pb2.ReportUse(
         requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
-    # So few bytes can't have more than the PART_BLOCKS hashes that the server accepts.
+    # The server accepts PART_BLOCKS hashes in a message; with hash_bytes each, no more fit into
+    # most_bytes.
     most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
     if whole.ByteSize() <= most_bytes and max(len(messages), len(over), len(ends)) <= MAX_REPORTS:
         return [Request(report_use=whole)]

@@ -79,8 +79,9 @@ def is_commit(revision: str) -> bool:
 
 
 def hub_snapshot(path: str) -> tuple[str, str] | None:
-    """Repository and commit of a folder in the hub's cache, which replaces a repository's name
-    with HF_HUB_OFFLINE (`EngineArgs.__post_init__`, vLLM 0.32). None for another path."""
+    """Repository and commit of a folder in the hub's cache; None for another path. With
+    HF_HUB_OFFLINE, vLLM puts this folder in place of the repository's name
+    (`EngineArgs.__post_init__`, vLLM 0.32)."""
     found = _SNAPSHOT.fullmatch(path)
     return (found[1].replace("--", "/", 1), found[2]) if found else None
 
@@ -255,8 +256,8 @@ def _scales(model: Any) -> list[Path]:
 
 
 def weights_may_be_older(vllm_config: Any) -> bool:
-    """Whether files have changed since this process began, which may have loaded the old ones.
-    True if unknown."""
+    """Whether files have changed since this process began, so that it may have loaded the old
+    ones. True if unknown."""
     models = _models(vllm_config)
     paths = [_weights_path(model) for model, load in models if load.load_format != "dummy"]
     paths += _scales(models[0][0])

@@ -93,8 +93,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
             self._door_worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """None in a MultiConnector, which would pass the format to other connectors; the
-        scheduler side then asks for it in a step's message."""
+        """The rank's `PageFormat`. None in a MultiConnector, which would pass it to other
+        connectors; there the scheduler side asks for it in a step's message."""
         return None if self._door_worker is None else self._door_worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -208,7 +208,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return self._door.reset(checks.is_device_empty(self._kv_cache_manager)) and done
 
     def take_events(self) -> Iterable[Any]:
-        """Also those of the server's blocks, with its `events.identity` = `engine`."""
+        """vLLM's events; also those of the server's blocks, if the server's setting
+        `events.identity` is `engine`."""
         theirs = super().take_events()
         if self._door is None:
             return theirs

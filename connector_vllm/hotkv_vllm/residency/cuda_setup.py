@@ -165,7 +165,8 @@ class _Shaped:
 def totals(
     config: SparseConfig, sketch_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
-    """vLLM's pool, and all that `install` allocates."""
+    """Bytes of vLLM's KV pool and of all that `install` would allocate, counted without
+    allocating."""
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)

@@ -41,8 +41,8 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """The KV memory and the pool together. Owns the descriptors of `memory`, which must not be
-        closed.
+        """The KV memory and the pool together. The result takes over the descriptors of `memory`:
+        don't close `memory` itself.
 
         num_groups: of the key space. Tensors of kind i get the group index `num_groups + i`.
         """

@@ -149,6 +149,7 @@ class SparseWorker:
         )
         self.first_prompt = FirstPrompt.of(layers, turning, self.sketches.calibrate)
         self._sequences: dict[str, _Sequence] = {}
+        # Request id of each listed row, by the id of its last block.
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, StepPlan] = {}
         self._num_steps = self._sampled_step = 0
@@ -251,7 +252,8 @@ class SparseWorker:
 
         key: vLLM's metadata object; layers of a group that pass the same one share a plan.
         batch: called when the plan is made.
-        query_of: token in the batch to query, float32 [query heads, channels].
+        query_of: returns the query of a token, given its place in the batch: float32 [query
+            heads, channels].
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None

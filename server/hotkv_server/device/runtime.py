@@ -65,7 +65,7 @@ class Stream(Protocol):
 
 class Event(Protocol):
     """An event has passed once the device reaches the point of a stream where it was last
-    recorded, and if it never was."""
+    recorded. An event that was never recorded has passed, too."""
 
     @property
     def device(self) -> int: ...
@@ -145,8 +145,7 @@ class DeviceRuntime(Protocol):
         `open_memory` returned."""
 
     def close_memory(self, device: int, address: int) -> None:
-        """After the last close, memory is freed that its owner has freed, or whose owner has
-        died."""
+        """The last close frees the memory if its owner has freed it or has died."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
         """Opens an event of another process by its 64-byte handle, to wait for it."""

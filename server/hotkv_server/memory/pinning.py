@@ -44,7 +44,8 @@ class ArenaPinner:
         self.error = ""
         self.took_s = 0.0
         self.unpinned_bytes = 0
-        """Bytes of the arena that `close` has unregistered so far."""
+        """Bytes of the pieces that `close` has unregistered so far, or tried to; the last piece
+        counts whole."""
         self._runtime = runtime
         self._prepare = prepare
         self.pinned_bytes = 0
@@ -62,7 +63,8 @@ class ArenaPinner:
         return self.pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """False if the thread has died without a known reason: all pinned, `error`, or `close`."""
+        """False if the thread has died, but not because all is pinned, of `error`, or of
+        `close`."""
         return (
             self.is_done
             or bool(self.error)

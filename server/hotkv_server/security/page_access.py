@@ -1,9 +1,9 @@
 """Decides whether a request may see the status page and its API, with names or only sums.
 
 Always true: a request needs a token if other machines can reach the HTTP server, or if one is set.
-With tenants, names need an admin's token. Without a token, the Host header must name this machine:
-a page of another site could resolve its own name to this address, and read the answer in the user's
-browser (DNS rebinding).
+With tenants, names need an admin's token. If no token is needed, the Host header must name this
+machine. Otherwise another site could let its own name resolve to this address, and its page could
+read the answer in the user's browser (DNS rebinding).
 
 Pure, but for the token's file, which is read at each request that needs it.
 """
@@ -55,8 +55,8 @@ class PageAccess:
     """is_local: only this machine can reach the HTTP server.
     read: the token that gives access; raises like `read_token`. None without one.
     control: has the admins, whose tokens give access too; may change while the server runs.
-    own_name: on which the server listens. Without a token, a Host header must have it,
-        localhost, a name that ends in .localhost, or an IP address.
+    own_name: the host name on which the server listens. If no token is needed, the Host header
+        must be this name, localhost, a name that ends in .localhost, or any IP address.
     """
 
     is_local: bool = True

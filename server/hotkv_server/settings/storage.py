@@ -8,7 +8,8 @@ from pydantic import BaseModel, ByteSize, Field, field_validator, model_validato
 
 MIB, TIB = 1 << 20, 1 << 40
 SLABS = 512
-"""Least slabs of an arena if `slab_bytes` is not set; fewer if it is too small for so many."""
+"""Without `slab_bytes`, slabs grow only while the arena still has this many; it has fewer if it
+is too small for so many of SMALLEST_SLAB."""
 SMALLEST_SLAB, LARGEST_SLAB = 4 * MIB, 16 * MIB
 
 

@@ -50,7 +50,8 @@ class ReportRow:
     """A trace at one capacity with one policy, or one ideal cache of BOUNDS.
 
     capacity_percent: of the first tier, in percent of all different blocks.
-    hit_rate: of the first tier; only accesses before a request's first miss hit.
+    hit_rate: of the first tier. In each request only the accesses before the first miss count as
+        hits.
     seconds: wall time.
     """
 

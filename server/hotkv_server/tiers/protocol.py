@@ -31,14 +31,14 @@ NO_GENERATIONS: Generations = MappingProxyType({})
 # -------------------------------------------------------------------------------------------
 # Generations
 
-# A generation encodes the time at which it began. Always true: a later one of a key space in a
-# store is greater, because a node makes it greater than all that it knows. A store may lose one,
-# in a restart or with an old copy of its data; as the clock has advanced, its number does not
-# return.
+# A generation encodes the time at which it began. Always true: of a key space's generations in
+# one store, the later is the greater, because a node makes each new one greater than all that it
+# knows. A store may lose one, in a restart or with an old copy of its data; as the clock has
+# advanced, its number does not return.
 
 RAISES = 1 << 16
-"""`begun` returns multiples, one per tick; `raised` the numbers in between, for several flushes
-in a tick."""
+"""Numbers per tick: `begun` returns the tick's first; `raised` counts on from there if there are
+several flushes in a tick."""
 TICK_US = 64
 
 
@@ -95,8 +95,8 @@ class Blocks:
     `places`: byte offsets in the disk tier's file; empty for other tiers.
     `seals`: for reads from the disk tier, what the writes returned; other tiers store them.
     `depths`: a tier that evicts may begin with the deepest. Empty: all 0.
-    `generations`: of the keys. If the store's differ after a read, all blocks are ABSENT; empty:
-        not compared.
+    `generations`: what the caller takes for those of the keys' key spaces. If the store's differ
+        after a read, all blocks are ABSENT. Empty: not compared.
     `stored_bytes`: sizes of the disk's places; a block with less than `num_bytes` is encoded.
         Empty: `num_bytes`.
     """
@@ -214,8 +214,9 @@ class Tier(Protocol):
         """Why the tier is unusable, or ""."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Longest wait of a call under way for the store; 0 if none waits. `now_s`:
-        time.monotonic."""
+        """How long the call that has waited longest for the store has waited; 0 if none waits.
+        `now_s`: time.monotonic.
+        """
 
     def is_alive(self) -> bool:
         """False if a thread has died; True once closed."""
@@ -243,7 +244,8 @@ class SharedTier(Tier, Protocol):
     ) -> None:
         """Which blocks the tier has.
 
-        `deadline_s`: time.monotonic; a later answer is ignored, so it may be FAILED unasked.
+        `deadline_s`: time.monotonic; later answers are ignored, so after it the tier may report
+            FAILED without asking the store.
         `generations`: if the store's differ, all blocks are ABSENT.
         """
 
@@ -253,7 +255,9 @@ class SharedTier(Tier, Protocol):
     def generations(
         self, fingerprints: Sequence[str], deadline_s: float, on_done: OnGenerations
     ) -> None:
-        """Begins generations that are missing. `deadline_s`: time.monotonic, then None."""
+        """Reports the generations of key spaces, and begins those that are missing.
+        `deadline_s`: time.monotonic; after it reports None.
+        """
 
     def raise_generation(
         self, fingerprint: str, floor: int, on_done: OnGeneration, is_retry: bool = False

@@ -1,12 +1,13 @@
 """The fast lane: sessions of engines on this node, over the Unix stream socket `lane.sock`.
 
-It carries the messages of `SessionService.Connect` in both directions, each behind its length, and
-serves them by the same code. gRPC's part of a call costs several times as much as the call.
+It carries the messages of `SessionService.Connect` in both directions, each behind its length. The
+code that serves them is the same as for gRPC. gRPC's part of a call costs several times as much as
+the call.
 
 Always true: a connection's peer is known by SO_PEERCRED, so no ticket is needed. Messages are
-parsed as on gRPC: bounded in bytes and in parts. A connection buffers one incomplete message, and
-reads no further while complete ones wait. A connection that is silent for SILENT_TURNS turns ends;
-clients ping more often.
+parsed as on gRPC: bounded in bytes and in parts. A connection buffers one incomplete message,
+and reads no further while complete ones wait. A connection that is silent for SILENT_TURNS turns
+ends; clients ping more often.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 log.addFilter(Throttle())
 
 TURN_S, SILENT_TURNS = 5.0, 4
-"""Turns are counted, not seconds: after a late event loop, what a client sent meanwhile is still to
-be read."""
+"""Silence is counted in turns of TURN_S, not by the clock: when the event loop was late, what
+clients sent meanwhile is still unread, and they must not count as silent."""
 WINDOW_BYTES = 64 << 10
 """Bytes of complete messages, and of unread answers, beyond which a connection waits."""
 BACKLOG = 1024
@@ -203,7 +204,8 @@ class LaneServer:
         self._turns = asyncio.create_task(self._end_silent())
 
     def began(self, stream: LaneConnection) -> None:
-        """Serves a new connection. Its first message says that a server is there."""
+        """Serves a new connection, or aborts it if there are too many. The server speaks first:
+        a Pong says that it is there."""
         if len(self._streams) >= self._most:
             self._node.refusals[Reason.OVERLOADED] += 1
             stream.abort()

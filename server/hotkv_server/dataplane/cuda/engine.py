@@ -1,5 +1,6 @@
-"""The copy engine of a CUDA device, with a lane for loads and one for stores. Each piece in flight
-has a slot (`methods.Slot`, not one of the arena). A calibration chooses the copy methods.
+"""The copy engine of a CUDA device, with a lane (`Lane`, not the socket) for loads and one for
+stores. Each piece in flight has a slot (`methods.Slot`, not one of the arena). A calibration
+chooses the copy methods.
 
 Always true: a lost device stays lost: `problem` has the reason, and every job fails. Parts of
 the arena that are not pinned yet are copied by plain calls, one for each run (`methods.memcpy`).
@@ -42,8 +43,8 @@ from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priori
 PAGEABLE = "pageable"
 """`Moved.method` of copies with host memory that is not pinned."""
 MAX_TRIES = 3
-"""Tries to record an event or wait for it. After that the device counts as lost: it is unknown
-when it stops accessing memory."""
+"""Tries to record an event or wait for it. After that the device counts as lost, though it may
+still access memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +117,7 @@ class Lane:
         self._finished: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._problem = ""
         self._closing = False
+        # When the present submission, and the present report of a job's end, began; 0 if none.
         self._giving_s = self._finishing_s = 0.0
         self._moved: dict[str, list[int]] = {}
         self.num_failed = 0
@@ -307,6 +309,8 @@ class Lane:
             del given, work
 
     def _settle(self, work: _Work) -> None:
+        """Hands the job to `finish` once all of it was submitted or dropped and nothing is in
+        flight. Call with `_changed` held."""
         if work.ended and not work.num_in_flight:
             self.num_failed += bool(work.error)
             self._finished.put(work)

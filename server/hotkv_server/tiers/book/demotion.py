@@ -103,8 +103,8 @@ class Demotion:
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Puts blocks of `take` back at the head of the queue, and their bytes off the gate's
-        count."""
+        """Puts blocks of `take` back at the head of the queue, and subtracts their bytes from
+        what the gate has counted."""
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )
@@ -180,7 +180,8 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Also counts blocks of a group that is not encoded at present."""
+        """Size of the places for a group's blocks. Also counts the blocks if the group is not
+        encoded at present."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -259,7 +260,8 @@ class Demotion:
         return joined(again)
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Counts tried and fitted blocks per group, while their places are reserved."""
+        """Counts tried and fitted blocks per group. Call it before the move's places are
+        published or dropped."""
         for key_space_id, group, at in by_group(self._below, move.places):
             num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
             self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

@@ -93,8 +93,8 @@ class Staged:
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:
-        """Slices of a request that `fits`; a block that does not is alone. `rooms`: bytes that
-        each block needs."""
+        """Splits a request into slices of adjacent blocks, each of which `fits`. A block that is
+        too large is a slice of its own. `rooms`: bytes that each block needs."""
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
             if at > begin and not self.fits(total_bytes + room, is_write=is_write):
@@ -224,7 +224,7 @@ class Extents:
         return None
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """A range of `take`."""
+        """Frees a range that `take` returned, and joins it with free neighbours."""
         end = begin + num_bytes
         number = bisect.bisect(self._free, (begin, end))
         after = number

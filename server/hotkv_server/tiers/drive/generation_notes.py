@@ -32,6 +32,9 @@ class NotesFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
+    """What one copy says. `base`: `Record.local` of key spaces without a record. `records`: by
+    fingerprint."""
+
     base: int
     last: int
     records: Mapping[str, Record]
@@ -74,7 +77,8 @@ class GenerationNotes:
             raise failed
 
     def discard(self, book: GenerationBook) -> None:
-        """Removes all copies, unless a store must still raise. Blocking."""
+        """Removes all copies, unless the book has a flush for which a store's generation was not
+        raised yet. Blocking."""
         if not any(s.is_unraised for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / GENERATIONS_FILE).unlink(missing_ok=True)

@@ -40,8 +40,9 @@ FOUND_S = 10.0
 
 
 class FoundBlocks:
-    """Blocks that probes have found in the tier. A key is a `head`, the same for a group of a key
-    space, and a hash. Above MAX_FOUND, the head longest without a new block forgets first.
+    """Blocks that probes have found in the tier. A block's key is a `head`, which all blocks of a
+    group in a key space share, and its hash. Beyond MAX_FOUND blocks, those of the head that has
+    gone longest without a new one are forgotten first.
 
     Always true: `among` makes Python objects only for blocks that are probably remembered, as a
     lookup may name 131,072.
@@ -165,8 +166,8 @@ class TierShared:
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """For each list, positions of the blocks to load: found in the tier, absent here, and
-        recently confirmed."""
+        """For each list, positions of the blocks to load: those found in the tier and absent
+        here; none unless the store has recently confirmed the key space's generation."""
         now_s = time.monotonic()
         wanted = [np.empty(0, np.int64) for _ in groups]
         if not self._generations.is_confirmed(self.name, key_space_id) or not len(self._found):
@@ -204,8 +205,8 @@ class TierShared:
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move that the tier has read; returns the number of damaged blocks, not of those
-        that it has evicted. `checks`: from `tasks.checksums`."""
+        """Ends a move that the tier has read; returns how many blocks were damaged. Blocks that
+        the tier has evicted do not count. `checks`: from `tasks.checksums`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())

@@ -1,4 +1,5 @@
-"""Splits calls into parts, some of their blocks, and queues these.
+"""Splits a tier's calls into parts, each for some of the call's blocks, and queues the parts for
+the threads that execute them.
 
 Always true: a call ends once, with its last part; a part ends once, whatever its success. Probes
 leave first, then reads, then writes; but after PATIENCE_S without one, a write leaves before
@@ -146,7 +147,7 @@ class PartQueue:
             for part in parts:
                 reads = self._reads if part.moves_blocks else self._questions
                 (self._writes if part.is_write else reads).append(part)
-            # A single woken thread might take no writes.
+            # Wake all: if only one thread woke, it might be one that takes no writes.
             self._ready.notify_all()
             return True
 

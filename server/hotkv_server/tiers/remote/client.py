@@ -21,8 +21,9 @@ MAX_WORDS = 200
 class StoreError(Exception):
     """A call or connect has failed; close the connection. The message follows the store's name.
 
-    The tier is then down until a connect succeeds, except after a call's LostError, a LateError
-    at the deadline of a call with blocks, and a RefusedError.
+    The tier is then down until a connect succeeds. Three errors leave it up: a LostError of a
+    call (not of a connect), a LateError at the deadline of a call with blocks, and a
+    RefusedError.
     """
 
 
@@ -111,11 +112,13 @@ class Client(Protocol):
     def raise_generation(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Begins a generation above the present one and `floor`, the highest that the caller knows.
+        """Begins and returns a generation above both the present one and `floor`, the highest that
+        the caller knows.
 
-        A full store removes the present one and returns NO_GENERATION: reads find nothing until
-        `generations` begins one. Without one to remove, raises LostError, because other nodes
-        would not notice the flush. `is_retry`: the last call for the same flushes failed.
+        If the store is full, removes the present generation instead and returns NO_GENERATION:
+        reads then find nothing until `generations` begins a new one. If there is none to remove,
+        raises LostError, because other nodes would not notice the flush. `is_retry`: the last
+        call for the same flushes failed.
         """
 
     def close(self) -> None: ...

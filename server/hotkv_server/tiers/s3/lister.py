@@ -4,13 +4,15 @@ Always true: a key space is listed only if its blocks are requested. Its first r
 its newest packs are known, but not for another key space's older packs. Later requests are answered
 from known packs; a due listing runs after them, at most once in `refresh_s`.
 
-Names sort newest first, so a listing mostly reads one page, and skips packs older than OVERLAP_S
-before the last one. A pack that appears later than that, from a node with a slow clock, may be
-missed until the next start. After a jump of this node's clock nothing is skipped.
+Names sort newest first, so a listing can stop early, mostly after one page of names: it skips packs
+that are more than OVERLAP_S older than the start of the last listing that succeeded. A pack that
+appears later than that, from a node with a slow clock, may be missed until the next start. After a
+jump of this node's clock nothing is skipped.
 
 A pack that can't be read is retried by later listings. A listing fails if more than
-LISTS_AT_ONCE can't be read, a first one if none of the newest can: a store may fail all reads
-for a while. Forbidden packs don't count, as they may be forbidden for ever. Memory is bounded.
+LISTS_AT_ONCE packs can't be read. A key space's first one fails as soon as none of its newest
+LISTS_AT_ONCE can: the store may be failing all reads for a while. Forbidden packs don't count,
+as they may be forbidden for ever. Memory is bounded.
 """
 
 import logging
@@ -144,7 +146,7 @@ class Lister:
                     del self._folders[one]
 
     def is_alive(self) -> bool:
-        """True after `stop`."""
+        """False if the thread has died; True after `stop`, which ends it on purpose."""
         return self._is_closed or self._thread.is_alive()
 
     def stop(self) -> None:
@@ -266,9 +268,9 @@ class Lister:
     def _learn(
         self, bucket: Bucket, space: Space, names: list[str]
     ) -> tuple[bool, dict[str, StoreError]]:
-        """Reads packs' lists into the index. False if the index had no room, so none for older
-        packs either; and the errors of unread packs. Raises StoreError if the store can't be
-        used."""
+        """Reads packs' lists into the index. Returns whether the index had room for all (if not,
+        it has none for older packs either), and the errors of the packs that could not be read.
+        Raises StoreError if the store can't be used."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room, failed = True, dict[str, StoreError]()

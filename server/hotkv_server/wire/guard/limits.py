@@ -16,11 +16,13 @@ from hotkv_proto.errors import HotKVError, Reason
 BURST_S = 2.0
 """After a pause, as many answers are sent without a wait as the rate allows in this time."""
 MAX_WAIT_S = 1.0
-"""So `Pace` does not stop a flood over many connections; `wire.server.MAX_CALLS` does."""
+"""Longest delay of one answer. As no client waits longer, `Pace` does not stop a flood over many
+connections; `wire.server.MAX_CALLS` does."""
 
 
 MAX_PEERS = 1024
-"""Beyond, `FaultBound` forgets the peer that it has counted longest."""
+"""Most peers that `FaultBound` knows; with one more it forgets the one whose first count is
+oldest."""
 
 
 class FaultBound:
@@ -63,6 +65,7 @@ class Pace:
         return f"Pace({1 / self._interval_s:g} a second)"
 
     async def turn(self) -> None:
+        """Waits until the next answer may be sent, at most MAX_WAIT_S."""
         now_s = time.monotonic()
         wait_s = self.wait_s(now_s)
         if wait_s > 0:
@@ -87,7 +90,7 @@ _NEVER_S = float("inf")
 
 
 class SessionlessCalls:
-    """On the event loop only."""
+    """At most `most` of them. On the event loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -26,7 +26,8 @@ class S3FIFO(StampedPolicy):
     """`last_used_s` is when an entry entered its queue: later uses have no time here.
 
     _queue_of: SMALL, MAIN, or 0 for an unknown entry; uint8.
-    _uses: since `victims` last considered the entry, at most MAX_USES.
+    _uses: uses that still count, at most MAX_USES; set to 0 by a move to the main queue or by
+        `demote`, one less each time the entry is kept in the main queue.
     """
 
     def __init__(self, capacity: int) -> None:
